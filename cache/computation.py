@@ -1,0 +1,68 @@
+"""The computation cache: level two of a program's identity.
+
+In: a canonical key (a list of named parts). Out: the computation made for exactly that key, or None.
+The hash is for lookup and display; a hit compares the whole key. Seed: lazy_graph_executor, `ComputationCache`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from cachetools import LRUCache
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An exact cache key: ordered named parts, compared as a whole.
+
+    `parts` is a tuple of (name, text). Two keys are equal if and only if every text is.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+
+    def hash_hex(self) -> str:
+        """128 bits of BLAKE2b over all parts, as 32 hexadecimal digits. For display and file names only."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, text in self.parts:
+            # lengths keep ("a", "bc") and ("ab", "c") apart
+            digest.update(f"{len(name)}:{name}{len(text)}:{text}".encode())
+        return digest.hexdigest()
+
+    def part_hashes(self) -> dict[str, str]:
+        """Each part's own hash: when two processes disagree, this names the part."""
+        return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in self.parts}
+
+
+class ComputationCache(Generic[C]):
+    """Least-recently-used cache from `Key` to a computation. Safe from any thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._entries: LRUCache[Key, C] = LRUCache(maxsize=capacity)
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> C | None:
+        # dict lookup: the hash finds the bucket, `Key.__eq__` then compares every part
+        with self._lock:
+            return self._entries.get(key)
+
+    def add(self, key: Key, computation: C) -> C:
+        """Insert unless another thread was first; return the one that stayed."""
+        with self._lock:
+            return self._entries.setdefault(key, computation)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[C]:
+        with self._lock:
+            return iter(list(self._entries.values()))

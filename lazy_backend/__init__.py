@@ -1,0 +1,84 @@
+"""A lazy-tensor backend for PyTorch: whole steps as cached, compiled graphs.
+
+    import torch, lazy_backend
+
+    model = torch.nn.Linear(4, 2).to("lazy")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch, target in data:
+        loss = torch.nn.functional.mse_loss(model(batch.to("lazy")), target.to("lazy"))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        lazy_backend.mark_step()
+
+Operators on `device="lazy"` are recorded, not run. `mark_step()` cuts what was recorded, finds its computation in a
+cache, and runs it in the background.
+"""
+
+from lazy_backend import computation, debug, ir_cache, metrics
+from lazy_backend.api import (
+    add_step_closure,
+    get_tensor_id,
+    is_lazy,
+    manual_seed,
+    mark_step,
+    save,
+    step,
+    strict,
+    sync,
+    sync_multi,
+    to_cpu,
+    wait_device_ops,
+)
+from lazy_backend.compat import redirect_torch_lazy
+from lazy_backend.device import install
+from lazy_backend.errors import (
+    CompileWarning,
+    DeviceError,
+    ExecutionError,
+    GraphCutWarning,
+    LazyBackendError,
+    LazyBackendWarning,
+    PoisonedTensorError,
+    StrictModeError,
+)
+from lazy_backend.settings import config
+from lazy_backend.tensor import LazyTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileWarning",
+    "DeviceError",
+    "ExecutionError",
+    "GraphCutWarning",
+    "LazyBackendError",
+    "LazyBackendWarning",
+    "LazyTensor",
+    "PoisonedTensorError",
+    "StrictModeError",
+    "add_step_closure",
+    "computation",
+    "config",
+    "debug",
+    "get_tensor_id",
+    "ir_cache",
+    "is_lazy",
+    "manual_seed",
+    "mark_step",
+    "metrics",
+    "save",
+    "step",
+    "strict",
+    "sync",
+    "sync_multi",
+    "to_cpu",
+    "wait_device_ops",
+]
+
+install()
+redirect_torch_lazy(mark_step, wait_device_ops)
+
+
+def _autoload() -> None:
+    """Entry point of `torch.backends`: torch imports this package, which is all that is needed."""

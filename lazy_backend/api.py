@@ -1,0 +1,118 @@
+"""The public functions, under the names of `torch._lazy`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lazy_backend import closures, metrics
+from lazy_backend.context import DeviceContext, contexts
+from lazy_backend.device import Device, context_of
+from lazy_backend.sync import executor
+from lazy_backend.tensor import LazyTensor
+
+
+def mark_step(device: Device = "", wait: bool = False) -> None:
+    """End a step: run everything pending, in the background, then the step closures.
+
+    `device`: one lazy device; "" means every device that was used. `wait`: return only when the step has run.
+    Raises what an earlier run raised, if nobody was told yet (`ExecutionError`), and what a closure raises.
+    Seed: torch/_lazy/__init__.py.
+    """
+    metrics.increment("MarkStep")
+    executor.sync_live_tensors_graph(_devices(device), wait, "mark_step")
+    closures.runner.run()
+
+
+sync = mark_step
+
+
+def _devices(device: Device) -> list[DeviceContext]:
+    if device is None or device == "":
+        return contexts.get_active_devices()
+    return [context_of(device)]
+
+
+def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:
+    """Wait until everything scheduled on `devices` (default: all) has run, and asynchronous closures too.
+
+    Raises `ExecutionError` for a run that failed. Does not sync: what is only recorded stays recorded.
+    """
+    if devices is None or isinstance(devices, torch.device | str | int):
+        devices = [devices]
+    chosen = [context for device in devices for context in _devices(device)] or contexts.get_active_devices()
+    executor.wait_device_ops(chosen)
+    closures.runner.wait()
+
+
+def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Device] = ()) -> None:
+    """Compute `tensors`, and with them everything pending on their devices: nothing is ever computed twice."""
+    chosen = {t._data.context for t in tensors if isinstance(t, LazyTensor)} | {context_of(d) for d in devices}
+    executor.sync_live_tensors_graph(sorted(chosen, key=lambda context: context.index), False, "sync_multi")
+
+
+def get_tensor_id(tensor: torch.Tensor) -> int:
+    """A number that is the same for tensors standing for the same data, and for no others alive."""
+    return id(_lazy(tensor)._data)
+
+
+def to_cpu(tree: Any) -> Any:
+    """A copy of `tree` (nested lists, tuples, dicts) with every lazy tensor on the CPU, after one sync per device."""
+    found: list[LazyTensor] = []
+    tree_map_only(LazyTensor, found.append, tree)
+    copies = iter(executor.get_tensors_fused(found, "to_cpu"))
+    return tree_map_only(LazyTensor, lambda tensor: next(copies).requires_grad_(tensor.requires_grad), tree)
+
+
+def save(tree: Any, *args: Any, **kwargs: Any) -> None:
+    """`torch.save` of a CPU copy: the file names no lazy device. Further arguments as for `torch.save`."""
+    torch.save(to_cpu(tree), *args, **kwargs)
+
+
+def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
+    """Call `closure(*args)` after the next `mark_step`, when reading `args` cuts nothing.
+
+    `run_async`: on a thread of its own, in order; at most `config.max_async_closures` wait. Its error is raised at the
+    next `mark_step`, `add_step_closure` or `wait_device_ops`. Seed: torch/_lazy/closure.py.
+    """
+    closures.runner.add(closure, args, run_async)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed what lazy random ops draw from. It is torch's default generator: `torch.manual_seed` does the same."""
+    contexts.set_rng_seed(seed)
+
+
+@contextlib.contextmanager
+def step(device: Device = "") -> Iterator[None]:
+    """One step as a block: `mark_step` on entry, so that nothing else is in its graph, and on exit, also on errors."""
+    mark_step(device)
+    try:
+        yield
+    except BaseException as error:
+        try:
+            mark_step(device)
+        except Exception as another:
+            error.add_note(f"while leaving lazy_backend.step(): {another}")
+        raise
+    mark_step(device)
+
+
+def strict() -> contextlib.AbstractContextManager[None]:
+    """Within this block, whatever would cut the graph raises `StrictModeError` with the line. Per thread."""
+    return executor.strict()
+
+
+def is_lazy(tensor: Any) -> bool:
+    """Whether `tensor` is on the lazy device."""
+    return isinstance(tensor, LazyTensor)
+
+
+def _lazy(tensor: torch.Tensor) -> LazyTensor:
+    if not isinstance(tensor, LazyTensor):
+        raise TypeError(f"expected a lazy tensor, got one on {tensor.device}\n  as from tensor.to('lazy')")
+    return tensor

@@ -1,0 +1,235 @@
+"""One context per lazy device: its trace, its trie, its live tensors, its lock and its queue.
+
+Seed: lazy_graph_executor, `DeviceContextArena`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.cache.trie import Trie, TrieNode
+from lazy_backend.errors import DeviceError
+from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue
+from lazy_backend.lowering import rng
+from lazy_backend.lowering.ir import TensorMeta
+from lazy_backend.lowering.program import Call, Cut, Fresh
+from lazy_backend.settings import config
+from lazy_backend.tensor import LazyStorage
+from lazy_backend.trace import Trace
+
+lockers = DeviceLockerArena()
+
+
+class DeviceContext:
+    """The state of one lazy device. `lock` guards the trace; a run never takes it."""
+
+    def __init__(self, index: int, backing: torch.device) -> None:
+        self.index = index
+        self.device = torch.device("lazy", index)
+        self.backing = backing
+        self.lock = threading.RLock()
+        self.trie: Trie[Call | Cut] = Trie()
+        self.trace = Trace(self.trie.root, perf_counter())
+        self.queue = DeviceQueue(f"lazy:{index}")
+        self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
+        self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
+        self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
+        self._force_fallback = config.force_fallback
+        self._registry: list[weakref.ref[LazyStorage]] = []
+        self._registry_bound = 1024
+        self._created = 0  # storages made outside a trace or counted already, ever
+        self._baseline: Counter[str] = Counter()  # what `reset_counters` subtracts from the cumulative ones
+        self._path_uses: Counter[TrieNode[Call | Cut]] = Counter()
+
+    @property
+    def locker(self) -> DeviceLocker:
+        return lockers.get_locker(self.index)
+
+    def new_trace(self) -> None:
+        """Start recording afresh. The caller holds `lock`."""
+        if self.trie.size > config.trie_limit or self._force_fallback != config.force_fallback:
+            self.forget_paths()
+        self.trace = Trace(self.trie.root, perf_counter())
+
+    def forget_paths(self) -> None:
+        """Start the trie afresh. The caller holds `lock` and starts a new trace."""
+        self._force_fallback = config.force_fallback
+        self._count_paths()
+        self.trie.reset()
+
+    # Live tensors. A trace registers what it makes in `pending`; what outlives its trace, and what never was in one,
+    # is registered here.
+
+    def register_tensor(self, storage: LazyStorage) -> None:
+        self._registry.append(weakref.ref(storage))
+        if len(self._registry) > self._registry_bound:
+            self.unregister_dead_tensors()
+
+    def register_survivors(self, storages: list[LazyStorage]) -> None:
+        """What a sync found alive among the pending. Their creation was counted with the path."""
+        self._registry.extend(map(weakref.ref, storages))
+        if len(self._registry) > self._registry_bound:
+            self.unregister_dead_tensors()
+
+    def unregister_dead_tensors(self) -> None:
+        self._registry = [reference for reference in self._registry if reference() is not None]
+        # doubling keeps the cost per registered tensor constant
+        self._registry_bound = max(1024, 2 * len(self._registry))
+
+    def get_live_tensors(self) -> list[LazyStorage]:
+        """Every storage somebody holds on this device: computed ones, scheduled ones, then pending ones."""
+        with self.lock:
+            known = [storage for reference in self._registry if (storage := reference()) is not None]
+            return known + self.trace.live()[1]
+
+    # Counters. See the module docstring of `metrics`: paths are counted per sync, calls when somebody asks.
+
+    def count_path(self, cursor: TrieNode[Call | Cut]) -> None:
+        self._path_uses[cursor] += 1
+
+    def count_created(self) -> None:
+        self._created += 1
+
+    def _count_paths(self) -> None:
+        """Turn path counts into call counts, before the paths are forgotten."""
+        for name, count in self._calls_of_paths().items():
+            metrics.increment(name, count)
+        self._created += self._created_in_paths()
+        self._path_uses.clear()
+
+    def _calls_of_paths(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for cursor, uses in self._path_uses.items():
+            for name, count in _calls(cursor.path()).items():
+                total[name] += count * uses
+        return total
+
+    def _created_in_paths(self) -> int:
+        return sum(uses * _fresh(cursor.path()) for cursor, uses in self._path_uses.items())
+
+    def _cumulative(self) -> Counter[str]:
+        created = self._created + self._created_in_paths() + len(self.trace.pending)
+        live = len(self.get_live_tensors())
+        return Counter(CreateLtcTensor=created, DestroyLtcTensor=created - live)
+
+    def read_counters(self) -> Counter[str]:
+        with self.lock:
+            total = self._calls_of_paths()
+            total.update(_calls(self.trace.cursor.path()))
+            cumulative = self._cumulative()
+            cumulative.subtract(self._baseline)
+            return total + cumulative
+
+    def reset_counters(self) -> None:
+        with self.lock:
+            self._baseline = self._cumulative()
+            self._created += self._created_in_paths()
+            self._path_uses.clear()
+
+
+def _calls(path: list[Call | Cut]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for call in path:
+        if isinstance(call, Call):
+            counts["lazy::" + call.op._schema.name.split("::")[1]] += 1
+    return counts
+
+
+def _fresh(path: list[Call | Cut]) -> int:
+    return sum(isinstance(result, Fresh) for call in path if isinstance(call, Call) for result in call.results)
+
+
+class DeviceContextArena:
+    """All device contexts, made at first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contexts: dict[int, DeviceContext] = {}
+        self.current = 0
+
+    def backing_type(self) -> str:
+        """`cuda` or `cpu`: the setting, or what there is."""
+        chosen = config.device
+        if chosen is not None:
+            return str(chosen)
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count() if self.backing_type() == "cuda" else int(config.num_devices)
+
+    def get_device_context(self, index: int | None) -> DeviceContext:
+        """The context of `lazy:index`, or of the current device. Raises `DeviceError` for an index out of range."""
+        index = self.current if index is None else index
+        found = self._contexts.get(index)
+        return self._make_context(index) if found is None else found
+
+    def _make_context(self, index: int) -> DeviceContext:
+        count = self.device_count()
+        if not 0 <= index < count:
+            advice = (
+                "one lazy device stands for each CUDA device"
+                if self.backing_type() == "cuda"
+                else "lazy_backend.config.num_devices sets how many there are on the CPU"
+            )
+            raise DeviceError(
+                f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})"
+            )
+        backing = torch.device("cuda", index) if self.backing_type() == "cuda" else torch.device("cpu")
+        with self._lock:
+            return self._contexts.setdefault(index, DeviceContext(index, backing))
+
+    def get_active_devices(self) -> list[DeviceContext]:
+        """The contexts made so far, lowest index first."""
+        return [context for _, context in sorted(self._contexts.items())]
+
+    def for_all_device_contexts(self, function: Callable[[DeviceContext], None]) -> None:
+        for context in self.get_active_devices():
+            function(context)
+
+    def get_rng_seed(self) -> int:
+        """A seed for the next random op. See Note [Random numbers are data]."""
+        return rng.draw_seed()
+
+    def set_rng_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def get_running_seed(self) -> int:
+        return torch.default_generator.initial_seed()
+
+    def read_counters(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for context in self.get_active_devices():
+            total.update(context.read_counters())
+        return total
+
+    def reset_counters(self) -> None:
+        self.for_all_device_contexts(DeviceContext.reset_counters)
+
+    def reset(self) -> None:
+        """Forget every context, as for tests: traces are dropped, tensors of theirs must not be used again."""
+        with self._lock:
+            contexts, self._contexts = self._contexts, {}
+        for context in contexts.values():
+            context.queue.close(timeout=60)
+            context.trie.reset()
+        self.current = 0
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: new locks, new queues; the threads stayed with the parent."""
+        self._lock = threading.Lock()
+        for context in self._contexts.values():
+            context.lock = threading.RLock()
+            context.queue = DeviceQueue(f"lazy:{context.index}")
+        lockers.reset_after_fork()
+
+
+contexts = DeviceContextArena()
+metrics.add_source(metrics.Source(contexts.read_counters, contexts.reset_counters))

@@ -1,0 +1,147 @@
+"""The device module: what `torch.get_device_module("lazy")` returns, and the installation into PyTorch."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+
+import torch
+
+from lazy_backend import closures, compat, kernels, record
+from lazy_backend.context import DeviceContext, contexts
+from lazy_backend.errors import DeviceError
+from lazy_backend.serialization import install_serialization
+from lazy_backend.sync import executor
+from lazy_backend.tensor import LazyTensor
+
+# Seconds that interpreter exit waits for a run under way before it abandons it.
+_EXIT_TIMEOUT = 30.0
+
+Device = torch.device | str | int | None
+
+
+def context_of(device: Device) -> DeviceContext:
+    """The context of `lazy`, `lazy:1`, `1`, or the current device. Raises `DeviceError` for anything else."""
+    if device is None or device == "":
+        return contexts.get_device_context(None)
+    if isinstance(device, int):
+        return contexts.get_device_context(device)
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"{device!r} names no device\n  expected 'lazy' or 'lazy:<index>'") from error
+    if parsed.type != "lazy":
+        raise DeviceError(f"expected a lazy device, got {str(parsed)!r}\n  as in 'lazy' or 'lazy:0'")
+    return contexts.get_device_context(parsed.index)
+
+
+class DeviceModule:
+    """`torch.lazy`: the functions torch expects of a device module."""
+
+    __name__ = "torch.lazy"
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        """Lazy devices: one per CUDA device, or `config.num_devices` on the CPU."""
+        return contexts.device_count()
+
+    @staticmethod
+    def current_device() -> int:
+        """Index of the device that `"lazy"` without an index means."""
+        return contexts.current
+
+    @staticmethod
+    def set_device(device: Device) -> None:
+        contexts.current = context_of(device).index
+
+    @staticmethod
+    def synchronize(device: Device = None) -> None:
+        """Run what is pending on `device` and wait until its work is done."""
+        context = context_of(device)
+        executor.sync_live_tensors_graph([context], wait=True, cause="synchronize")
+        if context.backing.type == "cuda":
+            torch.cuda.synchronize(context.backing)
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        contexts.set_rng_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    @staticmethod
+    def seed() -> int:
+        return torch.default_generator.seed()
+
+    @staticmethod
+    def initial_seed() -> int:
+        return contexts.get_running_seed()
+
+    @staticmethod
+    def get_rng_state(device: Device = None) -> torch.Tensor:
+        """The state of the generator that lazy random ops draw their seeds from: torch's default one."""
+        context_of(device)
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
+        context_of(device)
+        torch.set_rng_state(state)
+
+    @staticmethod
+    def is_in_bad_fork() -> bool:
+        return False
+
+
+_library: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Make `device="lazy"` work. Called once, by `import lazy_backend`."""
+    if _library:
+        return
+    compat.refuse_second_backend()
+    _library.append(torch.library.Library("aten", "IMPL"))
+    LazyTensor.__torch_dispatch__ = staticmethod(record.dispatch)  # type: ignore[method-assign, assignment]
+    kernels.install_handlers()
+    kernels.install_factories(_library[0])
+    install_serialization()
+    compat.support_foreach()
+    compat.keep_parameters_when_moved()
+    torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
+    atexit.register(_at_exit)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+
+
+def _at_exit() -> None:
+    """Finish what was scheduled, report what nobody was told of, never hang."""
+    closures.runner.close()
+    for context in contexts.get_active_devices():
+        if not context.queue.close(_EXIT_TIMEOUT):
+            print(f"lazy_backend: a run on {context.device} did not finish within {_EXIT_TIMEOUT:.0f} s and was "
+                  "abandoned", file=sys.stderr)
+        error = context.locker.take_exception()
+        if error is not None:
+            print(f"lazy_backend: the last run on {context.device} failed:", file=sys.stderr)
+            traceback.print_exception(error)
+
+
+def _before_fork() -> None:
+    """Let runs finish: the child would wait forever for a thread that stayed behind."""
+    for context in contexts.get_active_devices():
+        context.locker.wait_idle()
+
+
+def _after_fork_in_child() -> None:
+    contexts.reset_after_fork()
+    closures.runner.reset_after_fork()

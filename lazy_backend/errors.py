@@ -1,0 +1,35 @@
+"""Errors and warnings users see. Each says what happened, where in the user's code, and what to do."""
+
+from __future__ import annotations
+
+
+class LazyBackendError(RuntimeError):
+    """Base class of what this package raises on its own behalf."""
+
+
+class DeviceError(LazyBackendError):
+    """A device that does not exist, or operands on different devices."""
+
+
+class ExecutionError(LazyBackendError):
+    """A scheduled run failed. Raised once, at the next sync or wait; `__cause__` is what the operator raised."""
+
+
+class PoisonedTensorError(LazyBackendError):
+    """A tensor whose run failed was used. It has no value."""
+
+
+class StrictModeError(LazyBackendError):
+    """Something inside `lazy_backend.strict()` cut the graph."""
+
+
+class LazyBackendWarning(UserWarning):
+    """Base class of this package's warnings."""
+
+
+class GraphCutWarning(LazyBackendWarning):
+    """A graph was cut for a reason the user may want to know: too long, or an op that cannot be recorded."""
+
+
+class CompileWarning(LazyBackendWarning):
+    """A graph could not be compiled and is interpreted instead."""

@@ -1,0 +1,39 @@
+"""The trie of recorded programs. Names of `torch._lazy.ir_cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.context import DeviceContext, contexts
+from lazy_backend.lowering.program import Call, Cut
+from lazy_backend.sync import executor
+
+
+def dump(path: str) -> None:
+    """Write every recorded program of every device to `path` in Graphviz's dot language."""
+    lines = ["digraph G {"]
+    for context in contexts.get_active_devices():
+        with context.lock:
+            lines += _edges(context)
+    with open(path, "w") as file:
+        file.write("\n".join([*lines, "}"]) + "\n")
+
+
+def _edges(context: DeviceContext) -> Iterator[str]:
+    names = {id(context.trie.root): f'"{context.device} root"'}
+    nodes: list[TrieNode[Call | Cut]] = list(context.trie)
+    for number, node in enumerate(nodes):
+        label = f"cut: {node.call.reason}" if isinstance(node.call, Cut) else str(node.call.op if node.call else "")
+        names[id(node)] = f'"{context.index}.{number} {label}"'
+    for node in nodes:
+        yield f"  {names[id(node.parent)]} -> {names[id(node)]}"
+
+
+def reset() -> None:
+    """Forget every recorded program. What is pending is run first; computations stay cached."""
+    for context in contexts.get_active_devices():
+        with context.lock:
+            executor.sync_live_tensors_graph([context], wait=False, cause="ir_cache.reset")
+            context.forget_paths()
+            context.new_trace()

@@ -1,0 +1,360 @@
+"""Operators that are not recorded as they arrive: aliases, copies between devices, reads, factories.
+
+In: the same calls as `record`. Out: `install_handlers` and `install_factories`, called once by `device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lazy_backend.context import DeviceContext, contexts
+from lazy_backend.errors import DeviceError, LazyBackendError
+from lazy_backend.lowering.ir import contiguous_stride, intern_meta
+from lazy_backend.record import (
+    add_handler,
+    new_data,
+    new_unwritten,
+    record,
+    record_factory,
+    run_at_once,
+    upload,
+)
+from lazy_backend.sites import user_site
+from lazy_backend.storage import LazyUntypedStorage
+from lazy_backend.sync import executor
+from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, ViewData, assign, wrap
+
+aten = torch.ops.aten
+
+Op = torch._ops.OpOverload
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+# ----- aliases
+
+
+def _share(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`detach`, `alias`: another tensor for the same data. Autograd detaches what it saves, so this is frequent."""
+    return wrap(args[0]._data)
+
+
+def _itself(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    return args[0]
+
+
+def _metadata_in_place(view: Op) -> Callable[[Op, Args, Kwargs], Any]:
+    """`t_` and its like: record the view, then let the tensor stand for it."""
+
+    def handler(op: Op, args: Args, kwargs: Kwargs) -> Any:
+        target = args[0]
+        made = record(view, args, kwargs)
+        assign(target, made._data)
+        return target
+
+    return handler
+
+
+def _set_tensor(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`x.set_(y)`: x stands for y's data from now on, with its own geometry if one is given."""
+    target, source = args[0], args[1]
+    if not isinstance(source, LazyTensor) or not isinstance(target, LazyTensor):
+        raise DeviceError(f"set_ takes tensors of one device\n  at {user_site()}\n  copy the source with .to() first")
+    if len(args) > 2:
+        source = record(aten.as_strided.default, (source, args[3], args[4], args[2]), {})
+    assign(target, source._data)
+    return target
+
+
+def _set_storage(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`x.set_(storage, offset, size, stride)`, as `torch.load` calls it: the bytes are uploaded, once per storage."""
+    target, storage = args[0], args[1]
+    offset, size, stride = args[2:5] if len(args) > 2 else (0, (storage.nbytes() // target.element_size(),), (1,))
+    base = _uploaded_storage(target._data.context, storage, target.dtype)
+    meta = intern_meta(tuple(size), tuple(stride) or contiguous_stride(tuple(size)), int(offset), target.dtype)
+    assign(target, ViewData(base.context, None, None, meta, base))
+    return target
+
+
+def _uploaded_storage(context: DeviceContext, storage: torch.UntypedStorage, dtype: torch.dtype) -> LazyStorage:
+    """The storage's bytes on the backing device, in a flat tensor of `dtype`."""
+    # a file may hold several tensors that share a storage: they share it again after loading
+    known = getattr(storage, "lazy_storage", None)
+    if isinstance(known, LazyStorage) and known.context is context:
+        return known
+    plain = storage.plain if isinstance(storage, LazyUntypedStorage) else storage
+    flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
+    made = new_data(context, flat.to(context.backing, copy=True))
+    if isinstance(storage, LazyUntypedStorage):
+        storage.lazy_storage = made
+    return made
+
+
+def _empty_set(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    target = args[0]
+    made = new_unwritten(target._data.context, intern_meta((0,), (1,), 0, target.dtype))
+    assign(target, made._data)
+    return target
+
+
+# ----- copies
+
+
+def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`to`, `cpu`, `float`: recorded within a device; a copy elsewhere needs the value."""
+    source = args[0]
+    device = kwargs.get("device")
+    context = source._data.context
+    if device is None or (device.type == "lazy" and device.index in (None, context.index)):
+        options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
+        return record(op, args, options)
+    if device.type == "meta":
+        return op(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
+    real = executor.read(source._data, f"copy to {device}")
+    if device.type != "lazy":
+        return aten._to_copy.default(real, **kwargs)
+    target = contexts.get_device_context(device.index)
+    options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    return wrap(new_data(target, aten._to_copy.default(real, **options, device=target.backing)))
+
+
+def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`dst.copy_(src)`: recorded within a device; an upload if the source is real; a read if the target is."""
+    target, source = args[0], args[1]
+    if not isinstance(target, LazyTensor):
+        real = executor.read(source._data, f"copy to {target.device}")
+        target.copy_(real, *args[2:], **kwargs)
+        return target
+    context = target._data.context
+    if isinstance(source, LazyTensor):
+        if source._data.context is context:
+            return record(op, args, kwargs)
+        source = executor.read(source._data, f"copy to {context.device}")
+    copy_from_outside(context, target, source)
+    return target
+
+
+def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.Tensor) -> None:
+    """Upload `source` into `target`. Memory nobody used yet takes the upload as its data, and nothing is recorded."""
+    data = target._data
+    storage = data.storage
+    if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
+        meta = storage.meta
+        real = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=context.backing)
+        storage.tensor = real.copy_(source.detach())
+        return
+    uploaded = wrap(new_data(context, upload(context, source)))
+    record(aten.copy_.default, (target, uploaded), {})
+
+
+def _lazy_copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`aten::_copy_from` on the Lazy key: `torch.tensor(..., device="lazy")` comes here, below __torch_dispatch__."""
+    return _copy(aten.copy_.default, (target, source), {})  # type: ignore[no-any-return]
+
+
+# ----- reads
+
+
+def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    real = executor.read(args[0]._data, "item()")
+    return aten._local_scalar_dense.default(real)
+
+
+def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
+        raise DeviceError(
+            f"expected all tensors to be on the same device, but found {a.device} and {b.device} in aten::equal\n"
+            f"  at {user_site()}\n  move one of them, as in tensor.to({str(a.device)!r})"
+        )
+    return bool(op(executor.read(a._data, "equal"), executor.read(b._data, "equal")))
+
+
+def _run_at_once(reason: str) -> Callable[[Op, Args, Kwargs], Any]:
+    def handler(op: Op, args: Args, kwargs: Kwargs) -> Any:
+        return run_at_once(args[0]._data.context, op, args, kwargs, reason)
+
+    return handler
+
+
+# ----- ops rewritten before they are recorded
+
+
+def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`native_batch_norm` updates its statistics without saying so in its schema; the `_legit` forms say so."""
+    input, weight, bias, mean, var, training, momentum, eps = args
+    if mean is None or var is None:
+        rest = (training, momentum, eps)
+        return record(aten._native_batch_norm_legit.no_stats, (input, weight, bias, *rest), {})
+    return record(aten._native_batch_norm_legit.default, args, {})
+
+
+def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`zeros_like(x, device=...)` and its like: only the geometry of `x` counts."""
+    device = kwargs.get("device")
+    source = args[0]
+    if not isinstance(source, LazyTensor) or device is None:
+        return record(op, args, kwargs)
+    context = source._data.context
+    if device.type == "lazy" and device.index in (None, context.index):
+        return record(op, args, {**kwargs, "device": context.device})
+    if device.type == "lazy":
+        return record(op, args, {**kwargs, "device": context.device}).to(device)
+    meta = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    return op(meta, *args[1:], **kwargs)
+
+
+_LIKE_OPS = (
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
+
+
+# In-place ops that change sizes or strides only, and the views they amount to.
+_METADATA_OPS = {
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.as_strided_.default: aten.as_strided.default,
+}
+
+
+def install_handlers() -> None:
+    """Register every handler of this file."""
+    for op in (aten.detach.default, aten.alias.default):
+        add_handler(op, _share)
+    for op in (aten.lift_fresh.default, aten.lift.default, aten.detach_.default):
+        add_handler(op, _itself)
+    for op, view in _METADATA_OPS.items():
+        add_handler(op, _metadata_in_place(view))
+    add_handler(aten.set_.source_Tensor, _set_tensor)
+    add_handler(aten.set_.source_Tensor_storage_offset, _set_tensor)
+    add_handler(aten.set_.source_Storage, _set_storage)
+    add_handler(aten.set_.source_Storage_storage_offset, _set_storage)
+    add_handler(aten.set_.default, _empty_set)
+    add_handler(aten._to_copy.default, _to_copy)
+    add_handler(aten.copy_.default, _copy)
+    add_handler(aten._local_scalar_dense.default, _local_scalar)
+    add_handler(aten.equal.default, _equal)
+    for op in (aten.resize_.default, aten.resize_as_.default):
+        add_handler(op, _run_at_once("it resizes an operand"))
+    add_handler(aten.native_batch_norm.default, _native_batch_norm)
+    for op in _LIKE_OPS:
+        add_handler(op, _other_device)
+
+
+# ----- factories: kernels on the Lazy dispatch key
+
+
+def _context(device: torch.device | None) -> DeviceContext:
+    return contexts.get_device_context(None if device is None else device.index)
+
+
+def _empty_memory_format(
+    size: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> LazyTensor:
+    _check_layout(layout, pin_memory)
+    shape = tuple(size)
+    stride = contiguous_stride(shape)
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        stride = tuple(torch.empty(shape, device="meta", memory_format=memory_format).stride())
+    return _empty(shape, stride, dtype, device)
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> LazyTensor:
+    _check_layout(layout, pin_memory)
+    return _empty(tuple(size), tuple(stride), dtype, device)
+
+
+def _empty(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | None
+) -> LazyTensor:
+    if any(size < 0 for size in shape):
+        raise RuntimeError(f"Trying to create tensor with negative dimension: {list(shape)}")
+    meta = intern_meta(shape, stride, 0, dtype or torch.get_default_dtype())
+    return new_unwritten(_context(device), meta)
+
+
+def _check_layout(layout: torch.layout | None, pin_memory: bool | None) -> None:
+    if layout not in (None, torch.strided):
+        raise LazyBackendError(
+            f"a {str(layout).removeprefix('torch.')} tensor cannot be lazy\n  at {user_site()}\n"
+            "  make it on the CPU, or use a strided tensor"
+        )
+    if pin_memory:
+        raise RuntimeError("only dense CPU tensors can be pinned: make the tensor on the CPU with pin_memory=True")
+
+
+def _factory(op: Op) -> Callable[..., Any]:
+    """A Lazy kernel that records `op` as one call, where torch would record `empty` and a fill."""
+    defaults = [arg.name for arg in op._schema.arguments if arg.kwarg_only]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        _check_layout(kwargs.get("layout"), kwargs.get("pin_memory"))
+        context = _context(kwargs.get("device"))
+        generator = kwargs.pop("generator", None)
+        options = {k: kwargs[k] for k in defaults if k in kwargs and k not in ("device", "pin_memory", "layout")}
+        if generator is not None:
+            # the user's generator decides: draw now, on the host side of the queue
+            real = op(*args, **options, generator=generator, device=context.backing)
+            return wrap(new_data(context, real))
+        options = {k: v for k, v in options.items() if v is not None}
+        return record_factory(context, _without_generator(op), args, **options)
+
+    return kernel
+
+
+def _without_generator(op: Op) -> Op:
+    """`aten.rand.default` for `aten.rand.generator`: the seed travels with the trace."""
+    names = {"generator": "default", "low_generator": "low"}
+    return getattr(op.overloadpacket, names[op._overloadname]) if op._overloadname in names else op
+
+
+_FACTORIES = (
+    "zeros", "ones", "full", "scalar_tensor",
+    "arange", "arange.start", "arange.start_step", "range", "range.step", "linspace", "logspace",
+    "eye", "eye.m", "tril_indices", "triu_indices",
+    "rand", "rand.generator", "randn", "randn.generator", "randperm", "randperm.generator",
+    "randint", "randint.generator", "randint.low", "randint.low_generator",
+)  # fmt: skip
+
+
+def install_factories(library: torch.library.Library) -> None:
+    """Register the factories on the Lazy key; `library` keeps them registered."""
+    library.impl("empty.memory_format", _empty_memory_format, "Lazy")
+    library.impl("empty_strided", _empty_strided, "Lazy")
+    library.impl("_copy_from", _lazy_copy_from, "Lazy")
+    for name in _FACTORIES:
+        packet, _, overload = name.partition(".")
+        library.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "Lazy")

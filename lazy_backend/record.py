@@ -1,0 +1,694 @@
+"""Record operator calls: the hot path.
+
+In: one dispatched aten call. Out: lazy tensors, made from stored metadata.
+A call seen before at this place of the program takes one step down the trie: no inference, no graph, no hashing of
+anything but its own tokens. It allocates a key (a tuple), a tensor and a `LazyStorage`, nothing else.
+
+Note [What is in a key]
+Operator, tokens of tensors, structural arguments (ints, bools, dtypes, strings) and, at a tensor's first use, its
+geometry and alias group. Not in it: floats (placeholders, the values go to the trace's constants), seeds, user lines.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from lazy_backend import metrics
+from lazy_backend.cache.constants import ConstantKey, DataCacheArena
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.context import DeviceContext, contexts
+from lazy_backend.errors import DeviceError, LazyBackendError
+from lazy_backend.lowering import rng
+from lazy_backend.lowering.ir import Constant, TensorMeta, contiguous_stride, intern_meta, meta_of
+from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
+from lazy_backend.lowering.schema import Operand, OpSchema, schema_of
+from lazy_backend.settings import config
+from lazy_backend.sites import user_site
+from lazy_backend.sync import executor
+from lazy_backend.tensor import (
+    UNWRITTEN,
+    LazyStorage,
+    LazyTensor,
+    TensorData,
+    ViewData,
+    assign,
+    backing_tensor,
+    make,
+    poisoned,
+    wrap,
+)
+from lazy_backend.trace import Trace
+
+aten = torch.ops.aten
+
+_NO_KWARGS: dict[str, Any] = {}
+
+
+class _Marker:
+    """Stands for a kind of argument in a key."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+# 1 == True == 1.0 and they hash alike, but they record different programs: only ints stand for themselves.
+_FLOAT, _TRUE, _FALSE, _COMPLEX, _ENTER = map(_Marker, ("float", "true", "false", "complex", "enter"))
+_PLAIN = frozenset((int, type(None), str, torch.dtype, torch.layout, torch.memory_format))
+
+
+class Handler(Protocol):
+    """Treats one operator in another way than recording it as it is."""
+
+    def __call__(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+
+
+# by id: OpOverload.__hash__ is a Python function, 74 ns against 36
+_handlers: dict[int, Handler] = {}
+
+
+def add_handler(op: torch._ops.OpOverload, handler: Handler) -> None:
+    _handlers[id(op)] = handler
+
+
+class _NotRecordable(Exception):
+    """This call must run at once; the text says why."""
+
+
+def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """`LazyTensor.__torch_dispatch__`."""
+    handler = _handlers.get(id(op))
+    if handler is not None:
+        return handler(op, args, kwargs or _NO_KWARGS)
+    return record(op, args, kwargs or _NO_KWARGS)
+
+
+def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Record a call, or run it at once if it cannot be recorded. Returns what the operator returns."""
+    first = args[0] if args else None
+    context = first._data.context if first.__class__ is LazyTensor else _find_context(op, args, kwargs)
+    with context.lock:
+        if context.trace.cursor.depth >= config.max_trace_length:
+            executor.reset_trim_counter(context)
+        trace = context.trace
+        mark = len(trace.inputs), len(trace.groups), len(trace.constants)
+        try:
+            key = [id(op)]
+            _add_tokens(trace, context, op, key, args)
+            if kwargs:
+                for name, value in kwargs.items():
+                    key.append(name)  # type: ignore[arg-type]
+                    _add_tokens(trace, context, op, key, (value,))
+            full_key = tuple(key)
+            # only now: an operand's first use may itself have recorded something
+            cursor = trace.cursor
+            node = cursor.children.get(full_key)
+            if node is None:
+                node = _add_unseen(context, cursor, full_key, op, args, kwargs)
+            call = node.call
+            if call.__class__ is Cut:
+                raise _NotRecordable(call.reason)  # type: ignore[union-attr]
+        except _NotRecordable as reason:
+            _undo(context, trace, mark)
+            return run_at_once(context, op, args, kwargs, str(reason))
+        except BaseException:
+            _undo(context, trace, mark)
+            raise
+        trace.cursor = node
+        if call.seeded:  # type: ignore[union-attr]
+            trace.seeds.append(contexts.get_rng_seed())
+        if context.outside:
+            context.outside.clear()
+        return _make_results(context, trace, call, args, kwargs)  # type: ignore[arg-type]
+
+
+def _undo(context: DeviceContext, trace: Trace, mark: tuple[int, int, int]) -> None:
+    """A call that is not recorded leaves nothing behind, or the path would no longer name the program."""
+    trace.roll_back(mark)
+    context.outside.clear()
+
+
+def _add_tokens(trace: Trace, context: DeviceContext, op: Any, key: list[Any], args: Sequence[Any]) -> None:
+    """Append what stands for `args` in a key; floats and tensors from outside go to the trace."""
+    epoch = trace.epoch
+    for arg in args:
+        kind = arg.__class__
+        if kind is LazyTensor:
+            data = arg._data
+            key.append(data.token if data.epoch is epoch else enter(trace, context, data))
+        elif kind is float:
+            trace.constants.append(arg)
+            key.append(_FLOAT)
+        elif kind in _PLAIN:
+            key.append(arg)
+        elif kind is bool:
+            key.append(_TRUE if arg else _FALSE)
+        elif kind is list or kind is tuple:
+            inner: list[Any] = []
+            _add_tokens(trace, context, op, inner, arg)
+            key.append(tuple(inner))
+        else:
+            key.append(_odd_token(trace, context, op, arg))
+
+
+def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any) -> Any:
+    """What stands for an argument of a rare type."""
+    if isinstance(arg, torch.Tensor):
+        data = _operand_from_outside(context, op, arg)
+        return data.token if data.epoch is trace.epoch else enter(trace, context, data)
+    if isinstance(arg, torch.device):
+        # lazy:0 names the context, which owns the trie
+        return "lazy" if arg.type == "lazy" else arg
+    if isinstance(arg, complex):
+        return (_COMPLEX, repr(arg))
+    if isinstance(arg, torch.Generator):
+        raise _NotRecordable("it takes its random numbers from a torch.Generator")
+    if isinstance(arg, float | int):  # subclasses, as numpy.float64
+        trace.constants.append(float(arg))
+        return _FLOAT
+    raise _NotRecordable(f"it takes a {type(arg).__name__}")
+
+
+def enter(trace: Trace, context: DeviceContext, data: TensorData) -> Any:
+    """Make `data`, which this trace has not used yet, an input; return what stands for it in the key."""
+    storage = data.storage
+    if data.context is not context:
+        raise DeviceError(
+            f"expected all tensors to be on the same device, but found {context.device} and {data.context.device}\n"
+            f"  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"
+        )
+    if storage.error is not None:
+        raise poisoned(storage)
+    if storage.token is UNWRITTEN and storage.tensor is None:
+        _record_empty(context, trace, storage)
+        if data is storage:
+            return data.token
+    group = trace.groups.setdefault(storage, len(trace.groups))
+    data.epoch = trace.epoch
+    data.token = INPUTS[len(trace.inputs)]
+    trace.inputs.append(data)
+    return (_ENTER, data.meta, group, storage.meta)
+
+
+def _make_results(
+    context: DeviceContext, trace: Trace, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    results = call.results
+    if call.returns_list:
+        return [_make_result(context, trace, result, args, kwargs) for result in results]
+    if len(results) == 1:
+        return _make_result(context, trace, results[0], args, kwargs)
+    return tuple([_make_result(context, trace, result, args, kwargs) for result in results]) if results else None
+
+
+def _make_result(
+    context: DeviceContext, trace: Trace, result: Result, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    kind = result.__class__
+    if kind is Fresh:
+        meta = result.meta  # type: ignore[union-attr]
+        data: TensorData = LazyStorage(context, trace.epoch, result.token, meta)  # type: ignore[union-attr]
+        trace.pending.append(weakref.ref(data))  # type: ignore[arg-type]
+    elif kind is View:
+        meta = result.meta  # type: ignore[union-attr]
+        of = _operand(result.path, args, kwargs)._data  # type: ignore[union-attr]
+        data = ViewData(context, trace.epoch, result.token, meta, of.storage)  # type: ignore[union-attr]
+    elif kind is Same:
+        return _operand(result.path, args, kwargs)  # type: ignore[union-attr]
+    else:
+        return None
+    tensor = make(
+        LazyTensor,
+        meta.shape,
+        strides=meta.stride,
+        storage_offset=meta.storage_offset,
+        dtype=meta.dtype,
+        device=context.device,
+    )
+    tensor._data = data
+    return tensor
+
+
+def _operand(path: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at `path`: a place or a name, then a place in a list."""
+    head = path[0]
+    found = args[head] if head.__class__ is int else kwargs[head]  # type: ignore[index]
+    for place in path[1:]:
+        found = found[place]
+    return found
+
+
+# ----- an unseen call: infer, describe, add to the trie
+
+
+def _add_unseen(
+    context: DeviceContext,
+    cursor: TrieNode[Call | Cut],
+    key: tuple[Any, ...],
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> TrieNode[Call | Cut]:
+    """Describe a call seen for the first time at this place. Errors of the operator itself are raised here."""
+    call: Call | Cut
+    try:
+        call = _describe(context, op, args, kwargs, _entered(context, key))
+    except _NotRecordable as reason:
+        call = Cut(str(reason))
+    return context.trie.add(cursor, key, call)
+
+
+def _entered(context: DeviceContext, key: tuple[Any, ...]) -> tuple[Entered, ...]:
+    """The inputs that a key introduces; their tokens are the latest of the trace."""
+    found: list[tuple[TensorMeta, int, TensorMeta]] = []
+
+    def visit(part: Any) -> None:
+        if isinstance(part, tuple):
+            if part and part[0] is _ENTER:
+                found.append(part[1:])
+            else:
+                for item in part:
+                    visit(item)
+
+    visit(key)
+    start = len(context.trace.inputs) - len(found)
+    return tuple(
+        Entered(INPUTS[start + place], meta, group, base) for place, (meta, group, base) in enumerate(found)
+    )
+
+
+def _describe(
+    context: DeviceContext,
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    entered: tuple[Entered, ...],
+) -> Call:
+    """The `Call` for these arguments. Raises `_NotRecordable`, or what eager would raise for them."""
+    schema = schema_of(op)
+    _check_recordable(op)
+    inference = _Inference(context)
+    output = inference.run(op, args, kwargs, schema)
+    converter = _Converter(context)
+    call_args = tuple(converter.convert(arg) for arg in args)
+    call_kwargs = tuple((name, converter.convert(arg)) for name, arg in kwargs.items())
+    results = _describe_results(context, op, args, kwargs, output, inference, schema)
+    mutated = [_lookup(operand, args, kwargs) for operand in schema.mutates]
+    return Call(
+        op=op,
+        args=call_args,
+        kwargs=call_kwargs,
+        results=results,
+        returns_list=schema.returns_list,
+        mutates=tuple(t._data.token for t in _flat(mutated) if isinstance(t, LazyTensor)),
+        entered=entered,
+        num_constants=converter.num_constants,
+        seeded=rng.draws_random_numbers(op),
+        site=user_site(),
+    )
+
+
+def _check_recordable(op: torch._ops.OpOverload) -> None:
+    if rng.draws_random_numbers(op) and not rng.can_seed(op):
+        raise _NotRecordable("it draws random numbers and takes no generator")
+    if config.force_fallback and op._schema.name in config.force_fallback.split(","):
+        raise _NotRecordable("config.force_fallback names it")
+
+
+def _lookup(operand: Operand, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[operand.place] if operand.place < len(args) else kwargs.get(operand.name)
+
+
+def _flat(arg: Any) -> list[Any]:
+    if isinstance(arg, list | tuple):
+        return [leaf for item in arg for leaf in _flat(item)]
+    return [arg]
+
+
+class _Converter:
+    """Arguments of a call as they stand in a `Call`: tokens, constants in order, literals, lists as tuples."""
+
+    def __init__(self, context: DeviceContext) -> None:
+        self.context = context
+        self.num_constants = 0
+
+    def convert(self, arg: Any) -> Any:
+        if isinstance(arg, LazyTensor):
+            return arg._data.token
+        if isinstance(arg, torch.Tensor):
+            return self.context.outside[arg].token
+        if isinstance(arg, list | tuple):
+            return tuple(self.convert(item) for item in arg)
+        if isinstance(arg, torch.device):
+            return self.context.backing
+        if isinstance(arg, float) or (isinstance(arg, int) and type(arg) not in (int, bool)):
+            self.num_constants += 1
+            return Constant(self.num_constants - 1)
+        return arg
+
+
+class _Inference:
+    """One call on fake tensors of the backing device."""
+
+    def __init__(self, context: DeviceContext) -> None:
+        self.context = context
+        self.fakes: list[tuple[TensorData, FakeTensor]] = []
+
+    def run(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], schema: OpSchema
+    ) -> Any:
+        mode = _fake_mode(self.context)
+        mutated = {id(t) for operand in schema.mutates for t in _flat(_lookup(operand, args, kwargs))}
+        with mode, torch.no_grad():
+            fake_args = [self._fake(arg, mutated) for arg in args]
+            fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
+            try:
+                output = op(*fake_args, **fake_kwargs)
+            except (DynamicOutputShapeException, DataDependentOutputException):
+                raise _NotRecordable("its output depends on values") from None
+            except (UnsupportedOperatorException, NotImplementedError):
+                raise _NotRecordable("it has no fake kernel") from None
+        for data, fake in self.fakes:
+            if tuple(fake.shape) != data.meta.shape:
+                raise _NotRecordable("it resizes an operand")
+        return output
+
+    def _fake(self, arg: Any, mutated: set[int]) -> Any:
+        if isinstance(arg, torch.Tensor):
+            data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
+            return self._fake_of(data, cached=id(arg) not in mutated)
+        if isinstance(arg, list | tuple):
+            return [self._fake(item, mutated) for item in arg]
+        if isinstance(arg, torch.device):
+            return self.context.backing if arg.type == "lazy" else arg
+        return arg
+
+    def _fake_of(self, data: TensorData, cached: bool) -> FakeTensor:
+        """A fake of the same geometry. Kept per geometry (making one costs 25 µs), but used once in a call."""
+        for known, fake in self.fakes:
+            if known is data:
+                return fake
+        fakes = self.context.fakes
+        fake = fakes.get(data.meta) if cached else None
+        if fake is None or any(fake is used for _, used in self.fakes):
+            fake = _make_fake(data.meta, self.context.backing)
+            if cached:
+                if len(fakes) > 4096:
+                    fakes.clear()
+                fakes.setdefault(data.meta, fake)
+        self.fakes.append((data, fake))
+        return fake
+
+    def source_of(self, fake: FakeTensor) -> TensorData | None:
+        """The operand whose memory a fake result shares, if any."""
+        place = fake.untyped_storage()._cdata
+        for data, operand in self.fakes:
+            if operand.untyped_storage()._cdata == place:
+                return data
+        return None
+
+
+def _fake_mode(context: DeviceContext) -> FakeTensorMode:
+    # one per context, whose lock is held: a mode is not to be entered by two threads
+    if context.fake_mode is None:
+        context.fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
+    return context.fake_mode  # type: ignore[no-any-return]
+
+
+def _make_fake(meta: TensorMeta, device: torch.device) -> Any:
+    if not meta.storage_offset:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+    extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
+    storage = torch.empty(meta.storage_offset + extent, dtype=meta.dtype, device=device)
+    return storage.as_strided(meta.shape, meta.stride, meta.storage_offset)
+
+
+def _describe_results(
+    context: DeviceContext,
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    inference: _Inference,
+    schema: OpSchema,
+) -> tuple[Result, ...]:
+    outputs = list(output) if isinstance(output, list | tuple) else [] if output is None else [output]
+    slot = _next_slot(context.trace.cursor)
+    results: list[Result] = []
+    for place, fake in enumerate(outputs):
+        alias = schema.returns[0 if schema.returns_list else place]
+        if fake is None:
+            results.append(None)
+            continue
+        if not isinstance(fake, torch.Tensor):
+            raise _NotRecordable(f"it returns a {type(fake).__name__}")
+        if fake.layout != torch.strided:
+            raise LazyBackendError(
+                f"{op} gives a {str(fake.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"
+                f"  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
+            )
+        if alias.kind == "same":
+            assert alias.operand is not None
+            path = _path_of(alias.operand, args)
+            results.append(Same(_operand(path, args, kwargs)._data.token, path))
+            continue
+        source = inference.source_of(fake)
+        if source is None:
+            results.append(Fresh(SLOTS[slot], _base_meta(fake)))
+        else:
+            path = _path_to(source, args, kwargs)
+            assert source.token is not None
+            results.append(View(SLOTS[slot], meta_of(fake), source.token, path))
+        slot += 1
+    return tuple(results)
+
+
+def _next_slot(cursor: TrieNode[Call | Cut]) -> int:
+    """One past the last slot made on the way to `cursor`."""
+    node: TrieNode[Call | Cut] | None = cursor
+    while node is not None and isinstance(node.call, Call):
+        made = [result.token.index for result in node.call.results if isinstance(result, Fresh | View)]
+        if made:
+            return made[-1] + 1
+        node = node.parent
+    return 0
+
+
+def _base_meta(fake: torch.Tensor) -> TensorMeta:
+    return intern_meta(tuple(fake.shape), tuple(fake.stride()), 0, fake.dtype)
+
+
+def _path_of(operand: Operand, args: Sequence[Any]) -> tuple[int | str, ...]:
+    return (operand.place,) if operand.place < len(args) else (operand.name,)
+
+
+def _path_to(data: TensorData, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Where among the arguments `data` stands."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for head, arg in places:
+        if isinstance(arg, LazyTensor) and arg._data is data:
+            return (head,)
+        if isinstance(arg, list | tuple):
+            for place, item in enumerate(arg):
+                if isinstance(item, LazyTensor) and item._data is data:
+                    return (head, place)
+    raise LazyBackendError("internal error: a result shares memory with no operand\n  please report the program")
+
+
+# ----- factories and tensors from outside
+
+
+def record_factory(context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], **options: Any) -> LazyTensor:
+    """Record a call without tensor operands, such as `aten.zeros`, on `context`."""
+    return record(op, args, {**options, "device": context.device})  # type: ignore[no-any-return]
+
+
+def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) -> None:
+    """Record the allocation of memory that was asked for before and is used only now."""
+    meta = storage.meta
+    key = (id(aten.empty_strided.default), meta)
+    cursor = trace.cursor
+    node = cursor.children.get(key)
+    if node is None:
+        node = context.trie.add(cursor, key, _empty_call(context, cursor, meta))
+    (result,) = node.call.results  # type: ignore[union-attr]
+    trace.cursor = node
+    storage.epoch = trace.epoch
+    storage.token = result.token
+    trace.pending.append(weakref.ref(storage))
+
+
+def _empty_call(context: DeviceContext, cursor: TrieNode[Call | Cut], meta: TensorMeta) -> Call:
+    return Call(
+        op=aten.empty_strided.default,
+        args=(meta.shape, meta.stride),
+        kwargs=(("dtype", meta.dtype), ("device", context.backing)),
+        results=(Fresh(SLOTS[_next_slot(cursor)], meta),),
+        returns_list=False,
+        mutates=(),
+        entered=(),
+        num_constants=0,
+        seeded=False,
+        site=user_site(),
+    )
+
+
+def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
+    """A tensor whose memory is recorded at its first use, so that an upload into it leaves no trace."""
+    storage = LazyStorage(context, None, UNWRITTEN, meta)
+    context.register_tensor(storage)
+    context.count_created()
+    return wrap(storage)
+
+
+def new_data(context: DeviceContext, tensor: torch.Tensor) -> LazyStorage:
+    """A storage that holds `tensor`, a real tensor on the backing device that nobody else writes to."""
+    base = tensor
+    if tensor.storage_offset():
+        base = tensor.clone()
+    storage = LazyStorage(context, None, None, meta_of(base))
+    storage.tensor = base
+    context.register_tensor(storage)
+    context.count_created()
+    return storage
+
+
+# Host constants that were uploaded once; read-only, shared by as many inputs as have the value.
+data_cache: DataCacheArena[torch.Tensor] = DataCacheArena(config.constants_cache_entries, config.constants_cache_bytes)
+
+
+def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` on the backing device; 0-d tensors come from the constants cache and must not be written."""
+    tensor = tensor.detach()
+    if tensor.dim() or tensor.device.type != "cpu":
+        return tensor.to(context.backing, copy=True)
+    key = ConstantKey(tensor.dtype, (), tensor.reshape(1).view(torch.uint8).numpy().tobytes())
+    return data_cache.get_data_cache(context.index).get_device_data(key, lambda: tensor.to(context.backing, copy=True))
+
+
+# Ops that take index tensors on the CPU, as they do beside a CUDA tensor.
+_INDEX_OPS = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"))
+
+
+def _operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor) -> TensorData:
+    """Data for an operand that is not lazy: a 0-d CPU tensor, or an index. Anything else is a mistake."""
+    known = context.outside.get(tensor)
+    if known is not None:
+        return known
+    if tensor.dim() and op._schema.name not in _INDEX_OPS:
+        raise DeviceError(
+            f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "
+            f"{op._schema.name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"
+        )
+    data = new_data(context, upload(context, tensor))
+    context.outside[tensor] = data
+    return data
+
+
+def _find_context(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceContext:
+    """The device of a call: that of its first lazy operand, or the one it names."""
+    first = args[0] if args else None
+    if first.__class__ is list and first and first[0].__class__ is LazyTensor:  # foreach ops
+        return first[0]._data.context  # type: ignore[no-any-return]
+    for arg in (*_flat(list(args)), *_flat(list(kwargs.values()))):
+        if isinstance(arg, LazyTensor):
+            return arg._data.context
+    device = kwargs.get("device")
+    if isinstance(device, torch.device) and device.type == "lazy":
+        return contexts.get_device_context(device.index)
+    raise LazyBackendError(f"internal error: {op} reached the lazy device without a lazy operand")
+
+
+# ----- calls that are not recorded
+
+
+def run_at_once(
+    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str
+) -> Any:
+    """Run a call on the backing device, after everything recorded before it. Counted with op, reason and line."""
+    metrics.increment(op._schema.name)
+    metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
+    executor.cut(context, f"{op}: {reason}")
+    runner = _RunAtOnce(context)
+    with torch.no_grad():
+        output = op(
+            *(runner.to_real(arg) for arg in args), **{name: runner.to_real(arg) for name, arg in kwargs.items()}
+        )
+    runner.update_operands()
+    return runner.to_lazy(output)
+
+
+class _RunAtOnce:
+    """Lazy arguments as real ones and real results as lazy ones, with their aliasing."""
+
+    def __init__(self, context: DeviceContext) -> None:
+        self.context = context
+        self.operands: list[tuple[LazyTensor, torch.Tensor]] = []
+
+    def to_real(self, arg: Any) -> Any:
+        if isinstance(arg, LazyTensor):
+            real = backing_tensor(arg._data)
+            self.operands.append((arg, real))
+            return real
+        if isinstance(arg, list | tuple):
+            return [self.to_real(item) for item in arg]
+        if isinstance(arg, torch.device) and arg.type == "lazy":
+            return self.context.backing
+        return arg
+
+    def update_operands(self) -> None:
+        """Follow operands that were resized."""
+        for lazy, real in self.operands:
+            meta = meta_of(real)
+            if meta is lazy._data.meta:
+                continue
+            storage = lazy._data.storage
+            if lazy._data is storage:
+                moved = LazyStorage(self.context, None, None, meta)
+                moved.tensor = real
+                self.context.register_tensor(moved)
+                assign(lazy, moved)
+            else:
+                assign(lazy, ViewData(self.context, None, None, meta, storage))
+
+    def to_lazy(self, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return self._wrap(output)
+        if isinstance(output, list):
+            return [self.to_lazy(item) for item in output]
+        if isinstance(output, tuple):
+            return tuple(self.to_lazy(item) for item in output)
+        return output
+
+    def _wrap(self, real: torch.Tensor) -> torch.Tensor:
+        for lazy, operand in self.operands:
+            if operand is real:
+                return lazy
+        if real.layout != torch.strided:
+            raise LazyBackendError(
+                f"a {str(real.layout).removeprefix('torch.')} tensor cannot be lazy\n  at {user_site()}\n"
+                "  compute it on the CPU, as in tensor.cpu()"
+            )
+        place = real.untyped_storage()._cdata
+        for lazy, operand in self.operands:
+            if operand.untyped_storage()._cdata == place:
+                return wrap(ViewData(self.context, None, None, meta_of(real), lazy._data.storage))
+        return wrap(new_data(self.context, real))
+
+
+__all__ = ["contiguous_stride", "dispatch", "enter", "record", "record_factory", "run_at_once", "upload", "Token"]

@@ -1,0 +1,167 @@
+"""Settings, in one place: name, default, environment variable, help, and whether compiled code depends on it.
+
+In: the environment at import, assignments afterwards. Out: `config`, exported as `lazy_backend.config`.
+An assignment is checked at once: a misspelt name or a bad value raises where it was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting."""
+
+    default: Any
+    check: Callable[[Any], Any]  # returns the value to store, raises ValueError or TypeError
+    help: str
+    env: str | None = None
+    in_key: bool = False  # whether what is compiled depends on it
+
+
+def _positive(value: Any) -> int:
+    if isinstance(value, bool) or int(value) < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return int(value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or int(value) < 0:
+        raise ValueError("expected a whole number of at least 0")
+    return int(value)
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("0", "1", "true", "false"):
+        return value.lower() in ("1", "true")
+    if not isinstance(value, bool):
+        raise ValueError("expected True or False")
+    return value
+
+
+def _choice(*choices: str) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(f"expected one of {', '.join(map(repr, choices))}")
+        return str(value)
+
+    return check
+
+
+def _backend(value: Any) -> Any:
+    if not (isinstance(value, str) or callable(value)):
+        raise ValueError("expected the name of a torch.compile backend or a callable")
+    return value
+
+
+def _device_type(value: Any) -> str | None:
+    if value in (None, ""):
+        return None
+    if value not in ("cpu", "cuda"):
+        raise ValueError("expected 'cpu', 'cuda' or None (cuda if there is one, else cpu)")
+    return str(value)
+
+
+FLAGS: dict[str, Flag] = {
+    "backend": Flag(
+        "inductor", _backend, "torch.compile backend, by name or as a callable.", "LAZY_BACKEND_BACKEND", in_key=True
+    ),
+    "compile": Flag(
+        "foreground",
+        _choice("foreground", "off"),
+        "'foreground': compile a graph when it recurs. 'off': interpret every graph.",
+        "LAZY_BACKEND_COMPILE",
+    ),
+    "device": Flag(
+        None,
+        _device_type,
+        "Backing device type, 'cpu' or 'cuda'; None takes cuda if there is one. Fixed at the first lazy tensor.",
+        "LAZY_BACKEND_DEVICE",
+    ),
+    "num_devices": Flag(
+        1,
+        _positive,
+        "Number of logical lazy devices when the backing device is the CPU. On CUDA there is one per GPU.",
+        "LAZY_BACKEND_NUM_DEVICES",
+    ),
+    "num_profiled_runs": Flag(1, _count, "Interpreted runs of a graph before it is compiled."),
+    "max_specializations": Flag(4, _positive, "Compiled plans per graph, for floats that cannot be inputs."),
+    "max_trace_length": Flag(
+        50_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
+    ),
+    "trie_limit": Flag(1_000_000, _positive, "Recorded calls remembered per device; beyond it the trie starts afresh."),
+    "computation_cache_size": Flag(1024, _positive, "Computations kept, least recently used first out. Read at import."),
+    "constants_cache_entries": Flag(128, _positive, "Host constants kept per device. Read at import."),
+    "constants_cache_bytes": Flag(1 << 24, _positive, "Bytes of host constants kept per device. Read at import."),
+    "max_async_closures": Flag(
+        100, _positive, "Asynchronous step closures that may wait in the queue.", "LAZY_BACKEND_MAX_ASYNC_QUEUE"
+    ),
+    "force_fallback": Flag(
+        "", str, "Comma-separated ops, as in 'aten::sub', that are not recorded but run at once (for debugging)."
+    ),
+    "check_graphs": Flag(False, _boolean, "Check every graph for well-formedness.", "LAZY_BACKEND_CHECK_GRAPHS"),
+    "debug": Flag(
+        0, _count, "1: a line per sync. 2: also run times. 3: also the graph. 4: also the FX code.", "LAZY_DEBUG"
+    ),
+}
+
+
+class Config:
+    """All settings as attributes. `config.patch(name=value)` sets some for a block."""
+
+    def __init__(self) -> None:
+        for name, flag in FLAGS.items():
+            value = os.environ.get(flag.env) if flag.env else None
+            object.__setattr__(self, name, flag.default)
+            if value is not None:
+                self._set(name, value, f"environment variable {flag.env}={value!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._set(name, value, f"lazy_backend.config.{name} = {value!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        # only reached for names that are not set
+        raise AttributeError(f"lazy_backend.config has no setting {name!r}\n  it has: {', '.join(FLAGS)}")
+
+    def _set(self, name: str, value: Any, where: str) -> None:
+        if name not in FLAGS:
+            raise AttributeError(f"lazy_backend.config has no setting {name!r}\n  it has: {', '.join(FLAGS)}")
+        try:
+            object.__setattr__(self, name, FLAGS[name].check(value))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}\n  {FLAGS[name].help}") from None
+
+    @contextlib.contextmanager
+    def patch(self, **values: Any) -> Iterator[None]:
+        """Set some settings for a block."""
+        before = {name: getattr(self, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                object.__setattr__(self, name, value)
+
+    def help(self) -> str:
+        """All settings with their values, defaults and environment variables, to be printed."""
+        lines = []
+        for name, flag in FLAGS.items():
+            env = f" [{flag.env}]" if flag.env else ""
+            lines.append(f"{name} = {getattr(self, name)!r} (default {flag.default!r}){env}\n    {flag.help}")
+        return "\n".join(lines)
+
+    # names of torch._lazy.config
+    def get_force_fallback(self) -> str:
+        return str(self.force_fallback)
+
+    def set_force_fallback(self, ops: str) -> None:
+        self.force_fallback = ops
+
+
+config = Config()

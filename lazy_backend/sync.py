@@ -1,0 +1,425 @@
+"""Cut a trace, find or make its computation, and run it in the background.
+
+In: what a device recorded. Out: real tensors in the storages that are still alive.
+Method names follow the seed document lazy_graph_executor, in snake_case.
+
+Note [A read cuts the graph]
+Whatever needs a value runs everything pending on the device, once, and waits. Nothing is ever computed twice: unlike
+in LTC and torch_xla, a read is not a separate graph whose operators stay pending. Every cut is counted with its cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.cache.computation import ComputationCache
+from lazy_backend.context import DeviceContext, contexts, lockers
+from lazy_backend.errors import (
+    CompileWarning,
+    ExecutionError,
+    GraphCutWarning,
+    LazyBackendError,
+    PoisonedTensorError,
+    StrictModeError,
+)
+from lazy_backend.locks import MultiWait
+from lazy_backend.lowering.canonical import Parameter, PostOrderData, run_post_order
+from lazy_backend.lowering.computation import CachedComputation, Computation, environment, make_key
+from lazy_backend.lowering.ir import TensorMeta, check_graph
+from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ExecutionPlan
+from lazy_backend.lowering.program import Call
+from lazy_backend.settings import config
+from lazy_backend.sites import user_site
+from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
+
+# Live sets remembered per path. They differ from step to step only in odd programs; without a bound those would grow.
+_MAX_BINDINGS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTensorsConfig:
+    """How a sync behaves.
+
+    `force_ltc_data`: wait until the data is there (a read) rather than return once the run is scheduled.
+    `sync_ltc_data`: make the synced tensors plain data afterwards. Always so here: see Note [A read cuts the graph].
+    """
+
+    force_ltc_data: bool = False
+    sync_ltc_data: bool = True
+
+
+@dataclass(slots=True)
+class SyncTensorCollection:
+    """What one sync of one device is about."""
+
+    config: SyncTensorsConfig
+    context: DeviceContext
+    indices: tuple[int, ...]  # places of the live storages among the pending ones
+    storages: list[LazyStorage]  # the same, held strongly from here on
+    cause: str
+    site: str
+    hash: str = ""
+    unlocker: list[object] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Async:
+    """One scheduled run."""
+
+    collection: SyncTensorCollection
+    parameters_data: list[tuple[TensorData, bool]]  # each with whether its base is wanted rather than itself
+    tensors_data: list[LazyStorage]
+    constants: list[float]
+    seeds: list[int]
+    cached_computation: CachedComputation
+    plan: ExecutionPlan
+    mwait: MultiWait = field(default_factory=lambda: MultiWait(1))
+
+    def wait(self) -> None:
+        """Wait for this run. Raises what it raised, without taking it from the device's lock."""
+        self.mwait.wait()
+
+    def run(self) -> None:
+        """On the device's queue: compute, hand out the results, give back the lock with the exception if any."""
+        error: BaseException | None = None
+        start = perf_counter()
+        try:
+            self._execute()
+        except BaseException as raised:
+            error = self._describe(raised)
+            for storage in self.tensors_data:
+                storage.error = error
+        finally:
+            # nothing here may keep a tensor alive until the next run
+            self.parameters_data.clear()
+            self.tensors_data.clear()
+            self.collection.storages.clear()
+        metrics.observe("ExecuteTime", perf_counter() - start)
+        context = self.collection.context
+        context.locker.unlock(error)
+        self.mwait.done(error)
+
+    def _execute(self) -> None:
+        inputs = [_resolve(data, base) for data, base in self.parameters_data]
+        self.parameters_data.clear()
+        outputs = self.plan.execute(inputs, self.constants, self.seeds)
+        for place, storage in enumerate(self.tensors_data):
+            storage.tensor = conform(outputs[place], storage.meta)
+            outputs[place] = None  # type: ignore[call-overload]
+
+    def _describe(self, raised: BaseException) -> BaseException:
+        if isinstance(raised, PoisonedTensorError):
+            return raised
+        collection, computation = self.collection, self.cached_computation.computation
+        error = ExecutionError(
+            f"{raised}\n  in {computation!r}, {self.plan.kind}, on {collection.context.device}\n"
+            f"  synced at {collection.site or 'an unknown line'} ({collection.cause})"
+        )
+        error.__cause__ = raised
+        return error
+
+
+def _resolve(data: TensorData, base: bool) -> torch.Tensor:
+    return backing_tensor(data.storage if base else data)
+
+
+def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """`tensor` with exactly the geometry that was recorded: users saw it, and views are made from it.
+
+    Kernels and their fake versions agree on shapes; on strides they may differ, and then the tensor is copied.
+    """
+    if tensor.stride() == meta.stride and tensor.storage_offset() == meta.storage_offset:
+        return tensor
+    if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+        raise LazyBackendError(
+            f"internal error: a result was recorded as {meta} and computed as {tensor.dtype} {list(tensor.shape)}\n"
+            "  please report this with the program"
+        )
+    extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
+    storage = torch.empty(meta.storage_offset + extent, dtype=meta.dtype, device=tensor.device)
+    return storage.as_strided(meta.shape, meta.stride, meta.storage_offset).copy_(tensor)
+
+
+class LazyGraphExecutor:
+    """Syncs of all devices."""
+
+    def __init__(self) -> None:
+        self._cache: ComputationCache[Computation] = ComputationCache(config.computation_cache_size)
+        self._strict = threading.local()
+        self._trim_warned = False
+
+    def get_computation_cache(self) -> ComputationCache[Computation]:
+        return self._cache
+
+    # ----- what a sync collects
+
+    def should_sync_tensor(self, storage: LazyStorage) -> bool:
+        """Whether a live storage still waits for its value."""
+        return storage.tensor is None and storage.error is None
+
+    def collect_sync_tensors(
+        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
+    ) -> SyncTensorCollection:
+        """The pending storages of `context` that somebody holds. The caller holds the context's lock."""
+        indices, storages = context.trace.live()
+        return SyncTensorCollection(sync_config, context, indices, storages, cause, user_site())
+
+    def collect_roots(self, context: DeviceContext, indices: Sequence[int]) -> list[LazyStorage]:
+        """The storages at `indices` of the pending ones; those that died meanwhile are left out."""
+        pending = context.trace.pending
+        return [storage for index in indices if (storage := pending[index]()) is not None]
+
+    # ----- from path to computation
+
+    def run_post_order(self, context: DeviceContext, indices: Sequence[int]) -> PostOrderData:
+        """The canonical graph of what `context` has recorded, with the outputs `indices`."""
+        calls = [call for call in context.trace.cursor.path() if isinstance(call, Call)]
+        data = run_post_order(calls, indices, context.backing)
+        if config.check_graphs:
+            check_graph(data.graph)
+        return data
+
+    def lookup_cached_compile(self, data: PostOrderData, policy: CompilePolicy) -> Computation:
+        """The computation of this graph, made if it is new."""
+        key = make_key(data.graph, environment(policy, data.graph.device))
+        found = self._cache.get(key)
+        if found is not None:
+            metrics.increment("CachedCompile")
+            return found
+        metrics.increment("UncachedCompile")
+        metrics.observe("TensorsGraphSize", len(data.graph.nodes))
+        return self._cache.add(key, Computation(key, data.graph, self._report_compile))
+
+    def try_run_cached_sync(self, collection: SyncTensorCollection, policy: CompilePolicy) -> CachedComputation | None:
+        """What this path was bound to before with the same live set and environment, if it was."""
+        bindings = collection.context.trace.cursor.bindings
+        found = bindings.get((collection.indices, environment(policy, collection.context.backing)))
+        if found is not None:
+            metrics.increment("CachedCompile")
+        return found  # type: ignore[no-any-return]
+
+    def compile(self, collection: SyncTensorCollection, policy: CompilePolicy) -> CachedComputation:
+        """Bind a path seen for the first time to its computation."""
+        context = collection.context
+        data = self.run_post_order(context, collection.indices)
+        bound = CachedComputation(self.lookup_cached_compile(data, policy), data.parameters, data.constants, data.seeds)
+        bindings = context.trace.cursor.bindings
+        if len(bindings) >= _MAX_BINDINGS:
+            bindings.clear()
+        bindings[(collection.indices, environment(policy, context.backing))] = bound
+        return bound
+
+    def _policy(self) -> CompilePolicy:
+        return CompilePolicy(
+            backend=config.backend,
+            enabled=config.compile != "off",
+            num_profiled_runs=config.num_profiled_runs,
+            max_specializations=config.max_specializations,
+        )
+
+    def _report_compile(self, report: CompileReport) -> None:
+        metrics.observe("CompileTime", report.seconds)
+        nodes = len(report.graph.nodes)
+        if report.error is None:
+            metrics.increment("Compile")
+            if config.debug:
+                print(f"lazy_backend: compiled {nodes} nodes in {report.seconds:.1f} s", file=sys.stderr)
+            return
+        metrics.increment("CompileFailed")
+        cause = str(report.error).strip() or type(report.error).__name__
+        warnings.warn(
+            f"a graph of {nodes} nodes could not be compiled with backend {config.backend!r} and is interpreted from "
+            f"now on: {type(report.error).__name__}: {cause[:500]}\n  results are the same, only slower; "
+            'lazy_backend.config.compile = "off" asks for no compiler',
+            CompileWarning,
+            stacklevel=2,
+        )
+
+    # ----- running
+
+    def sync_tensors_graph_internal(
+        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
+    ) -> Async | None:
+        """Cut the trace of `context` and schedule it; None if there was nothing to run."""
+        start = perf_counter()
+        with context.lock:
+            trace = context.trace
+            if trace.is_empty():
+                return None
+            metrics.observe("TraceTime", start - trace.start)
+            policy = self._policy()
+            collection = self.collect_sync_tensors(context, sync_config, cause)
+            # the plan first: if compiling is interrupted, the trace is still there
+            bound = self.try_run_cached_sync(collection, policy) or self.compile(collection, policy)
+            parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
+            plan = bound.computation.executor.plan_for(constants, policy)
+            waited = perf_counter()
+            self.tensor_collection_barrier(collection)
+            metrics.observe("DeviceLockWait", perf_counter() - waited)
+            scheduled = self.schedule_sync_tensors_graph(collection, parameters, constants, seeds, bound, plan)
+            context.count_path(trace.cursor)
+            self.set_tensor_data(collection)
+        metrics.observe("SyncTime", perf_counter() - start)
+        if config.debug:
+            self._print_sync(collection, bound, plan, perf_counter() - start)
+        return scheduled
+
+    def extract_ir_and_prepare_tensor_data(
+        self, context: DeviceContext, bound: CachedComputation
+    ) -> tuple[list[tuple[TensorData, bool]], list[float], list[int]]:
+        """Pick from the trace what the computation takes, in its order."""
+        trace = context.trace
+        parameters = [(trace.inputs[p.index], p.base) for p in bound.parameters]
+        return parameters, [trace.constants[i] for i in bound.constants], [trace.seeds[i] for i in bound.seeds]
+
+    def tensor_collection_barrier(self, collection: SyncTensorCollection) -> None:
+        """Wait for the device's run under way and take its lock. See Note [The device lock].
+
+        If that run failed, what was recorded since is poisoned too, since it may rest on it; then the error is raised.
+        """
+        context = collection.context
+        try:
+            collection.unlocker = list(lockers.lock_devices([context.index]))
+        except BaseException as error:
+            if isinstance(error, LazyBackendError):
+                for storage in collection.storages:
+                    storage.error = error
+                context.new_trace()
+            raise
+
+    def schedule_sync_tensors_graph(
+        self,
+        collection: SyncTensorCollection,
+        parameters: list[tuple[TensorData, bool]],
+        constants: list[float],
+        seeds: list[int],
+        bound: CachedComputation,
+        plan: ExecutionPlan,
+    ) -> Async:
+        """Hand the run to the device's queue. The lock is held and will be given back by the run."""
+        scheduled = Async(collection, parameters, list(collection.storages), constants, seeds, bound, plan)
+        collection.context.queue.add(scheduled.run)
+        return scheduled
+
+    def set_tensor_data(self, collection: SyncTensorCollection) -> None:
+        """From here on the live storages wait for the run, and the next call starts a new trace."""
+        context = collection.context
+        context.register_survivors(collection.storages)
+        context.new_trace()
+
+    def sync_live_tensors_graph(self, devices: Sequence[DeviceContext], wait: bool, cause: str) -> None:
+        """Sync everything pending on `devices`, lowest index first."""
+        for context in devices:
+            self.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=wait), cause)
+        if wait:
+            self.wait_device_ops(devices)
+
+    def wait_device_ops(self, devices: Sequence[DeviceContext]) -> None:
+        """Wait for the runs under way on `devices` and raise what the first of them raised."""
+        for context in devices:
+            context.locker.barrier()
+
+    # ----- reading values
+
+    def cut(self, context: DeviceContext, cause: str) -> None:
+        """Run everything pending on `context` now and wait for it. See Note [A read cuts the graph]."""
+        if getattr(self._strict, "on", False):
+            raise StrictModeError(
+                f"{cause} needs a value and would cut the graph, inside lazy_backend.strict()\n"
+                f"  at {user_site()}\n  move it behind mark_step(), or leave the strict block"
+            )
+        if not context.trace.is_empty():
+            metrics.increment("GraphCut")
+            metrics.increment(f"GraphCut: {cause} at {user_site()}")
+            self.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), cause)
+        context.locker.barrier()
+
+    @contextlib.contextmanager
+    def strict(self) -> Iterator[None]:
+        before = getattr(self._strict, "on", False)
+        self._strict.on = True
+        try:
+            yield
+        finally:
+            self._strict.on = before
+
+    def reset_trim_counter(self, context: DeviceContext) -> None:
+        """Cut a trace that grew past `config.max_trace_length`, as in a loop without `mark_step`."""
+        length = context.trace.cursor.depth
+        metrics.increment("TraceTrimmed")
+        if not self._trim_warned:
+            self._trim_warned = True
+            warnings.warn(
+                f"{length} operators were recorded on {context.device} without a mark_step(), so the trace was cut\n"
+                f"  at {user_site()}\n  call lazy_backend.mark_step() once per step; "
+                "lazy_backend.config.max_trace_length sets the bound",
+                GraphCutWarning,
+                stacklevel=2,
+            )
+        self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "trace too long")
+
+    def read(self, data: TensorData, cause: str) -> torch.Tensor:
+        """The real tensor of `data`, computed first if need be. It is the tensor's own memory: do not write to it."""
+        context = data.context
+        storage = data.storage
+        if storage.error is not None:
+            raise poisoned(storage)
+        self.cut(context, cause)
+        return backing_tensor(data)
+
+    def get_tensors_fused(self, tensors: Sequence[LazyTensor], cause: str) -> list[torch.Tensor]:
+        """CPU copies of `tensors`, after one sync of each device among them."""
+        for context in dict.fromkeys(tensor._data.context for tensor in tensors):
+            self.cut(context, cause)
+        return self.fetch_tensors(self.gather_tensors_data(tensors))
+
+    def gather_tensors_data(self, tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
+        """The real tensors of `tensors`, which must have been computed."""
+        return [backing_tensor(tensor._data) for tensor in tensors]
+
+    def fetch_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies on the CPU."""
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    # ----- looking without running
+
+    def post_order_of(self, tensors: Sequence[LazyTensor]) -> PostOrderData:
+        """The graph a sync of just these tensors would run; they must be on one device."""
+        devices = {tensor._data.context for tensor in tensors}
+        if len(devices) != 1:
+            raise ValueError(f"expected tensors of one lazy device, got {len(devices)} devices")
+        context = devices.pop()
+        with context.lock:
+            wanted = {tensor._data.storage for tensor in tensors}
+            indices = [i for i, reference in enumerate(context.trace.pending) if reference() in wanted]
+            return self.run_post_order(context, indices)
+
+    def get_graph_hash(self, tensors: Sequence[LazyTensor]) -> str:
+        data = self.post_order_of(tensors)
+        return make_key(data.graph, environment(self._policy(), data.graph.device)).hash_hex()
+
+    def _print_sync(
+        self, collection: SyncTensorCollection, bound: CachedComputation, plan: ExecutionPlan, seconds: float
+    ) -> None:
+        graph = bound.computation.graph
+        line = (
+            f"lazy_backend: {collection.context.device} {bound.computation!r} {plan.kind}, {len(graph.inputs)} inputs, "
+            f"{len(graph.outputs)} outputs, sync {seconds * 1e3:.2f} ms, {collection.cause} at {collection.site}"
+        )
+        print(line, file=sys.stderr)
+        if config.debug >= 3:
+            print(graph, file=sys.stderr)
+
+
+executor = LazyGraphExecutor()
+
+__all__ = ["Async", "LazyGraphExecutor", "Parameter", "SyncTensorCollection", "SyncTensorsConfig", "conform", "executor"]

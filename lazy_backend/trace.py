@@ -1,0 +1,59 @@
+"""What one device has recorded since its last sync."""
+
+from __future__ import annotations
+
+import weakref
+
+from lazy_backend.lowering.program import Call, Cut
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.tensor import LazyStorage, TensorData
+
+
+class Trace:
+    """A cursor into the trie, and the data that goes with this walk through it.
+
+    The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
+    path. `pending` refers weakly to every storage made in this trace, in program order.
+    """
+
+    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start")
+
+    def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
+        self.epoch = object()
+        self.cursor = root
+        self.inputs: list[TensorData] = []
+        self.groups: dict[LazyStorage, int] = {}
+        self.constants: list[float] = []
+        self.seeds: list[int] = []
+        self.pending: list[weakref.ref[LazyStorage]] = []
+        self.start = start
+
+    def is_empty(self) -> bool:
+        return self.cursor.depth == 0
+
+    def mark(self) -> tuple[int, int, int]:
+        """How much data there is now, for `roll_back`."""
+        return len(self.inputs), len(self.groups), len(self.constants)
+
+    def roll_back(self, mark: tuple[int, int, int]) -> None:
+        """Forget the data of a call that was not recorded after all: its path does not mention it."""
+        inputs, groups, constants = mark
+        for data in self.inputs[inputs:]:
+            data.epoch = None
+        del self.inputs[inputs:]
+        while len(self.groups) > groups:
+            self.groups.popitem()
+        del self.constants[constants:]
+
+    def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
+        """The pending storages somebody still holds: their places, and themselves."""
+        places: list[int] = []
+        storages: list[LazyStorage] = []
+        for place, reference in enumerate(self.pending):
+            storage = reference()
+            if storage is not None:
+                places.append(place)
+                storages.append(storage)
+        return tuple(places), storages
+
+

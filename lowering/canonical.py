@@ -1,0 +1,290 @@
+"""From a recorded program to its canonical graph.
+
+In: the calls of one path and the fresh slots that are still wanted. Out: `PostOrderData`: the pruned, numbered graph
+and, for each of its inputs, constants and seeds, where in the trace it comes from.
+Programs that differ only in dead code give equal graphs. Seed: lazy_graph_executor, `PostOrderData`, `RunPostOrder`.
+
+Note [Inputs own their storage]
+No two inputs of a graph share memory. Where a trace uses several views of one storage from outside, the graph takes
+the storage's base once and makes the views itself with `as_strided`, so no compiler has to be trusted with aliasing
+inputs, and writes through one view are seen through the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lazy_backend.lowering.ir import (
+    Arg,
+    Constant,
+    Graph,
+    Node,
+    TensorMeta,
+    Value,
+    contiguous_stride,
+    intern_meta,
+    map_arg,
+)
+from lazy_backend.lowering.program import Call, Entered, Fresh, Same, Token, View
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Where a graph input comes from: the `index`-th input of the trace, or the base behind it."""
+
+    index: int
+    base: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PostOrderData:
+    """A canonical graph and how a trace feeds it."""
+
+    graph: Graph
+    post_order: tuple[Call, ...]  # the calls that stayed
+    emission_map: dict[Token, Value]  # what each token of the trace became
+    parameters: tuple[Parameter, ...]  # per graph input, in the order of first use
+    parameter_sequence: tuple[int, ...]  # per trace input, its graph input, or -1 if pruned
+    constants: tuple[int, ...]  # per graph constant, its place among the trace's constants
+    seeds: tuple[int, ...]  # per graph seed, its place among the trace's seeds
+
+
+def fresh_slots(calls: Sequence[Call]) -> list[Fresh]:
+    """The results with memory of their own, in program order: what a trace counts as pending."""
+    return [result for call in calls for result in call.results if isinstance(result, Fresh)]
+
+
+def run_post_order(calls: Sequence[Call], wanted: Sequence[int], device: torch.device) -> PostOrderData:
+    """Prune `calls` to what the `wanted` fresh slots and the inputs' storages need, and number what is left.
+
+    `wanted` holds indices into `fresh_slots(calls)`, ascending.
+    """
+    fresh = fresh_slots(calls)
+    storages = _storage_of_tokens(calls)
+    outputs = [fresh[index].token for index in wanted]
+    kept = _live_calls(calls, outputs, storages)
+    builder = _GraphBuilder(calls, kept, storages)
+    for call, seed_place in kept:
+        builder.add_call(call, seed_place)
+    return builder.finish(outputs, device)
+
+
+def _storage_of_tokens(calls: Sequence[Call]) -> dict[Token, int]:
+    """Number the storages: inputs of one alias group share one, a view has its operand's."""
+    storages: dict[Token, int] = {}
+    groups: dict[int, int] = {}
+    count = 0
+    for call in calls:
+        for entered in call.entered:
+            if entered.group not in groups:
+                groups[entered.group] = count
+                count += 1
+            storages[entered.token] = groups[entered.group]
+        for result in call.results:
+            if isinstance(result, Fresh):
+                storages[result.token] = count
+                count += 1
+            elif isinstance(result, View):
+                storages[result.token] = storages[result.of]
+    return storages
+
+
+def _tokens(arg: Any) -> list[Token]:
+    if isinstance(arg, Token):
+        return [arg]
+    if isinstance(arg, tuple):
+        return [token for item in arg for token in _tokens(item)]
+    return []
+
+
+def _operands(call: Call) -> list[Token]:
+    return _tokens((call.args, tuple(arg for _, arg in call.kwargs)))
+
+
+def _live_calls(
+    calls: Sequence[Call], outputs: Sequence[Token], storages: dict[Token, int]
+) -> list[tuple[Call, int]]:
+    """The calls whose effect is seen, in program order, each with its place among the trace's seeds.
+
+    Backwards: a call stays if a result is wanted, if it writes a storage that is read later, is an output or comes
+    from outside, or if it returns nothing and writes nothing (an assertion, say: it is there for its effect).
+    """
+    seed_places: list[int] = []
+    seeds = 0
+    for call in calls:
+        seed_places.append(seeds)
+        seeds += call.seeded
+    wanted_tokens = set(outputs)
+    wanted_storages = {storages[token] for token in outputs}
+    wanted_storages.update(storages[entered.token] for call in calls for entered in call.entered)
+    kept: list[tuple[Call, int]] = []
+    for call, seed_place in zip(reversed(calls), reversed(seed_places), strict=True):
+        made = [r.token for r in call.results if isinstance(r, Fresh | View)]
+        effect_only = not call.results and not call.mutates
+        if (
+            effect_only
+            or not wanted_tokens.isdisjoint(made)
+            or any(storages[token] in wanted_storages for token in call.mutates)
+        ):
+            operands = _operands(call)
+            wanted_tokens.update(operands)
+            wanted_storages.update(storages[token] for token in operands)
+            kept.append((call, seed_place))
+    kept.reverse()
+    return kept
+
+
+class _GraphBuilder:
+    """Numbers values while the kept calls pass in program order."""
+
+    def __init__(
+        self, calls: Sequence[Call], kept: Sequence[tuple[Call, int]], storages: dict[Token, int]
+    ) -> None:
+        self.storages = storages
+        self.entered = {entered.token: entered for call in calls for entered in call.entered}
+        self.constant_offset = _constant_offsets(calls)
+        self.shared_groups = self._groups_with_several_views(kept)
+        self.values: dict[Token, Value] = {}
+        self.bases: dict[int, Value] = {}  # group -> the base taken as an input
+        self.inputs: list[Value] = []
+        self.parameters: list[Parameter] = []
+        self.nodes: list[Node] = []
+        self.post_order: list[Call] = []
+        self.constants: dict[int, int] = {}
+        self.seeds: list[int] = []
+        self.count = 0
+
+    def _groups_with_several_views(self, kept: Sequence[tuple[Call, int]]) -> set[int]:
+        views: dict[int, set[Token]] = {}
+        for call, _ in kept:
+            for token in _operands(call):
+                if token in self.entered:
+                    views.setdefault(self.entered[token].group, set()).add(token)
+        return {group for group, tokens in views.items() if len(tokens) > 1}
+
+    def _new_value(self, meta: TensorMeta, storage: int) -> Value:
+        value = Value(self.count, meta, storage)
+        self.count += 1
+        return value
+
+    def _add_input(self, meta: TensorMeta, storage: int, parameter: Parameter) -> Value:
+        value = self._new_value(meta, storage)
+        self.inputs.append(value)
+        self.parameters.append(parameter)
+        return value
+
+    def _value_of(self, token: Token) -> Value:
+        value = self.values.get(token)
+        if value is None:
+            value = self.values[token] = self._enter(self.entered[token])
+        return value
+
+    def _enter(self, entered: Entered) -> Value:
+        """The value of an input at its first use. See Note [Inputs own their storage]."""
+        storage = self.storages[entered.token]
+        index = entered.token.index
+        if entered.group not in self.shared_groups:
+            return self._add_input(entered.meta, storage, Parameter(index, base=False))
+        base = self.bases.get(entered.group)
+        if base is None:
+            base = self._add_input(entered.base, storage, Parameter(index, base=True))
+            self.bases[entered.group] = base
+        return base if entered.meta is entered.base else self._view_of_base(base, entered.meta)
+
+    def _view_of_base(self, base: Value, meta: TensorMeta) -> Value:
+        if meta.dtype != base.meta.dtype:
+            base = self._reinterpret(base, meta.dtype)
+        args = (base, meta.shape, meta.stride, meta.storage_offset)
+        return self._add_view(aten.as_strided.default, args, meta, base.storage)
+
+    def _reinterpret(self, base: Value, dtype: torch.dtype) -> Value:
+        """The whole storage of `base`, flat, in another dtype."""
+        meta = base.meta
+        extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
+        whole = meta.storage_offset + extent if meta.numel else 0
+        flat_meta = intern_meta((whole,), (1,), 0, meta.dtype)
+        flat = self._add_view(aten.as_strided.default, (base, (whole,), (1,), 0), flat_meta, base.storage)
+        shape = (whole * meta.dtype.itemsize // dtype.itemsize,)
+        cast_meta = intern_meta(shape, contiguous_stride(shape), 0, dtype)
+        return self._add_view(aten.view.dtype, (flat, dtype), cast_meta, base.storage)
+
+    def _add_view(
+        self, op: torch._ops.OpOverload, args: tuple[Arg, ...], meta: TensorMeta, storage: int
+    ) -> Value:
+        value = self._new_value(meta, storage)
+        self.nodes.append(Node(op, args, (), (value,), (), returns_list=False, seed=None, site=""))
+        return value
+
+    def add_call(self, call: Call, seed_place: int) -> None:
+        # operands first: entering one may add nodes and numbers
+        args, kwargs = self._convert(call.args, call), tuple((n, self._convert(a, call)) for n, a in call.kwargs)
+        mutates = tuple(dict.fromkeys(self._value_of(token) for token in call.mutates))
+        outputs = tuple(self._result(result) for result in call.results)
+        seed = None
+        if call.seeded:
+            seed = len(self.seeds)
+            self.seeds.append(seed_place)
+        self.nodes.append(Node(call.op, args, kwargs, outputs, mutates, call.returns_list, seed, call.site))
+        self.post_order.append(call)
+
+    def _convert(self, arg: Any, call: Call) -> Any:
+        offset = self.constant_offset[call]
+
+        def leaf(item: Any) -> Any:
+            if isinstance(item, Token):
+                return self._value_of(item)
+            if isinstance(item, Constant):
+                place = offset + item.index
+                return Constant(self.constants.setdefault(place, len(self.constants)))
+            return item
+
+        return map_arg(leaf, arg)
+
+    def _result(self, result: Fresh | View | Same | None) -> Value | None:
+        if result is None:
+            return None
+        if isinstance(result, Same):
+            return self._value_of(result.token)
+        value = self._new_value(result.meta, self.storages[result.token])
+        self.values[result.token] = value
+        return value
+
+    def finish(self, outputs: Sequence[Token], device: torch.device) -> PostOrderData:
+        graph = Graph(
+            inputs=tuple(self.inputs),
+            nodes=tuple(self.nodes),
+            outputs=tuple(self.values[token] for token in outputs),
+            num_constants=len(self.constants),
+            num_seeds=len(self.seeds),
+            device=device,
+        )
+        places = {value: place for place, value in enumerate(self.inputs)}
+        sequence = [-1] * len(self.entered)
+        for token, entered in self.entered.items():
+            value = self.bases.get(entered.group) or self.values.get(token)
+            sequence[token.index] = places.get(value, -1) if value is not None else -1
+        return PostOrderData(
+            graph=graph,
+            post_order=tuple(self.post_order),
+            emission_map=self.values,
+            parameters=tuple(self.parameters),
+            parameter_sequence=tuple(sequence),
+            constants=tuple(self.constants),
+            seeds=tuple(self.seeds),
+        )
+
+
+def _constant_offsets(calls: Sequence[Call]) -> dict[Call, int]:
+    """Where each call's constants start among the trace's: a `Call` numbers its own from zero."""
+    offsets: dict[Call, int] = {}
+    total = 0
+    for call in calls:
+        offsets[call] = total
+        total += call.num_constants
+    return offsets

@@ -1,0 +1,145 @@
+"""Compile a graph with a torch.compile backend.
+
+In: a graph, its constants at compile time, a backend by name or callable. Out: `CompiledPlan`.
+The backend is called directly with an FX module of aten calls. `torch.compile` would put Dynamo in front of it, which
+traces Python and guards every argument of every call; here there is no Python to trace, and the key is the guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from lazy_backend.lowering.fx import Signature, to_fx
+from lazy_backend.lowering.ir import Graph, TensorMeta
+
+Backend: TypeAlias = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+
+
+def lookup_backend(backend: Backend) -> Callable[..., Callable[..., Any]]:
+    """The backend's entry point. Raises `ValueError` for a name nobody registered."""
+    if not isinstance(backend, str):
+        return backend
+    # loaded at first use: torch._dynamo takes over a second to import
+    import torch._dynamo as dynamo
+
+    try:
+        # internal, checked on 2.13: the public torch.compile offers the same table only behind Dynamo's front
+        return dynamo.lookup_backend(backend)  # type: ignore[no-any-return]
+    except dynamo.exc.InvalidBackend as error:
+        known = ", ".join(["eager", *torch.compiler.list_backends()])
+        raise ValueError(
+            f"unknown backend {backend!r}\n  set lazy_backend.config.backend to a callable or one of: {known}"
+        ) from error
+
+
+def backend_name(backend: Backend) -> str:
+    if isinstance(backend, str):
+        return backend
+    return f"{getattr(backend, '__module__', '')}.{getattr(backend, '__qualname__', repr(backend))}"
+
+
+def runs_module_as_is(backend: Backend) -> bool:
+    """Whether the backend calls the module itself, so that Python floats can be arguments."""
+    return backend == "eager"
+
+
+class CompiledPlan:
+    """A compiled graph. Holds for the constants it was compiled with, but for those that are inputs."""
+
+    kind = "compiled"
+
+    def __init__(
+        self,
+        graph: Graph,
+        signature: Signature,
+        specialised: dict[int, float],
+        call: Callable[[list[Any]], Sequence[torch.Tensor]],
+    ) -> None:
+        self.graph = graph
+        self.signature = signature
+        self.specialised = specialised
+        self._call = call
+
+    def accepts(self, constants: Sequence[float]) -> bool:
+        """Whether every constant that was compiled in has the same bits now."""
+        return all(_same(constants[place], value) for place, value in self.specialised.items())
+
+    def execute(
+        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees them as they die."""
+        arguments: list[Any] = inputs
+        if self.signature.scalars:
+            packed = torch.tensor([constants[place] for place in self.signature.scalars], dtype=torch.float64)
+            # one transfer for all scalars of a step
+            arguments.append(packed.to(self.graph.device, non_blocking=True))
+        if self.signature.seeds:
+            arguments.append(torch.tensor(seeds, dtype=torch.int64))
+        if self.signature.numbers:
+            arguments.extend(constants)
+        # Autograd runs above us: nothing here may record
+        with torch.no_grad():
+            return list(self._call(arguments))
+
+
+def _same(a: float, b: float) -> bool:
+    # NaN is the same as itself, 0.0 is not -0.0
+    return a.hex() == b.hex()
+
+
+def compile_graph(
+    graph: Graph, constants: Sequence[float], promoted: frozenset[int], backend: Backend
+) -> CompiledPlan:
+    """Compile `graph`. Raises whatever the backend raises."""
+    numbers = runs_module_as_is(backend)
+    module, signature = to_fx(graph, constants, promoted, numbers)
+    inputs = _example_inputs(graph, signature, constants)
+    with torch.no_grad():
+        compiled = lookup_backend(backend)(module, inputs)
+    inputs_as_literals = frozenset(range(len(constants))) if numbers else promoted
+    specialised = {place: value for place, value in enumerate(constants) if place not in inputs_as_literals}
+    return CompiledPlan(graph, signature, specialised, _boxed(compiled))
+
+
+def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """`compiled` as a function that takes one list and empties it, where the backend offers that."""
+    # internal, checked on 2.13: AOTAutograd's result takes *args, whose tuple would keep every input alive during the
+    # run; it wraps (functools) a function with the boxed convention
+    inner: Any = compiled
+    while getattr(inner, "__wrapped__", None) is not None:
+        inner = inner.__wrapped__
+    if inner is not compiled and getattr(inner, "_boxed_call", False):
+        return inner  # type: ignore[no-any-return]
+
+    def unboxed(arguments: list[Any]) -> Any:
+        taken = tuple(arguments)
+        arguments.clear()
+        return compiled(*taken)
+
+    return unboxed
+
+
+def _example_inputs(graph: Graph, signature: Signature, constants: Sequence[float]) -> list[Any]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        examples: list[Any] = [_example(value.meta, graph.device) for value in graph.inputs]
+        if signature.scalars:
+            examples.append(torch.empty(len(signature.scalars), dtype=torch.float64, device=graph.device))
+        if signature.seeds:
+            examples.append(torch.empty(graph.num_seeds, dtype=torch.int64))
+    if signature.numbers:
+        examples.extend(constants)
+    return examples
+
+
+def _example(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    if meta.storage_offset == 0:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+    extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
+    storage = torch.empty(meta.storage_offset + extent, dtype=meta.dtype, device=device)
+    return storage.as_strided(meta.shape, meta.stride, meta.storage_offset)

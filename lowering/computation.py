@@ -1,0 +1,77 @@
+"""A cached computation, and how a recorded path uses it.
+
+In: a canonical graph and its key. Out: `Computation` (one per key) and `CachedComputation` (one per path and live set).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lazy_backend.cache.computation import Key
+from lazy_backend.lowering.canonical import Parameter
+from lazy_backend.lowering.compiler import backend_name
+from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ProfilingGraphExecutor
+
+_numbers = itertools.count(1)
+
+
+class Computation:
+    """One canonical graph with all its plans. Identity is equality."""
+
+    __slots__ = ("key", "graph", "executor", "number")
+
+    def __init__(self, key: Key, graph: Graph, report: Callable[[CompileReport], None]) -> None:
+        self.key = key
+        self.graph = graph
+        self.executor = ProfilingGraphExecutor(graph, report)
+        self.number = next(_numbers)
+
+    def __repr__(self) -> str:
+        return f"Computation(#{self.number}, {self.key.hash_hex()[:8]}, {len(self.graph.nodes)} nodes)"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedComputation:
+    """A computation bound to a path: which of a trace's inputs, constants and seeds it takes, in its order."""
+
+    computation: Computation
+    parameters: tuple[Parameter, ...]
+    constants: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+# What compiled code depends on beyond the graph: a flag of the process that is switched in mid-run must not reach a
+# computation compiled before.
+Environment = tuple[tuple[str, str], ...]
+
+
+def environment(policy: CompilePolicy, device: torch.device) -> Environment:
+    """The named parts of a key that are not the graph. About 2 µs, as every sync asks for it."""
+    return (
+        ("torch", torch.__version__),
+        ("backend", backend_name(policy.backend) if policy.enabled else "interpreted"),
+        ("device", str(device)),
+        ("deterministic", str(torch.are_deterministic_algorithms_enabled())),
+        ("matmul_precision", torch.get_float32_matmul_precision()),
+        ("default_dtype", str(torch.get_default_dtype())),
+    )
+
+
+def make_key(graph: Graph, parts: Environment) -> Key:
+    return Key((*parts, *_capability(graph.device), ("graph", graph.text())))
+
+
+def _capability(device: torch.device) -> Environment:
+    """What the device can do; asked for only when a graph is new."""
+    if device.type != "cuda":
+        return (("capability", torch.backends.cpu.get_cpu_capability()), ("threads", str(torch.get_num_threads())))
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        ("capability", f"{properties.name} {properties.major}.{properties.minor}"),
+        ("tf32", f"{torch.backends.cuda.matmul.allow_tf32} {torch.backends.cudnn.allow_tf32}"),
+    )

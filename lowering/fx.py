@@ -1,0 +1,124 @@
+"""From the graph to FX, the language of every torch.compile backend.
+
+In: a graph, the values of its constants, and which of them are to be inputs. Out: an `fx.GraphModule` of aten calls.
+Mutating and view ops are written as they are: AOTAutograd functionalises them, and writes inputs back in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value
+from lazy_backend.lowering.rng import seeded_op
+from lazy_backend.lowering.scalars import constants_of, emit_promoted
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the module takes beyond the graph's inputs, in this order.
+
+    `scalars`: graph constants packed in one 1-d float64 tensor on the graph's device, if there are any.
+    `seeds`: whether a 1-d int64 tensor of all seeds follows, on the CPU.
+    `numbers`: whether all constants follow as Python floats instead (for a backend that runs the module as it is).
+    """
+
+    scalars: tuple[int, ...]
+    seeds: bool
+    numbers: bool
+
+
+def to_fx(graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool) -> tuple[fx.GraphModule, Signature]:
+    """Lower `graph`. Constants outside `promoted` become literals, unless `numbers` makes all of them inputs."""
+    writer = _Writer(graph, constants, promoted, numbers)
+    for node in graph.nodes:
+        writer.add(node)
+    return writer.finish()
+
+
+class _Writer:
+    def __init__(self, graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool) -> None:
+        self.graph = graph
+        self.constants = constants
+        self.fx_graph = fx.Graph()
+        self.tracer = fx.proxy.GraphAppendingTracer(self.fx_graph)
+        self.values: dict[Value, fx.Node] = {
+            value: self.fx_graph.placeholder(f"input_{place}") for place, value in enumerate(graph.inputs)
+        }
+        self.signature = Signature(
+            scalars=() if numbers else tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=numbers
+        )
+        self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
+        self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
+        self.numbers = [self.fx_graph.placeholder(f"c{i}") for i in range(graph.num_constants)] if numbers else []
+
+    def add(self, node: Node) -> None:
+        if self.signature.scalars and not set(self.signature.scalars).isdisjoint(constants_of(node)):
+            self._add_promoted(node)
+        else:
+            self._add_call(node)
+
+    def _read(self, arg: Arg) -> Any:
+        if isinstance(arg, Value):
+            return self.values[arg]
+        if isinstance(arg, Constant):
+            return self.numbers[arg.index] if self.signature.numbers else self.constants[arg.index]
+        if isinstance(arg, tuple):
+            return [self._read(item) for item in arg]
+        return arg
+
+    def _add_call(self, node: Node) -> None:
+        args = tuple(self._read(arg) for arg in node.args)
+        kwargs = {name: self._read(arg) for name, arg in node.kwargs}
+        op = node.op
+        if node.seed is not None:
+            op = seeded_op(op)
+            kwargs.pop("generator", None)
+            kwargs |= {"seeds": self.seeds, "seed": node.seed}
+        call = self.fx_graph.call_function(op, args, kwargs)
+        call.meta["site"] = node.site
+        single = len(node.outputs) == 1 and not node.returns_list
+        for place, value in enumerate(node.outputs):
+            if value is not None and value not in self.values:
+                self.values[value] = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
+
+    def _add_promoted(self, node: Node) -> None:
+        """See Note [Promoted scalars]."""
+
+        def proxy(arg: Arg) -> fx.Proxy:
+            return fx.Proxy(self.values[arg], self.tracer)
+
+        def scalar(index: int) -> Any:
+            # a constant of this node that did not change is promoted with the others only if it is listed
+            if index not in self.signature.scalars:
+                return self.constants[index]
+            assert self.scalars is not None
+            return aten.select.int(fx.Proxy(self.scalars, self.tracer), 0, self.signature.scalars.index(index))
+
+        def cast(value: Any, dtype: torch.dtype) -> Any:
+            return aten._to_copy.default(value, dtype=dtype) if isinstance(value, fx.Proxy) else value
+
+        results = emit_promoted(node, proxy, scalar, cast)
+        if node.mutates:
+            for target, result in zip(node.mutates, results, strict=True):
+                self.fx_graph.call_function(aten.copy_.default, (self.values[target], result.node))
+        else:
+            for target, result in zip(node.outputs, results, strict=True):
+                assert target is not None
+                self.values[target] = result.node
+
+    def finish(self) -> tuple[fx.GraphModule, Signature]:
+        self.fx_graph.output(tuple(self.values[value] for value in self.graph.outputs))
+        module = fx.GraphModule(torch.nn.Module(), self.fx_graph)
+        return module, self.signature
+
+
+
+

@@ -1,0 +1,278 @@
+"""The graph: what is compiled, interpreted, printed and compared.
+
+In: nothing of ours. Out: `TensorMeta`, `Value`, `Node`, `Graph`, `check_graph`.
+A graph is a program: its nodes stand in program order and mutate their operands as the recorded calls did. Two values
+with the same `storage` share memory.
+
+Note [Program order and effects]
+A mutation keeps the number of the value it mutates, so data edges alone do not order a program. `Graph.effects` gives
+the further edges: read after write, write after write and write after read, per storage. Any order that keeps data
+and effect edges computes the same; program order is one of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+# Arguments of a node: values, constants and literals, nested in tuples where the schema has lists.
+Arg: TypeAlias = Any
+
+
+class TensorMeta:
+    """Shape, stride and storage offset (in elements) and dtype of one tensor. Interned: compare with `is`."""
+
+    __slots__ = ("shape", "stride", "storage_offset", "dtype", "__weakref__")
+
+    def __init__(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], storage_offset: int, dtype: torch.dtype
+    ) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.storage_offset = storage_offset
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"TensorMeta({self})"
+
+    def __str__(self) -> str:
+        """`f32[4, 8]`, with strides if they are not contiguous and the offset if there is one."""
+        text = f"{_short_dtype(self.dtype)}{list(self.shape)}"
+        if self.stride != contiguous_stride(self.shape):
+            text += "{" + ",".join(map(str, self.stride)) + "}"
+        if self.storage_offset:
+            text += f"@{self.storage_offset}"
+        return text
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (not of the storage behind them)."""
+        return self.numel * self.dtype.itemsize
+
+
+_metas: weakref.WeakValueDictionary[tuple[Any, ...], TensorMeta] = weakref.WeakValueDictionary()
+
+
+def intern_meta(
+    shape: tuple[int, ...], stride: tuple[int, ...], storage_offset: int, dtype: torch.dtype
+) -> TensorMeta:
+    """The one `TensorMeta` of these properties."""
+    key = (shape, stride, storage_offset, dtype)
+    found = _metas.get(key)
+    if found is None:
+        # setdefault: two threads may race here, and identity is equality
+        found = _metas.setdefault(key, TensorMeta(*key))
+    return found
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """The meta of a strided tensor (real or fake)."""
+    return intern_meta(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides; an empty dimension counts as one, as torch does."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _short_dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Value:
+    """One tensor of a graph: an input or a node's result, by identity.
+
+    `number` is its place in program order, `storage` names the memory it lives in.
+    """
+
+    number: int
+    meta: TensorMeta
+    storage: int
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A Python float of the program, by its place among the graph's constants; its value comes with each run."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"c{self.index}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Node:
+    """One operator call."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Arg, ...]  # schema order
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[Value | None, ...]  # one per result; a mutated operand is its own result
+    mutates: tuple[Value, ...]  # operands written in place
+    returns_list: bool  # the results come as one list, as from `split` or `_foreach_mul`
+    seed: int | None  # place among the graph's seeds, for an op that draws random numbers
+    site: str  # user line that first recorded it; never part of a key
+
+    @property
+    def name(self) -> str:
+        """`aten.mm`, or `aten.add.out` where the overload says more than the default."""
+        return str(self.op).removesuffix(".default").removesuffix(".Tensor")
+
+    def inputs(self) -> list[Value]:
+        """The operands, in schema order, once for each use."""
+        return list(_values((self.args, tuple(arg for _, arg in self.kwargs))))
+
+    def __str__(self) -> str:
+        results = ", ".join("_" if out is None else f"{out!r}: {out.meta}" for out in self.outputs)
+        return f"{results}{' = ' if results else ''}{self.name}({self._printed_args()})"
+
+    def _printed_args(self) -> str:
+        printed = [print_arg(arg) for arg in self.args]
+        printed += [f"{name}={print_arg(arg)}" for name, arg in self.kwargs]
+        if self.seed is not None:
+            printed.append(f"seed=s{self.seed}")
+        return ", ".join(printed)
+
+
+def _values(arg: Arg) -> Iterator[Value]:
+    if isinstance(arg, Value):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _values(item)
+
+
+def print_arg(arg: Arg) -> str:
+    """Exact text of an argument: equal texts are equal arguments."""
+    if isinstance(arg, tuple):
+        return "[" + ", ".join(map(print_arg, arg)) + "]"
+    return repr(arg)
+
+
+def map_arg(fn: Callable[[Arg], Arg], arg: Arg) -> Arg:
+    """`arg` with `fn` applied to every leaf; the schema's lists stay tuples."""
+    if isinstance(arg, tuple):
+        return tuple(map_arg(fn, item) for item in arg)
+    return fn(arg)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Graph:
+    """A pruned program with numbered values.
+
+    A run takes one tensor per input, `num_constants` floats and `num_seeds` seeds, and gives the `outputs`, each of
+    which owns its storage: views are made again from their base by whoever holds them.
+    """
+
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+    num_constants: int
+    num_seeds: int
+    device: torch.device  # the backing device: where it runs
+
+    def __repr__(self) -> str:
+        return f"Graph({len(self.inputs)} inputs, {len(self.nodes)} nodes, {len(self.outputs)} outputs)"
+
+    def __str__(self) -> str:
+        """The program with user lines, to be read."""
+        return self._printed(lambda node: f"  # {node.site}" if node.site else "")
+
+    def text(self) -> str:
+        """The program without user lines: exact, and so the graph's own key."""
+        return self._printed(lambda node: "")
+
+    def _printed(self, suffix: Callable[[Node], str]) -> str:
+        heads = [f"{value!r}: {value.meta}" for value in self.inputs]
+        lines = [f"graph({', '.join(heads)}; {self.num_constants} constants, {self.num_seeds} seeds) on {self.device}:"]
+        lines += [f"  {node}{suffix(node)}" for node in self.nodes]
+        lines.append(f"  return {', '.join(map(repr, self.outputs))}")
+        return "\n".join(lines)
+
+    def mutated_inputs(self) -> tuple[int, ...]:
+        """Places of the inputs whose storage some node writes."""
+        written = {value.storage for node in self.nodes for value in node.mutates}
+        return tuple(place for place, value in enumerate(self.inputs) if value.storage in written)
+
+    def effects(self) -> list[set[int]]:
+        """For each node, the earlier nodes it must follow beyond its data edges. See Note [Program order and effects]."""
+        last_write: dict[int, int] = {}
+        reads_since: dict[int, list[int]] = {}
+        edges: list[set[int]] = []
+        for place, node in enumerate(self.nodes):
+            after: set[int] = set()
+            written = {value.storage for value in node.mutates}
+            for storage in {value.storage for value in node.inputs()} | written:
+                if storage in last_write:
+                    after.add(last_write[storage])
+                if storage in written:
+                    after.update(reads_since.pop(storage, ()))
+                    last_write[storage] = place
+                else:
+                    reads_since.setdefault(storage, []).append(place)
+            after.discard(place)
+            edges.append(after)
+        return edges
+
+
+class MalformedGraph(AssertionError):
+    """A graph that breaks a rule of `check_graph`: a defect of this project, not of the user's program."""
+
+
+def check_graph(graph: Graph) -> Graph:
+    """Return `graph` if it is well formed, else raise `MalformedGraph` with the rule and the node.
+
+    - Every operand is an input or the result of an earlier node.
+    - Numbers rise in program order and are used once.
+    - A mutated value is an operand of its node.
+    - No two inputs share a storage; outputs are results of nodes, and no two share a storage.
+    - Constants and seeds are within the declared counts.
+    """
+    known = set(graph.inputs)
+    _require(len({v.storage for v in graph.inputs}) == len(graph.inputs), "two inputs share a storage", graph)
+    for node in graph.nodes:
+        operands = node.inputs()
+        _require(known.issuperset(operands), f"an operand is used before it is defined:\n  {node}", graph)
+        _require(set(node.mutates) <= set(operands), f"a mutated value is no operand:\n  {node}", graph)
+        results = [v for v in node.outputs if v is not None and v not in known]
+        _require(
+            len({v.number for v in results} | {v.number for v in known}) == len(results) + len(known),
+            f"a number is used twice:\n  {node}",
+            graph,
+        )
+        known.update(results)
+        _require(node.seed is None or node.seed < graph.num_seeds, f"a seed is out of range:\n  {node}", graph)
+    own = {v for v in known if v not in graph.inputs}
+    _require(own.issuperset(graph.outputs), "an output is no result of a node", graph)
+    storages = [v.storage for v in graph.outputs]
+    _require(len(set(storages)) == len(storages), "two outputs share a storage", graph)
+    return graph
+
+
+def _require(holds: bool, rule: str, graph: Graph) -> None:
+    if not holds:
+        raise MalformedGraph(f"malformed graph: {rule}\nin\n{graph}")

@@ -1,0 +1,113 @@
+"""What the recorder writes: the calls of one path through the trie.
+
+In: nothing of ours but metas. Out: tokens and `Call`, read by `canonical`.
+A token stands for a tensor in a recorded call. Tokens are objects compared by identity: an int in a key would collide
+with an int argument, since a Python number may stand where the schema has a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lazy_backend.lowering.ir import Constant, TensorMeta
+
+
+class Token:
+    """A tensor of a trace: the `index`-th slot (made in the trace) or the `index`-th input (from outside)."""
+
+    __slots__ = ("kind", "index")
+
+    def __init__(self, kind: str, index: int) -> None:
+        self.kind = kind
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"{self.kind}{self.index}"
+
+
+class TokenTable:
+    """The tokens of one kind, made once and shared by all traces."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._tokens: list[Token] = []
+
+    def __getitem__(self, index: int) -> Token:
+        while index >= len(self._tokens):
+            self._tokens.append(Token(self.kind, len(self._tokens)))
+        return self._tokens[index]
+
+
+SLOTS = TokenTable("slot")
+INPUTS = TokenTable("input")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entered:
+    """A tensor from outside, at its first use in a trace.
+
+    Inputs of one `group` share a storage whose first tensor looks like `base`.
+    """
+
+    token: Token
+    meta: TensorMeta
+    group: int
+    base: TensorMeta
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fresh:
+    """A result with memory of its own."""
+
+    token: Token
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """A result that shares the memory of the operand `of`. `path` leads to that operand among the arguments."""
+
+    token: Token
+    meta: TensorMeta
+    of: Token
+    path: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Same:
+    """A result that is the operand itself, as of an in-place op. `path` leads to it among the arguments."""
+
+    token: Token
+    path: tuple[int | str, ...]
+
+
+Result = Fresh | View | Same | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One recorded call. Arguments hold tokens for tensors and `Constant`s (numbered in the trace) for floats."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[Result, ...]
+    returns_list: bool
+    mutates: tuple[Token, ...]
+    entered: tuple[Entered, ...]
+    num_constants: int
+    seeded: bool
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A call that is not recorded: it runs at once on the backing device. Stands in the trie so that it is known."""
+
+    reason: str
+
+
+__all__ = ["SLOTS", "INPUTS", "Call", "Constant", "Cut", "Entered", "Fresh", "Result", "Same", "Token", "View"]

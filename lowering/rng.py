@@ -1,0 +1,137 @@
+"""Random operators as functions of a seed.
+
+In: an operator that draws random numbers, its arguments, a seed. Out: its results, the same for the same seed in every
+plan, on every run.
+
+Note [Random numbers are data]
+When a random op is recorded, a 63-bit seed is drawn from `torch.default_generator` and travels with the trace as data.
+So `torch.manual_seed`, `fork_rng`, `set_rng_state` and checkpointing govern lazy tensors as they do eager ones, the
+order of execution cannot change what is drawn, and no seed is ever part of a key. The interpreter and the compiled
+graph call the same kernel with a generator seeded alike, so a change of plan cannot be seen in the numbers. A compiler
+sees an opaque operator of the `lazy_backend` namespace, with the seeds as one int64 tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+# torch.library.Library objects unregister what they defined when they die
+_library = torch.library.Library("lazy_backend", "FRAGMENT")
+_seeded_ops: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+_lock = threading.Lock()
+
+
+class _Generators(threading.local):
+    """One generator per thread and device: seeding one costs 1 µs, making one 3 µs."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, torch.Generator] = {}
+
+    def get(self, device: torch.device, seed: int) -> torch.Generator:
+        generator = self.by_device.get(device)
+        if generator is None:
+            generator = self.by_device[device] = torch.Generator(device)
+        return generator.manual_seed(seed)
+
+
+_generators = _Generators()
+
+
+def takes_generator(op: torch._ops.OpOverload) -> bool:
+    return any(arg.name == "generator" for arg in op._schema.arguments)
+
+
+def _native_dropout(generator: torch.Generator, input: torch.Tensor, p: float, train: bool | None) -> Any:
+    """aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`, with a generator."""
+    if not train or p == 0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    if p == 1:
+        return torch.zeros_like(input), torch.zeros_like(input, dtype=torch.bool)
+    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return input * mask * (1.0 / (1 - p)), mask
+
+
+def _like(fill: str) -> Callable[..., torch.Tensor]:
+    def run(generator: torch.Generator, input: torch.Tensor, *bounds: int, **options: Any) -> torch.Tensor:
+        out = torch.empty_like(input, **options)
+        if fill == "random_":
+            low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+            return out.random_(low, high, generator=generator)
+        return getattr(out, fill)(generator=generator)  # type: ignore[no-any-return]
+
+    return run
+
+
+# Random ops whose schema has no generator, written with one that has.
+_REWRITTEN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.native_dropout.default: _native_dropout,
+    aten.rand_like.default: _like("uniform_"),
+    aten.randn_like.default: _like("normal_"),
+    aten.randint_like.default: _like("random_"),
+    aten.randint_like.low_dtype: _like("random_"),
+    aten.rand.default: lambda g, *args, **options: torch.rand(*args, generator=g, **options),
+    aten.randn.default: lambda g, *args, **options: torch.randn(*args, generator=g, **options),
+    aten.randint.default: lambda g, high, size, **options: torch.randint(high, size, generator=g, **options),
+    aten.randint.low: lambda g, low, high, size, **options: torch.randint(low, high, size, generator=g, **options),
+    aten.randperm.default: lambda g, n, **options: torch.randperm(n, generator=g, **options),
+}
+
+
+def can_seed(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` can be made a function of a seed. Others run at once, on the calling thread."""
+    return op in _REWRITTEN or takes_generator(op)
+
+
+def draws_random_numbers(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draw_seed() -> int:
+    """A seed for one random op, from `torch.default_generator`. See Note [Random numbers are data]."""
+    # a tensor per thread would save 0.3 µs of 1.0; random ops are few
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def run_seeded(op: torch._ops.OpOverload, seed: int, device: torch.device, args: Any, kwargs: Any) -> Any:
+    """Call `op` with its random numbers drawn from a generator on `device` seeded with `seed`."""
+    generator = _generators.get(device, seed)
+    rewritten = _REWRITTEN.get(op)
+    if rewritten is not None:
+        return rewritten(generator, *args, **kwargs)
+    return op(*args, **{**kwargs, "generator": generator})
+
+
+def seeded_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The operator `lazy_backend::<op>` with the schema of `op` plus `Tensor seeds, int seed`, for a compiled graph."""
+    with _lock:
+        found = _seeded_ops.get(op)
+        if found is None:
+            found = _seeded_ops[op] = _define(op)
+        return found
+
+
+def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    name = op._schema.name.split("::")[1] + "_" + op._overloadname
+    signature = str(op._schema).split("(", 1)[1]
+    # drop the generator; every schema that has one names it last or among the keyword-only arguments
+    signature = signature.replace(", Generator? generator=None", "").replace(", Generator? generator", "")
+    star = "" if ", *" in signature.split(") ->")[0] else ", *"
+    arguments, result = signature.split(") ->", 1)
+    _library.define(f"{name}({arguments}{star}, Tensor seeds, int seed) ->{result}")
+    overload = getattr(torch.ops.lazy_backend, name).default
+
+    def run(*args: Any, seeds: torch.Tensor, seed: int, **kwargs: Any) -> Any:
+        device = next((a.device for a in args if isinstance(a, torch.Tensor)), kwargs.get("device"))
+        return run_seeded(op, int(seeds[seed]), torch.device(device or "cpu"), args, kwargs)
+
+    def fake(*args: Any, seeds: torch.Tensor, seed: int, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lazy_backend::{name}", fake, lib=_library)
+    return overload  # type: ignore[no-any-return]

@@ -1,0 +1,59 @@
+"""What an operator's schema says about aliasing: which operands it writes, and what its results share memory with."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An argument by its place (positional) and name."""
+
+    place: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnAlias:
+    """What one return of the schema is: `same` as an operand it writes, a `view` of one, or neither (`fresh`)."""
+
+    kind: str
+    operand: Operand | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpSchema:
+    mutates: tuple[Operand, ...]
+    returns: tuple[ReturnAlias, ...]
+    returns_list: bool
+    changes_metadata: bool  # in place: `t_`, `resize_`
+
+
+@functools.cache
+def schema_of(op: torch._ops.OpOverload) -> OpSchema:
+    operands = [(Operand(place, arg.name), arg.alias_info) for place, arg in enumerate(op._schema.arguments)]
+    returns = []
+    for result in op._schema.returns:
+        alias = result.alias_info
+        source = None
+        if alias is not None:
+            # a list of views has no set of its own: its operand is the one whose set becomes the wildcard
+            source = next(
+                (
+                    operand
+                    for operand, info in operands
+                    if info is not None and (info.before_set & alias.before_set or "*" in info.after_set)
+                ),
+                None,
+            )
+        kind = "fresh" if source is None else "same" if alias is not None and alias.is_write else "view"
+        returns.append(ReturnAlias(kind, source))
+    return OpSchema(
+        mutates=tuple(operand for operand, info in operands if info is not None and info.is_write),
+        returns=tuple(returns),
+        returns_list=len(op._schema.returns) == 1 and str(op._schema.returns[0].type).startswith("List"),
+        changes_metadata=torch.Tag.inplace_view in op.tags,
+    )
