@@ -37,7 +37,7 @@ class DeviceContext:
         self.backing = backing
         self.lock = threading.RLock()
         self.trie: Trie[Call | Cut] = Trie()
-        self.trace = Trace(self.trie.root, perf_counter())
+        self.trace = Trace(self.trie.root, perf_counter(), config.max_trace_length)
         self.queue = DeviceQueue(f"lazy:{index}")
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
         self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
@@ -57,7 +57,7 @@ class DeviceContext:
         """Start recording afresh. The caller holds `lock`."""
         if self.trie.size > config.trie_limit or self._force_fallback != config.force_fallback:
             self.forget_paths()
-        self.trace = Trace(self.trie.root, perf_counter())
+        self.trace = Trace(self.trie.root, perf_counter(), config.max_trace_length)
 
     def forget_paths(self) -> None:
         """Start the trie afresh. The caller holds `lock` and starts a new trace."""

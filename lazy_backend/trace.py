@@ -13,12 +13,13 @@ class Trace:
     """A cursor into the trie, and the data that goes with this walk through it.
 
     The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
-    path. `pending` refers weakly to every storage made in this trace, in program order.
+    path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time, `limit` the
+    number of calls after which the trace is cut.
     """
 
-    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start")
+    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start", "limit")
 
-    def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
+    def __init__(self, root: TrieNode[Call | Cut], start: float, limit: int) -> None:
         self.epoch = object()
         self.cursor = root
         self.inputs: list[TensorData] = []
@@ -27,23 +28,24 @@ class Trace:
         self.seeds: list[int] = []
         self.pending: list[weakref.ref[LazyStorage]] = []
         self.start = start
+        self.limit = limit
 
     def is_empty(self) -> bool:
         return self.cursor.depth == 0
 
-    def mark(self) -> tuple[int, int, int]:
-        """How much data there is now, for `roll_back`."""
-        return len(self.inputs), len(self.groups), len(self.constants)
+    def roll_back(self) -> None:
+        """Forget the data of a call that was not recorded after all: keep only what the path mentions.
 
-    def roll_back(self, mark: tuple[int, int, int]) -> None:
-        """Forget the data of a call that was not recorded after all: its path does not mention it."""
-        inputs, groups, constants = mark
-        for data in self.inputs[inputs:]:
+        Walks the path, so that a recorded call need not count what it adds.
+        """
+        path = [call for call in self.cursor.path() if isinstance(call, Call)]
+        entered = [entered for call in path for entered in call.entered]
+        for data in self.inputs[len(entered) :]:
             data.epoch = None
-        del self.inputs[inputs:]
-        while len(self.groups) > groups:
+        del self.inputs[len(entered) :]
+        while len(self.groups) > len({e.group for e in entered}):
             self.groups.popitem()
-        del self.constants[constants:]
+        del self.constants[sum(call.num_constants for call in path) :]
 
     def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
         """The pending storages somebody still holds: their places, and themselves."""

@@ -60,10 +60,11 @@ class Entered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fresh:
-    """A result with memory of its own."""
+    """A result with memory of its own. `wrapper`: what the recorder makes the user's tensor from."""
 
     token: Token
     meta: TensorMeta
+    wrapper: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +75,7 @@ class View:
     meta: TensorMeta
     of: Token
     path: tuple[int | str, ...]
+    wrapper: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
