@@ -20,13 +20,16 @@ class TrieNode(Generic[T]):
     liveness never depends on the garbage collector.
     """
 
-    __slots__ = ("parent", "children", "call", "depth", "bindings")
+    __slots__ = ("parent", "children", "call", "depth", "bindings", "next_key", "next")
 
     def __init__(self, parent: TrieNode[T] | None, call: T | None) -> None:
         self.parent = parent
         self.call = call
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[Hashable, TrieNode[T]] = {}
+        # the child taken last: a repeated step finds it by comparing one key, without hashing it
+        self.next_key: Hashable = None
+        self.next: TrieNode[T] | None = None
         # what a sync at this node found before: live outputs -> bound computation
         self.bindings: dict[Hashable, Any] = {}
 
@@ -60,6 +63,7 @@ class Trie(Generic[T]):
         for node in list(self):
             node.children.clear()
             node.bindings.clear()
+            node.next = None
         self.root = TrieNode(None, None)
         self.size = 0
 

@@ -133,9 +133,13 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             full_key = tuple(key)
             # only now: an operand's first use may itself have recorded something
             cursor = trace.cursor
-            node = cursor.children.get(full_key)
-            if node is None:
-                node = _add_unseen(context, cursor, full_key, op, args, kwargs)
+            if cursor.next_key == full_key:
+                node = cursor.next
+            else:
+                node = cursor.children.get(full_key)
+                if node is None:
+                    node = _add_unseen(context, cursor, full_key, op, args, kwargs)
+                cursor.next_key, cursor.next = full_key, node
             call = node.call
             if call.__class__ is Cut:
                 raise _NotRecordable(call.reason)
@@ -150,19 +154,18 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             trace.seeds.append(contexts.get_rng_seed())
         if context.outside:
             context.outside.clear()
-        results = call.results
-        if len(results) != 1 or call.returns_list:
+        result = call.single
+        if result is None:
             return _make_results(context, trace, call, args, kwargs)
-        result = results[0]
         kind = result.__class__
         if kind is Fresh:
             data = LazyStorage(context, epoch, result.token, result.meta)
             trace.pending.append(ref(data))
         elif kind is View:
-            of = _operand(result.path, args, kwargs)._data
-            data = ViewData(context, epoch, result.token, result.meta, of.storage)
+            of = first if result.of_first else _operand(result.path, args, kwargs)
+            data = ViewData(context, epoch, result.token, result.meta, of._data.storage)
         else:
-            return _make_result(context, trace, result, args, kwargs)
+            return _operand(result.path, args, kwargs)
         tensor = make(LazyTensor, *result.wrapper)
         tensor._data = data
         return tensor

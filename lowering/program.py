@@ -7,7 +7,7 @@ with an int argument, since a Python number may stand where the schema has a ten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class View:
     of: Token
     path: tuple[int | str, ...]
     wrapper: tuple[Any, ...] = ()
+    of_first: bool = field(init=False)  # whether the operand is the first argument, as nearly always
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of_first", self.path == (0,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +107,11 @@ class Call:
     num_constants: int
     seeded: bool
     site: str
+    single: Fresh | View | Same | None = field(init=False)  # the result, if there is just one
+
+    def __post_init__(self) -> None:
+        alone = len(self.results) == 1 and not self.returns_list
+        object.__setattr__(self, "single", self.results[0] if alone else None)
 
 
 @dataclass(frozen=True, slots=True)
