@@ -93,13 +93,8 @@ def step(device: Device = "") -> Iterator[None]:
     mark_step(device)
     try:
         yield
-    except BaseException as error:
-        try:
-            mark_step(device)
-        except Exception as another:
-            error.add_note(f"while leaving lazy_backend.step(): {another}")
-        raise
-    mark_step(device)
+    finally:
+        mark_step(device)
 
 
 def strict() -> contextlib.AbstractContextManager[None]:

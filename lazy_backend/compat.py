@@ -44,7 +44,7 @@ def redirect_torch_lazy(mark_step: Callable[..., None], wait_device_ops: Callabl
 
 
 def support_foreach() -> None:
-    """Let torch.optim and clip_grad_norm_ choose their foreach forms for lazy tensors: one call per list, not tensor."""
+    """Let torch.optim and clip_grad_norm_ choose their foreach forms for lazy tensors: one call per list."""
     foreach_utils._foreach_supported_types.append(LazyTensor)
     # torch.optim deletes the attribute `optimizer` that importing the module set
     optimizer: Any = sys.modules["torch.optim.optimizer"]
@@ -54,7 +54,8 @@ def support_foreach() -> None:
     def supported() -> list[str]:
         return [*original(), "lazy"]
 
-    for module in (foreach_utils, optimizer, torch.optim.swa_utils):
+    modules: tuple[Any, ...] = (foreach_utils, optimizer, torch.optim.swa_utils)
+    for module in modules:
         module._get_foreach_kernels_supported_devices = supported
 
 

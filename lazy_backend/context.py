@@ -179,9 +179,7 @@ class DeviceContextArena:
                 if self.backing_type() == "cuda"
                 else "lazy_backend.config.num_devices sets how many there are on the CPU"
             )
-            raise DeviceError(
-                f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})"
-            )
+            raise DeviceError(f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})")
         backing = torch.device("cuda", index) if self.backing_type() == "cuda" else torch.device("cpu")
         with self._lock:
             return self._contexts.setdefault(index, DeviceContext(index, backing))

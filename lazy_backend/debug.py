@@ -41,7 +41,10 @@ def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
         lines += [f"  n{earlier} -> n{place} [style=dashed]" for earlier in sorted(effects)]
         makers |= {value.number: f"n{place}" for value in node.outputs if value is not None}
     for value in graph.outputs:
-        lines += [f'  out{value.number} [label="{value!r}", shape=box]', f"  {makers[value.number]} -> out{value.number}"]
+        lines += [
+            f'  out{value.number} [label="{value!r}", shape=box]',
+            f"  {makers[value.number]} -> out{value.number}",
+        ]
     return "\n".join([*lines, "}"])
 
 

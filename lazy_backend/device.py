@@ -10,6 +10,7 @@ import traceback
 import torch
 
 from lazy_backend import closures, compat, kernels, record
+from lazy_backend.attention import install_attention
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError
 from lazy_backend.serialization import install_serialization
@@ -114,6 +115,7 @@ def install() -> None:
     LazyTensor.__torch_dispatch__ = staticmethod(record.dispatch)  # type: ignore[method-assign, assignment]
     kernels.install_handlers()
     kernels.install_factories(_library[0])
+    install_attention(_library[0])
     install_serialization()
     compat.support_foreach()
     compat.keep_parameters_when_moved()
@@ -128,8 +130,11 @@ def _at_exit() -> None:
     closures.runner.close()
     for context in contexts.get_active_devices():
         if not context.queue.close(_EXIT_TIMEOUT):
-            print(f"lazy_backend: a run on {context.device} did not finish within {_EXIT_TIMEOUT:.0f} s and was "
-                  "abandoned", file=sys.stderr)
+            print(
+                f"lazy_backend: a run on {context.device} did not finish within {_EXIT_TIMEOUT:.0f} s and was "
+                "abandoned",
+                file=sys.stderr,
+            )
         error = context.locker.take_exception()
         if error is not None:
             print(f"lazy_backend: the last run on {context.device} failed:", file=sys.stderr)

@@ -12,7 +12,7 @@ import torch
 
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError, LazyBackendError
-from lazy_backend.lowering.ir import contiguous_stride, intern_meta
+from lazy_backend.lowering.ir import contiguous_stride, empty_of, intern_meta
 from lazy_backend.record import (
     add_handler,
     new_data,
@@ -63,8 +63,6 @@ def _set_tensor(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(source, LazyTensor) or not isinstance(target, LazyTensor):
         raise DeviceError(f"set_ takes tensors of one device\n  at {user_site()}\n  copy the source with .to() first")
-    if len(args) > 2:
-        source = record(aten.as_strided.default, (source, args[3], args[4], args[2]), {})
     assign(target, source._data)
     return target
 
@@ -143,8 +141,7 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     storage = data.storage
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         meta = storage.meta
-        real = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=context.backing)
-        storage.tensor = real.copy_(source.detach())
+        storage.tensor = empty_of(meta, context.backing).copy_(source.detach())
         return
     uploaded = wrap(new_data(context, upload(context, source)))
     record(aten.copy_.default, (target, uploaded), {})
@@ -247,7 +244,6 @@ def install_handlers() -> None:
     for op, view in _METADATA_OPS.items():
         add_handler(op, _metadata_in_place(view))
     add_handler(aten.set_.source_Tensor, _set_tensor)
-    add_handler(aten.set_.source_Tensor_storage_offset, _set_tensor)
     add_handler(aten.set_.source_Storage, _set_storage)
     add_handler(aten.set_.source_Storage_storage_offset, _set_storage)
     add_handler(aten.set_.default, _empty_set)

@@ -11,8 +11,8 @@ geometry and alias group. Not in it: floats (placeholders, the values go to the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -30,8 +30,8 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.lowering import rng
-from lazy_backend.lowering.ir import Constant, TensorMeta, contiguous_stride, intern_meta, meta_of
-from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
+from lazy_backend.lowering.ir import Constant, TensorMeta, empty_of, intern_meta, meta_of
+from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Result, Same, View
 from lazy_backend.lowering.schema import Operand, OpSchema, schema_of
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site
@@ -73,11 +73,8 @@ _FLOAT, _TRUE, _FALSE, _COMPLEX, _ENTER = map(_Marker, ("float", "true", "false"
 _PLAIN = frozenset((int, type(None), str, torch.dtype, torch.layout, torch.memory_format))
 
 
-class Handler(Protocol):
-    """Treats one operator in another way than recording it as it is."""
-
-    def __call__(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
-
+# Treats one operator in another way than recording it as it is: (op, args, kwargs) -> results
+Handler = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 
 # by id: OpOverload.__hash__ is a Python function, 74 ns against 36
 _handlers: dict[int, Handler] = {}
@@ -93,15 +90,25 @@ class _NotRecordable(Exception):
 
 def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """`LazyTensor.__torch_dispatch__`."""
-    handler = _handlers.get(id(op))
-    if handler is not None:
-        return handler(op, args, kwargs or _NO_KWARGS)
-    return record(op, args, kwargs or _NO_KWARGS)
+    handler = _handlers.get(id(op)) or _choose_handler(op)
+    return handler(op, args, kwargs or _NO_KWARGS)
+
+
+def _choose_handler(op: torch._ops.OpOverload) -> Handler:
+    """How to treat an operator that arrives for the first time."""
+    # composite operators arrive whole only where autograd is off altogether, in inference mode
+    handler: Handler = _decompose if op._can_decompose() else record
+    add_handler(op, handler)
+    return handler
+
+
+def _decompose(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return op.decompose(*args, **kwargs)
 
 
 def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record a call, or run it at once if it cannot be recorded. Returns what the operator returns."""
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     context = first._data.context if first.__class__ is LazyTensor else _find_context(op, args, kwargs)
     # an RLock, 0.14 µs: a user's __del__ may run tensor code while the garbage collector interrupts us here
     with context.lock:
@@ -131,6 +138,8 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                     key.append(name)
                     _add_tokens(trace, context, op, key, (value,))
             full_key = tuple(key)
+            # Any: the kinds are told apart by class below, and an isinstance for the type checker would cost 40 ns
+            node: Any
             # only now: an operand's first use may itself have recorded something
             cursor = trace.cursor
             if cursor.next_key == full_key:
@@ -140,7 +149,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                 if node is None:
                     node = _add_unseen(context, cursor, full_key, op, args, kwargs)
                 cursor.next_key, cursor.next = full_key, node
-            call = node.call
+            call: Any = node.call
             if call.__class__ is Cut:
                 raise _NotRecordable(call.reason)
         except _NotRecordable as reason:
@@ -154,7 +163,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             trace.seeds.append(contexts.get_rng_seed())
         if context.outside:
             context.outside.clear()
-        result = call.single
+        result: Any = call.single
         if result is None:
             return _make_results(context, trace, call, args, kwargs)
         kind = result.__class__
@@ -313,9 +322,7 @@ def _entered(context: DeviceContext, key: tuple[Any, ...]) -> tuple[Entered, ...
 
     visit(key)
     start = len(context.trace.inputs) - len(found)
-    return tuple(
-        Entered(INPUTS[start + place], meta, group, base) for place, (meta, group, base) in enumerate(found)
-    )
+    return tuple(Entered(INPUTS[start + place], meta, group, base) for place, (meta, group, base) in enumerate(found))
 
 
 def _describe(
@@ -327,7 +334,11 @@ def _describe(
 ) -> Call:
     """The `Call` for these arguments. Raises `_NotRecordable`, or what eager would raise for them."""
     schema = schema_of(op)
-    _check_recordable(op)
+    seeded = rng.draws_random_numbers(op, args)
+    if seeded and not rng.can_seed(op):
+        raise _NotRecordable("it draws random numbers and takes no generator")
+    if config.force_fallback and op._schema.name in config.force_fallback.split(","):
+        raise _NotRecordable("config.force_fallback names it")
     inference = _Inference(context)
     output = inference.run(op, args, kwargs, schema)
     converter = _Converter(context)
@@ -341,19 +352,12 @@ def _describe(
         kwargs=call_kwargs,
         results=results,
         returns_list=schema.returns_list,
-        mutates=tuple(t._data.token for t in _flat(mutated) if isinstance(t, LazyTensor)),
+        mutates=tuple(t._data.token for t in _flat(mutated) if isinstance(t, LazyTensor) and t._data.token),
         entered=entered,
         num_constants=converter.num_constants,
-        seeded=rng.draws_random_numbers(op),
+        seeded=seeded,
         site=user_site(),
     )
-
-
-def _check_recordable(op: torch._ops.OpOverload) -> None:
-    if rng.draws_random_numbers(op) and not rng.can_seed(op):
-        raise _NotRecordable("it draws random numbers and takes no generator")
-    if config.force_fallback and op._schema.name in config.force_fallback.split(","):
-        raise _NotRecordable("config.force_fallback names it")
 
 
 def _lookup(operand: Operand, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -395,9 +399,7 @@ class _Inference:
         self.context = context
         self.fakes: list[tuple[TensorData, FakeTensor]] = []
 
-    def run(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], schema: OpSchema
-    ) -> Any:
+    def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], schema: OpSchema) -> Any:
         mode = _fake_mode(self.context)
         mutated = {id(t) for operand in schema.mutates for t in _flat(_lookup(operand, args, kwargs))}
         with mode, torch.no_grad():
@@ -426,7 +428,7 @@ class _Inference:
 
     def _fake_of(self, data: TensorData, cached: bool) -> FakeTensor:
         """A fake of the same geometry. Kept per geometry (making one costs 25 µs), but used once in a call."""
-        for known, fake in self.fakes:
+        for known, held in self.fakes:
             if known is data:
                 return fake
         fakes = self.context.fakes
@@ -440,7 +442,7 @@ class _Inference:
         self.fakes.append((data, fake))
         return fake
 
-    def source_of(self, fake: FakeTensor) -> TensorData | None:
+    def source_of(self, fake: torch.Tensor) -> TensorData | None:
         """The operand whose memory a fake result shares, if any."""
         place = fake.untyped_storage()._cdata
         for data, operand in self.fakes:
@@ -457,11 +459,9 @@ def _fake_mode(context: DeviceContext) -> FakeTensorMode:
 
 
 def _make_fake(meta: TensorMeta, device: torch.device) -> Any:
-    if not meta.storage_offset:
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-    extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
-    storage = torch.empty(meta.storage_offset + extent, dtype=meta.dtype, device=device)
-    return storage.as_strided(meta.shape, meta.stride, meta.storage_offset)
+    fake = empty_of(meta, device)
+    fake = fake.conj() if meta.conj else fake
+    return torch._neg_view(fake) if meta.neg else fake
 
 
 def _describe_results(
@@ -541,7 +541,9 @@ def _path_to(data: TensorData, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 # ----- factories and tensors from outside
 
 
-def record_factory(context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], **options: Any) -> LazyTensor:
+def record_factory(
+    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], **options: Any
+) -> LazyTensor:
     """Record a call without tensor operands, such as `aten.zeros`, on `context`."""
     return record(op, args, {**options, "device": context.device})  # type: ignore[no-any-return]
 
@@ -554,10 +556,10 @@ def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) ->
     node = cursor.children.get(key)
     if node is None:
         node = context.trie.add(cursor, key, _empty_call(context, cursor, meta))
-    (result,) = node.call.results  # type: ignore[union-attr]
+    made: Any = node.call
     trace.cursor = node
     storage.epoch = trace.epoch
-    storage.token = result.token
+    storage.token = made.single.token
     trace.pending.append(ref(storage))
 
 
@@ -610,7 +612,9 @@ def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
 
 
 # Ops that take index tensors on the CPU, as they do beside a CUDA tensor.
-_INDEX_OPS = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"))
+_INDEX_OPS = frozenset(
+    ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_")
+)
 
 
 def _operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor) -> TensorData:
@@ -719,4 +723,4 @@ class _RunAtOnce:
         return wrap(new_data(self.context, real))
 
 
-__all__ = ["contiguous_stride", "dispatch", "enter", "record", "record_factory", "run_at_once", "upload", "Token"]
+__all__ = ["dispatch", "enter", "record", "record_factory", "run_at_once", "upload"]

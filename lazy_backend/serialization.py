@@ -29,7 +29,14 @@ def reduce_lazy(tensor: LazyTensor, protocol: Any) -> Any:
     storage = LazyUntypedStorage.of(base.untyped_storage(), tensor.device, data.storage)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
     meta = data.meta
-    arguments = (typed, meta.storage_offset, meta.shape, meta.stride, tensor.requires_grad, OrderedDict())
+    arguments: tuple[Any, ...] = (
+        typed,
+        meta.storage_offset,
+        meta.shape,
+        meta.stride,
+        tensor.requires_grad,
+        OrderedDict(),
+    )
     return torch._utils._rebuild_tensor_v2, arguments
 
 

@@ -95,7 +95,9 @@ FLAGS: dict[str, Flag] = {
         50_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),
     "trie_limit": Flag(1_000_000, _positive, "Recorded calls remembered per device; beyond it the trie starts afresh."),
-    "computation_cache_size": Flag(1024, _positive, "Computations kept, least recently used first out. Read at import."),
+    "computation_cache_size": Flag(
+        1024, _positive, "Computations kept, least recently used first out. Read at import."
+    ),
     "constants_cache_entries": Flag(128, _positive, "Host constants kept per device. Read at import."),
     "constants_cache_bytes": Flag(1 << 24, _positive, "Bytes of host constants kept per device. Read at import."),
     "max_async_closures": Flag(

@@ -21,9 +21,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
     lazy_storage: LazyStorage | None
 
     @classmethod
-    def of(
-        cls, plain: torch.UntypedStorage, device: torch.device, storage: LazyStorage | None
-    ) -> LazyUntypedStorage:
+    def of(cls, plain: torch.UntypedStorage, device: torch.device, storage: LazyStorage | None) -> LazyUntypedStorage:
         made = cls(0)
         made.plain = plain
         made.lazy_device = device

@@ -22,7 +22,7 @@ import torch
 
 from lazy_backend import metrics
 from lazy_backend.cache.computation import ComputationCache
-from lazy_backend.context import DeviceContext, contexts, lockers
+from lazy_backend.context import DeviceContext, lockers
 from lazy_backend.errors import (
     CompileWarning,
     ExecutionError,
@@ -34,7 +34,7 @@ from lazy_backend.errors import (
 from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import Parameter, PostOrderData, run_post_order
 from lazy_backend.lowering.computation import CachedComputation, Computation, environment, make_key
-from lazy_backend.lowering.ir import TensorMeta, check_graph
+from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ExecutionPlan
 from lazy_backend.lowering.program import Call
 from lazy_backend.settings import config
@@ -137,16 +137,14 @@ def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
     Kernels and their fake versions agree on shapes; on strides they may differ, and then the tensor is copied.
     """
-    if tensor.stride() == meta.stride and tensor.storage_offset() == meta.storage_offset:
+    if tensor.stride() == meta.stride and tensor.storage_offset() == meta.storage_offset and not tensor.is_conj():
         return tensor
     if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
         raise LazyBackendError(
             f"internal error: a result was recorded as {meta} and computed as {tensor.dtype} {list(tensor.shape)}\n"
             "  please report this with the program"
         )
-    extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
-    storage = torch.empty(meta.storage_offset + extent, dtype=meta.dtype, device=tensor.device)
-    return storage.as_strided(meta.shape, meta.stride, meta.storage_offset).copy_(tensor)
+    return empty_of(meta, tensor.device).copy_(tensor)
 
 
 class LazyGraphExecutor:
@@ -422,4 +420,12 @@ class LazyGraphExecutor:
 
 executor = LazyGraphExecutor()
 
-__all__ = ["Async", "LazyGraphExecutor", "Parameter", "SyncTensorCollection", "SyncTensorsConfig", "conform", "executor"]
+__all__ = [
+    "Async",
+    "LazyGraphExecutor",
+    "Parameter",
+    "SyncTensorCollection",
+    "SyncTensorsConfig",
+    "conform",
+    "executor",
+]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lazy_backend.errors import PoisonedTensorError
-from lazy_backend.lowering.ir import TensorMeta
+from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.lowering.program import Token
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ class LazyStorage(TensorData):
 
     __slots__ = ("tensor", "error")
 
-    def __init__(
-        self, context: DeviceContext, epoch: object | None, token: Token | None, meta: TensorMeta
-    ) -> None:
+    def __init__(self, context: DeviceContext, epoch: object | None, token: Token | None, meta: TensorMeta) -> None:
         self.context = context
         self.epoch = epoch
         self.token = token
@@ -97,20 +95,17 @@ def backing_tensor(data: TensorData) -> torch.Tensor:
     if base is None:
         if storage.token is not UNWRITTEN:
             raise poisoned(storage)
-        base = storage.tensor = empty_backing(storage)
+        base = storage.tensor = empty_of(storage.meta, storage.context.backing)
     meta = data.meta
     if meta is storage.meta:
         return base
     if meta.dtype == base.dtype:
-        return base.as_strided(meta.shape, meta.stride, meta.storage_offset)
-    flat = torch.empty(0, dtype=meta.dtype, device=base.device)
-    return flat.set_(base.untyped_storage(), meta.storage_offset, meta.shape, meta.stride)
-
-
-def empty_backing(storage: LazyStorage) -> torch.Tensor:
-    """Uninitialised memory for `storage`."""
-    meta = storage.meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=storage.context.backing)
+        view = base.as_strided(meta.shape, meta.stride, meta.storage_offset)
+    else:
+        view = torch.empty(0, dtype=meta.dtype, device=base.device)
+        view.set_(base.untyped_storage(), meta.storage_offset, meta.shape, meta.stride)
+    view = view.conj() if meta.conj else view
+    return torch._neg_view(view) if meta.neg else view
 
 
 def poisoned(storage: LazyStorage) -> PoisonedTensorError:
@@ -129,7 +124,7 @@ class LazyTensor(torch.Tensor):
     _data: TensorData
 
     # Operators arrive in __torch_dispatch__, below autograd; the function protocol would only add its cost.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> LazyTensor:
@@ -139,7 +134,7 @@ class LazyTensor(torch.Tensor):
         """Nothing: `make_wrapper` and `wrap` make instances."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError("lazy_backend.device.install() was not called")  # it puts the recorder here
 
     # `Module.to` swaps a parameter in place, instead of replacing it, for tensor classes that have these two methods
@@ -157,7 +152,8 @@ class LazyTensor(torch.Tensor):
 
     @property  # type: ignore[override]
     def data(self) -> LazyTensor:
-        return self.detach()  # type: ignore[return-value]
+        # not detach(), which shares the version counter: writing through `data` is invisible to autograd
+        return wrap(self._data)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -167,6 +163,15 @@ class LazyTensor(torch.Tensor):
                 f"  move it first, as in tensor.to({str(self.device)!r})"
             )
         assign(self, value._data)
+
+    def set_(self, source: Any = None, *geometry: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if isinstance(source, LazyTensor) and (geometry or kwargs):
+            # below Python this form takes the source's storage, and a lazy tensor's does not say whose it is
+            offset, size, stride = [*geometry, *kwargs.values()]
+            source = source.as_strided(size, stride, offset)
+            return super().set_(source)
+        sources = () if source is None else (source,)
+        return super().set_(*sources, *geometry, **kwargs)  # type: ignore[call-overload]
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
@@ -212,5 +217,3 @@ def assign(tensor: LazyTensor, data: TensorData) -> None:
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         _set_data(tensor, wrap(data))
     tensor._data = data
-
-

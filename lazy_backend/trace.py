@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 
-from lazy_backend.lowering.program import Call, Cut
 from lazy_backend.cache.trie import TrieNode
+from lazy_backend.lowering.program import Call, Cut
 from lazy_backend.tensor import LazyStorage, TensorData
 
 
@@ -57,5 +57,3 @@ class Trace:
                 places.append(place)
                 storages.append(storage)
         return tuple(places), storages
-
-

@@ -25,7 +25,7 @@ from lazy_backend.lowering.ir import (
     Node,
     TensorMeta,
     Value,
-    contiguous_stride,
+    extent,
     intern_meta,
     map_arg,
 )
@@ -107,9 +107,7 @@ def _operands(call: Call) -> list[Token]:
     return _tokens((call.args, tuple(arg for _, arg in call.kwargs)))
 
 
-def _live_calls(
-    calls: Sequence[Call], outputs: Sequence[Token], storages: dict[Token, int]
-) -> list[tuple[Call, int]]:
+def _live_calls(calls: Sequence[Call], outputs: Sequence[Token], storages: dict[Token, int]) -> list[tuple[Call, int]]:
     """The calls whose effect is seen, in program order, each with its place among the trace's seeds.
 
     Backwards: a call stays if a result is wanted, if it writes a storage that is read later, is an output or comes
@@ -143,9 +141,7 @@ def _live_calls(
 class _GraphBuilder:
     """Numbers values while the kept calls pass in program order."""
 
-    def __init__(
-        self, calls: Sequence[Call], kept: Sequence[tuple[Call, int]], storages: dict[Token, int]
-    ) -> None:
+    def __init__(self, calls: Sequence[Call], kept: Sequence[tuple[Call, int]], storages: dict[Token, int]) -> None:
         self.storages = storages
         self.entered = {entered.token: entered for call in calls for entered in call.entered}
         self.constant_offset = _constant_offsets(calls)
@@ -189,7 +185,7 @@ class _GraphBuilder:
         """The value of an input at its first use. See Note [Inputs own their storage]."""
         storage = self.storages[entered.token]
         index = entered.token.index
-        if entered.group not in self.shared_groups:
+        if entered.group not in self.shared_groups and not (entered.meta.conj or entered.meta.neg):
             return self._add_input(entered.meta, storage, Parameter(index, base=False))
         base = self.bases.get(entered.group)
         if base is None:
@@ -198,25 +194,29 @@ class _GraphBuilder:
         return base if entered.meta is entered.base else self._view_of_base(base, entered.meta)
 
     def _view_of_base(self, base: Value, meta: TensorMeta) -> Value:
-        if meta.dtype != base.meta.dtype:
-            base = self._reinterpret(base, meta.dtype)
-        args = (base, meta.shape, meta.stride, meta.storage_offset)
-        return self._add_view(aten.as_strided.default, args, meta, base.storage)
+        plain = intern_meta(meta.shape, meta.stride, meta.storage_offset, meta.dtype)
+        value = base
+        if plain is not base.meta:
+            value = base if meta.dtype == base.meta.dtype else self._reinterpret(base, meta.dtype)
+            args = (value, meta.shape, meta.stride, meta.storage_offset)
+            value = self._add_view(aten.as_strided.default, args, plain, base.storage)
+        if meta.conj:
+            conj = intern_meta(meta.shape, meta.stride, meta.storage_offset, meta.dtype, conj=True)
+            value = self._add_view(aten._conj.default, (value,), conj, base.storage)
+        if meta.neg:
+            value = self._add_view(aten._neg_view.default, (value,), meta, base.storage)
+        return value
 
     def _reinterpret(self, base: Value, dtype: torch.dtype) -> Value:
         """The whole storage of `base`, flat, in another dtype."""
         meta = base.meta
-        extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
-        whole = meta.storage_offset + extent if meta.numel else 0
-        flat_meta = intern_meta((whole,), (1,), 0, meta.dtype)
-        flat = self._add_view(aten.as_strided.default, (base, (whole,), (1,), 0), flat_meta, base.storage)
-        shape = (whole * meta.dtype.itemsize // dtype.itemsize,)
-        cast_meta = intern_meta(shape, contiguous_stride(shape), 0, dtype)
-        return self._add_view(aten.view.dtype, (flat, dtype), cast_meta, base.storage)
+        whole = (extent(meta),)
+        flat_meta = intern_meta(whole, (1,), 0, meta.dtype)
+        flat = self._add_view(aten.as_strided.default, (base, whole, (1,), 0), flat_meta, base.storage)
+        shape = (whole[0] * meta.dtype.itemsize // dtype.itemsize,)
+        return self._add_view(aten.view.dtype, (flat, dtype), intern_meta(shape, (1,), 0, dtype), base.storage)
 
-    def _add_view(
-        self, op: torch._ops.OpOverload, args: tuple[Arg, ...], meta: TensorMeta, storage: int
-    ) -> Value:
+    def _add_view(self, op: torch._ops.OpOverload, args: tuple[Arg, ...], meta: TensorMeta, storage: int) -> Value:
         value = self._new_value(meta, storage)
         self.nodes.append(Node(op, args, (), (value,), (), returns_list=False, seed=None, site=""))
         return value

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from lazy_backend.lowering.aliasing import OutputAliases, storages_of
 from lazy_backend.lowering.fx import Signature, to_fx
-from lazy_backend.lowering.ir import Graph, TensorMeta
+from lazy_backend.lowering.ir import Graph, empty_of
 
 Backend: TypeAlias = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
@@ -63,6 +64,7 @@ class CompiledPlan:
         self.signature = signature
         self.specialised = specialised
         self._call = call
+        self._aliases = OutputAliases()
 
     def accepts(self, constants: Sequence[float]) -> bool:
         """Whether every constant that was compiled in has the same bits now."""
@@ -81,9 +83,10 @@ class CompiledPlan:
             arguments.append(torch.tensor(seeds, dtype=torch.int64))
         if self.signature.numbers:
             arguments.extend(constants)
+        taken = frozenset[int]() if self._aliases.is_known() else storages_of(arguments)
         # Autograd runs above us: nothing here may record
         with torch.no_grad():
-            return list(self._call(arguments))
+            return self._aliases.separate(taken, list(self._call(arguments)))
 
 
 def _same(a: float, b: float) -> bool:
@@ -91,9 +94,7 @@ def _same(a: float, b: float) -> bool:
     return a.hex() == b.hex()
 
 
-def compile_graph(
-    graph: Graph, constants: Sequence[float], promoted: frozenset[int], backend: Backend
-) -> CompiledPlan:
+def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[int], backend: Backend) -> CompiledPlan:
     """Compile `graph`. Raises whatever the backend raises."""
     numbers = runs_module_as_is(backend)
     module, signature = to_fx(graph, constants, promoted, numbers)
@@ -127,7 +128,7 @@ def _example_inputs(graph: Graph, signature: Signature, constants: Sequence[floa
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        examples: list[Any] = [_example(value.meta, graph.device) for value in graph.inputs]
+        examples: list[Any] = [empty_of(value.meta, graph.device) for value in graph.inputs]
         if signature.scalars:
             examples.append(torch.empty(len(signature.scalars), dtype=torch.float64, device=graph.device))
         if signature.seeds:
@@ -135,11 +136,3 @@ def _example_inputs(graph: Graph, signature: Signature, constants: Sequence[floa
     if signature.numbers:
         examples.extend(constants)
     return examples
-
-
-def _example(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    if meta.storage_offset == 0:
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-    extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
-    storage = torch.empty(meta.storage_offset + extent, dtype=meta.dtype, device=device)
-    return storage.as_strided(meta.shape, meta.stride, meta.storage_offset)

@@ -35,7 +35,9 @@ class Signature:
     numbers: bool
 
 
-def to_fx(graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool) -> tuple[fx.GraphModule, Signature]:
+def to_fx(
+    graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool
+) -> tuple[fx.GraphModule, Signature]:
     """Lower `graph`. Constants outside `promoted` become literals, unless `numbers` makes all of them inputs."""
     writer = _Writer(graph, constants, promoted, numbers)
     for node in graph.nodes:
@@ -110,15 +112,11 @@ class _Writer:
             for target, result in zip(node.mutates, results, strict=True):
                 self.fx_graph.call_function(aten.copy_.default, (self.values[target], result.node))
         else:
-            for target, result in zip(node.outputs, results, strict=True):
-                assert target is not None
-                self.values[target] = result.node
+            for output, result in zip(node.outputs, results, strict=True):
+                assert output is not None
+                self.values[output] = result.node
 
     def finish(self) -> tuple[fx.GraphModule, Signature]:
         self.fx_graph.output(tuple(self.values[value] for value in self.graph.outputs))
         module = fx.GraphModule(torch.nn.Module(), self.fx_graph)
         return module, self.signature
-
-
-
-

@@ -24,17 +24,28 @@ Arg: TypeAlias = Any
 
 
 class TensorMeta:
-    """Shape, stride and storage offset (in elements) and dtype of one tensor. Interned: compare with `is`."""
+    """Shape, stride and storage offset (in elements) and dtype of one tensor. Interned: compare with `is`.
 
-    __slots__ = ("shape", "stride", "storage_offset", "dtype", "__weakref__")
+    `conj` and `neg` are the bits of the lazily conjugated or negated views that `x.conj()` and `x.imag` give.
+    """
+
+    __slots__ = ("shape", "stride", "storage_offset", "dtype", "conj", "neg", "__weakref__")
 
     def __init__(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], storage_offset: int, dtype: torch.dtype
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        storage_offset: int,
+        dtype: torch.dtype,
+        conj: bool,
+        neg: bool,
     ) -> None:
         self.shape = shape
         self.stride = stride
         self.storage_offset = storage_offset
         self.dtype = dtype
+        self.conj = conj
+        self.neg = neg
 
     def __repr__(self) -> str:
         return f"TensorMeta({self})"
@@ -46,7 +57,7 @@ class TensorMeta:
             text += "{" + ",".join(map(str, self.stride)) + "}"
         if self.storage_offset:
             text += f"@{self.storage_offset}"
-        return text
+        return text + " conj" * self.conj + " neg" * self.neg
 
     @property
     def numel(self) -> int:
@@ -65,10 +76,15 @@ _metas: weakref.WeakValueDictionary[tuple[Any, ...], TensorMeta] = weakref.WeakV
 
 
 def intern_meta(
-    shape: tuple[int, ...], stride: tuple[int, ...], storage_offset: int, dtype: torch.dtype
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    storage_offset: int,
+    dtype: torch.dtype,
+    conj: bool = False,
+    neg: bool = False,
 ) -> TensorMeta:
     """The one `TensorMeta` of these properties."""
-    key = (shape, stride, storage_offset, dtype)
+    key = (shape, stride, storage_offset, dtype, conj, neg)
     found = _metas.get(key)
     if found is None:
         # setdefault: two threads may race here, and identity is equality
@@ -78,7 +94,29 @@ def intern_meta(
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """The meta of a strided tensor (real or fake)."""
-    return intern_meta(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+    return intern_meta(
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def empty_of(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory of exactly this geometry (without the conj and neg bits): real, or fake within a mode."""
+    if not meta.storage_offset:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+    storage = torch.empty(extent(meta), dtype=meta.dtype, device=device)
+    return storage.as_strided(meta.shape, meta.stride, meta.storage_offset)
+
+
+def extent(meta: TensorMeta) -> int:
+    """Elements from the start of the storage to the last one of the tensor."""
+    if not meta.numel:
+        return meta.storage_offset
+    return meta.storage_offset + 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -219,7 +257,10 @@ class Graph:
         return tuple(place for place, value in enumerate(self.inputs) if value.storage in written)
 
     def effects(self) -> list[set[int]]:
-        """For each node, the earlier nodes it must follow beyond its data edges. See Note [Program order and effects]."""
+        """For each node, the earlier nodes it must follow beyond its data edges.
+
+        See Note [Program order and effects].
+        """
         last_write: dict[int, int] = {}
         reads_since: dict[int, list[int]] = {}
         edges: list[set[int]] = []

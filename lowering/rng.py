@@ -14,7 +14,7 @@ sees an opaque operator of the `lazy_backend` namespace, with the seeds as one i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,19 @@ def can_seed(op: torch._ops.OpOverload) -> bool:
     return op in _REWRITTEN or takes_generator(op)
 
 
-def draws_random_numbers(op: torch._ops.OpOverload) -> bool:
+# Attention kernels that draw random numbers for dropout only, and where its probability stands.
+DROPOUT_PLACES = {
+    aten._scaled_dot_product_flash_attention.default: 3,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    aten._scaled_dot_product_efficient_attention.default: 5,
+    aten._scaled_dot_product_cudnn_attention.default: 5,
+}
+
+
+def draws_random_numbers(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    place = DROPOUT_PLACES.get(op)
+    if place is not None and (len(args) <= place or (isinstance(args[place], int) and args[place] == 0)):
+        return False
     return torch.Tag.nondeterministic_seeded in op.tags
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.aliasing import OutputAliases, storages_of
 from lazy_backend.lowering.ir import Constant, Graph, Node, Value
 from lazy_backend.lowering.rng import run_seeded
 
@@ -58,15 +59,11 @@ class Instruction:
         self.kwargs = {name: list(arg) if isinstance(arg, tuple) else arg for name, arg in node.kwargs}
         self.kwarg_reads = [(name, read) for name, arg in node.kwargs if (read := _reader(arg)) is not None]
         operands = set(node.inputs())
-        self.stores = [
-            (i, out.number) for i, out in enumerate(node.outputs) if out is not None and out not in operands
-        ]
+        self.stores = [(i, out.number) for i, out in enumerate(node.outputs) if out is not None and out not in operands]
         self.single = len(node.outputs) == 1 and not node.returns_list
         self.frees = tuple(frees)
 
-    def run(
-        self, values: list[Any], constants: Sequence[float], seeds: Sequence[int], device: torch.device
-    ) -> None:
+    def run(self, values: list[Any], constants: Sequence[float], seeds: Sequence[int], device: torch.device) -> None:
         args = self.args.copy()
         for i, read in self.reads:
             args[i] = read(values, constants)
@@ -101,6 +98,7 @@ class SerialGraphExecutor:
         self._inputs = [value.number for value in graph.inputs]
         self._outputs = [value.number for value in graph.outputs]
         self._instructions = _instructions(graph)
+        self._aliases = OutputAliases()
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
@@ -109,6 +107,7 @@ class SerialGraphExecutor:
 
         Raises `NodeError`, which names the operator and the user's line.
         """
+        taken = frozenset[int]() if self._aliases.is_known() else storages_of(inputs)
         values: list[Any] = [None] * self._count
         for place, number in enumerate(self._inputs):
             values[number] = inputs[place]
@@ -120,7 +119,7 @@ class SerialGraphExecutor:
                     instruction.run(values, constants, seeds, device)
                 except Exception as error:
                     raise NodeError(instruction.node, error) from error
-        return [values[number] for number in self._outputs]
+            return self._aliases.separate(taken, [values[number] for number in self._outputs])
 
 
 def _all_values(graph: Graph) -> list[Value]:
