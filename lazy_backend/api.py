@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lazy_backend import closures, metrics
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.device import Device, context_of
+from lazy_backend.errors import LazyBackendError, LazyBackendWarning
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
 
@@ -89,12 +91,20 @@ def manual_seed(seed: int) -> None:
 
 @contextlib.contextmanager
 def step(device: Device = "") -> Iterator[None]:
-    """One step as a block: `mark_step` on entry, so that nothing else is in its graph, and on exit, also on errors."""
+    """One step as a block: `mark_step` on entry, so that nothing else is in its graph, and on exit, also on errors.
+
+    The block's own error is what is raised; if the sync on exit fails too, that is a warning beside it.
+    """
     mark_step(device)
     try:
         yield
-    finally:
-        mark_step(device)
+    except BaseException:
+        try:
+            mark_step(device)
+        except LazyBackendError as error:
+            warnings.warn(f"while an error left lazy_backend.step(): {error}", LazyBackendWarning, stacklevel=3)
+        raise
+    mark_step(device)
 
 
 def strict() -> contextlib.AbstractContextManager[None]:

@@ -37,7 +37,7 @@ class DeviceContext:
         self.backing = backing
         self.lock = threading.RLock()
         self.trie: Trie[Call | Cut] = Trie()
-        self.trace = Trace(self.trie.root, perf_counter(), config.max_trace_length)
+        self.trace = Trace(self.trie.root, perf_counter())
         self.queue = DeviceQueue(f"lazy:{index}")
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
         self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
@@ -53,11 +53,15 @@ class DeviceContext:
     def locker(self) -> DeviceLocker:
         return lockers.get_locker(self.index)
 
+    def default_device(self) -> torch.device:
+        """What `"lazy"` without an index means now."""
+        return torch.device("lazy", contexts.current)
+
     def new_trace(self) -> None:
         """Start recording afresh. The caller holds `lock`."""
         if self.trie.size > config.trie_limit or self._force_fallback != config.force_fallback:
             self.forget_paths()
-        self.trace = Trace(self.trie.root, perf_counter(), config.max_trace_length)
+        self.trace = Trace(self.trie.root, perf_counter())
 
     def forget_paths(self) -> None:
         """Start the trie afresh. The caller holds `lock` and starts a new trace."""

@@ -201,7 +201,8 @@ def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
     if device.type == "lazy" and device.index in (None, context.index):
         return record(op, args, {**kwargs, "device": context.device})
     if device.type == "lazy":
-        return record(op, args, {**kwargs, "device": context.device}).to(device)
+        made = record(op, args, {**kwargs, "device": context.device})
+        return _to_copy(aten._to_copy.default, (made,), {"device": device})
     meta = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     return op(meta, *args[1:], **kwargs)
 

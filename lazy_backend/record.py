@@ -11,11 +11,15 @@ geometry and alias group. Not in it: floats (placeholders, the values go to the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
+
+# internal, checked on 2.13: the public torch.library.opcheck asks the same, by calling the operator
+from torch._library.utils import has_fake_kernel
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from lazy_backend import metrics
+from lazy_backend import metrics, probe
 from lazy_backend.cache.constants import ConstantKey, DataCacheArena
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
@@ -54,6 +58,7 @@ from lazy_backend.trace import Trace
 aten = torch.ops.aten
 
 _NO_KWARGS: dict[str, Any] = {}
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class _Marker:
@@ -113,7 +118,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     # an RLock, 0.14 µs: a user's __del__ may run tensor code while the garbage collector interrupts us here
     with context.lock:
         trace = context.trace
-        if trace.cursor.depth >= trace.limit:
+        if trace.cursor.depth >= config.max_trace_length:
             executor.reset_trim_counter(context)
             trace = context.trace
         epoch = trace.epoch
@@ -127,10 +132,6 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                     key.append(data.token if data.epoch is epoch else enter(trace, context, data))
                 elif kind is int:
                     key.append(arg)
-                elif kind is list:
-                    inner: list[Any] = []
-                    _add_tokens(trace, context, op, inner, arg)
-                    key.append(tuple(inner))
                 else:
                     _add_tokens(trace, context, op, key, (arg,))
             if kwargs:
@@ -186,7 +187,9 @@ def _undo(context: DeviceContext, trace: Trace) -> None:
     context.outside.clear()
 
 
-def _add_tokens(trace: Trace, context: DeviceContext, op: Any, key: list[Any], args: Sequence[Any]) -> None:
+def _add_tokens(
+    trace: Trace, context: DeviceContext, op: Any, key: list[Any], args: Sequence[Any], in_list: bool = False
+) -> None:
     """Append what stands for `args` in a key; floats and tensors from outside go to the trace."""
     epoch = trace.epoch
     for arg in args:
@@ -203,16 +206,17 @@ def _add_tokens(trace: Trace, context: DeviceContext, op: Any, key: list[Any], a
             key.append(_TRUE if arg else _FALSE)
         elif kind is list or kind is tuple:
             inner: list[Any] = []
-            _add_tokens(trace, context, op, inner, arg)
+            _add_tokens(trace, context, op, inner, arg, True)
             key.append(tuple(inner))
         else:
-            key.append(_odd_token(trace, context, op, arg))
+            key.append(_odd_token(trace, context, op, arg, in_list))
 
 
-def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any) -> Any:
+def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any, in_list: bool) -> Any:
     """What stands for an argument of a rare type."""
     if isinstance(arg, torch.Tensor):
-        data = _operand_from_outside(context, op, arg)
+        is_index = in_list and op._schema.name in _INDEX_OPS
+        data = _operand_from_outside(context, op, arg, is_index)
         return data.token if data.epoch is trace.epoch else enter(trace, context, data)
     if isinstance(arg, torch.device):
         # lazy:0 names the context, which owns the trie
@@ -334,6 +338,11 @@ def _describe(
 ) -> Call:
     """The `Call` for these arguments. Raises `_NotRecordable`, or what eager would raise for them."""
     schema = schema_of(op)
+    mutated = _flat([_lookup(operand, args, kwargs) for operand in schema.mutates])
+    indexed = [args[0]] if op._schema.name in _INDEX_OPS else []
+    for target in (*mutated, *indexed):
+        if isinstance(target, torch.Tensor) and not isinstance(target, LazyTensor):
+            raise _mixed_devices(context, op, target)
     seeded = rng.draws_random_numbers(op, args)
     if seeded and not rng.can_seed(op):
         raise _NotRecordable("it draws random numbers and takes no generator")
@@ -345,14 +354,13 @@ def _describe(
     call_args = tuple(converter.convert(arg) for arg in args)
     call_kwargs = tuple((name, converter.convert(arg)) for name, arg in kwargs.items())
     results = _describe_results(context, op, args, kwargs, output, inference, schema)
-    mutated = [_lookup(operand, args, kwargs) for operand in schema.mutates]
     return Call(
         op=op,
         args=call_args,
         kwargs=call_kwargs,
         results=results,
         returns_list=schema.returns_list,
-        mutates=tuple(t._data.token for t in _flat(mutated) if isinstance(t, LazyTensor) and t._data.token),
+        mutates=tuple(t._data.token for t in mutated if isinstance(t, LazyTensor) and t._data.token),
         entered=entered,
         num_constants=converter.num_constants,
         seeded=seeded,
@@ -400,21 +408,47 @@ class _Inference:
         self.fakes: list[tuple[TensorData, FakeTensor]] = []
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], schema: OpSchema) -> Any:
-        mode = _fake_mode(self.context)
-        mutated = {id(t) for operand in schema.mutates for t in _flat(_lookup(operand, args, kwargs))}
-        with mode, torch.no_grad():
-            fake_args = [self._fake(arg, mutated) for arg in args]
-            fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
-            try:
-                output = op(*fake_args, **fake_kwargs)
-            except (DynamicOutputShapeException, DataDependentOutputException):
-                raise _NotRecordable("its output depends on values") from None
-            except (UnsupportedOperatorException, NotImplementedError):
-                raise _NotRecordable("it has no fake kernel") from None
+        """What the call gives. Raises `_NotRecordable`, or eager's error."""
+        if not has_fake_kernel(op):
+            raise _NotRecordable("it has no fake kernel")
+        if probe.checks_more_than_its_fake(op):
+            probe.try_tiny(op, args, kwargs, self._meta)
+        try:
+            output = self._infer(op, args, kwargs, schema)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise _NotRecordable("its output depends on values") from None
+        except (UnsupportedOperatorException, NotImplementedError):
+            raise _NotRecordable("it has no fake kernel") from None
+        except Exception:
+            if not rng.draws_random_numbers(op, args):
+                probe.try_zeros(op, args, kwargs, self._meta)
+            raise
         for data, fake in self.fakes:
             if tuple(fake.shape) != data.meta.shape:
                 raise _NotRecordable("it resizes an operand")
         return output
+
+    def _infer(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], schema: OpSchema
+    ) -> Any:
+        mutated = {id(t) for operand in schema.mutates for t in _flat(_lookup(operand, args, kwargs))}
+        _fake_log.disabled = True  # it would print what is about to be raised
+        try:
+            with _fake_mode(self.context), torch.no_grad():
+                fake_args = [self._fake(arg, mutated) for arg in args]
+                fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
+                return op(*fake_args, **fake_kwargs)
+        finally:
+            _fake_log.disabled = False
+
+    def _meta(self, arg: Any) -> Any:
+        """(geometry, device) of a tensor, for `probe`."""
+        if isinstance(arg, torch.Tensor):
+            data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
+            return data.meta, self.context.backing
+        if isinstance(arg, torch.device):
+            return self.context.backing if arg.type == "lazy" else arg
+        return arg
 
     def _fake(self, arg: Any, mutated: set[int]) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -430,7 +464,7 @@ class _Inference:
         """A fake of the same geometry. Kept per geometry (making one costs 25 µs), but used once in a call."""
         for known, held in self.fakes:
             if known is data:
-                return fake
+                return held
         fakes = self.context.fakes
         fake = fakes.get(data.meta) if cached else None
         if fake is None or any(fake is used for _, used in self.fakes):
@@ -617,19 +651,23 @@ _INDEX_OPS = frozenset(
 )
 
 
-def _operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor) -> TensorData:
+def _operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor, is_index: bool) -> TensorData:
     """Data for an operand that is not lazy: a 0-d CPU tensor, or an index. Anything else is a mistake."""
     known = context.outside.get(tensor)
     if known is not None:
         return known
-    if tensor.dim() and op._schema.name not in _INDEX_OPS:
-        raise DeviceError(
-            f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "
-            f"{op._schema.name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"
-        )
+    if tensor.device.type != "cpu" or (tensor.dim() and not is_index):
+        raise _mixed_devices(context, op, tensor)
     data = new_data(context, upload(context, tensor))
     context.outside[tensor] = data
     return data
+
+
+def _mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> DeviceError:
+    return DeviceError(
+        f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "
+        f"{op._schema.name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"
+    )
 
 
 def _find_context(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceContext:

@@ -51,3 +51,6 @@ class LazyUntypedStorage(torch.UntypedStorage):
 
     def _write_file(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain.cpu()._write_file(*args, **kwargs)
+
+    def _set_from_file(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain._set_from_file(*args, **kwargs)  # type: ignore[attr-defined]

@@ -137,13 +137,13 @@ def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
     Kernels and their fake versions agree on shapes; on strides they may differ, and then the tensor is copied.
     """
-    if tensor.stride() == meta.stride and tensor.storage_offset() == meta.storage_offset and not tensor.is_conj():
-        return tensor
     if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
         raise LazyBackendError(
             f"internal error: a result was recorded as {meta} and computed as {tensor.dtype} {list(tensor.shape)}\n"
-            "  please report this with the program"
+            "  a custom operator's fake kernel may be wrong; otherwise please report this with the program"
         )
+    if tensor.stride() == meta.stride and tensor.storage_offset() == meta.storage_offset and not tensor.is_conj():
+        return tensor
     return empty_of(meta, tensor.device).copy_(tensor)
 
 

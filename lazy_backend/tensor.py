@@ -11,7 +11,8 @@ the outputs of a step do not depend on the garbage collector.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -173,6 +174,42 @@ class LazyTensor(torch.Tensor):
         sources = () if source is None else (source,)
         return super().set_(*sources, *geometry, **kwargs)  # type: ignore[call-overload]
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        # torch compares devices with their index: without one, `x.to("lazy")` would copy
+        default = self._data.context.default_device()
+        places = [default if _is_lazy_without_index(arg) else arg for arg in args]
+        named = {name: default if _is_lazy_without_index(arg) else arg for name, arg in kwargs.items()}
+        return super().to(*places, **named)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        """As of a strided tensor: storages stay shared among what is copied together; nothing is run."""
+        known = memo.get(id(self))
+        if known is not None:
+            return cast("LazyTensor", known)
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment. If you were attempting to deepcopy a module, this may be because of a torch.nn.utils."
+                "weight_norm usage, see https://github.com/pytorch/pytorch/pull/103001"
+            )
+        with torch.no_grad():
+            copied = _copy_view(self._data, _copy_storage(self._data.storage, memo))
+        copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        others = {name: value for name, value in self.__dict__.items() if name != "_data"}
+        copied.__dict__.update(copy.deepcopy(others, memo))
+        return copied
+
+    def __repr__(self, **kwargs: Any) -> str:
+        printed = super().__repr__(**kwargs)
+        return f"Parameter containing:\n{printed}" if isinstance(self, torch.nn.Parameter) else printed
+
+    def __format__(self, spec: str) -> str:
+        # torch formats only its own class like a number
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
 
@@ -209,6 +246,32 @@ def wrap(data: TensorData) -> LazyTensor:
     tensor: LazyTensor = make(LazyTensor, *wrapper_arguments(data.context, data.meta))
     tensor._data = data
     return tensor
+
+
+def _is_lazy_without_index(arg: Any) -> bool:
+    if isinstance(arg, str):
+        return arg == "lazy"
+    return isinstance(arg, torch.device) and arg.type == "lazy" and arg.index is None
+
+
+def _copy_storage(storage: LazyStorage, memo: dict[int, Any]) -> LazyTensor:
+    """A copy of the base, once per `memo`."""
+    copied = memo.get(id(storage))
+    if copied is None:
+        meta = storage.meta
+        empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=storage.context.device)
+        copied = memo[id(storage)] = empty.copy_(wrap(storage))
+    return cast("LazyTensor", copied)
+
+
+def _copy_view(data: TensorData, base: LazyTensor) -> LazyTensor:
+    """What `data` is to its base, of another base."""
+    meta, base_meta = data.meta, base._data.meta
+    if meta is base_meta:
+        return wrap(base._data)
+    if meta.dtype != base_meta.dtype or meta.conj or meta.neg:
+        return cast("LazyTensor", wrap(data).clone())
+    return cast("LazyTensor", base.as_strided(meta.shape, meta.stride, meta.storage_offset))
 
 
 def assign(tensor: LazyTensor, data: TensorData) -> None:

@@ -13,13 +13,12 @@ class Trace:
     """A cursor into the trie, and the data that goes with this walk through it.
 
     The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
-    path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time, `limit` the
-    number of calls after which the trace is cut.
+    path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time.
     """
 
-    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start", "limit")
+    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start")
 
-    def __init__(self, root: TrieNode[Call | Cut], start: float, limit: int) -> None:
+    def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
         self.epoch = object()
         self.cursor = root
         self.inputs: list[TensorData] = []
@@ -28,7 +27,6 @@ class Trace:
         self.seeds: list[int] = []
         self.pending: list[weakref.ref[LazyStorage]] = []
         self.start = start
-        self.limit = limit
 
     def is_empty(self) -> bool:
         return self.cursor.depth == 0

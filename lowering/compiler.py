@@ -15,7 +15,7 @@ from torch import fx
 
 from lazy_backend.lowering.aliasing import OutputAliases, storages_of
 from lazy_backend.lowering.fx import Signature, to_fx
-from lazy_backend.lowering.ir import Graph, empty_of
+from lazy_backend.lowering.ir import Graph, Node, empty_of
 
 Backend: TypeAlias = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
@@ -46,6 +46,26 @@ def backend_name(backend: Backend) -> str:
 def runs_module_as_is(backend: Backend) -> bool:
     """Whether the backend calls the module itself, so that Python floats can be arguments."""
     return backend == "eager"
+
+
+class PlanError(RuntimeError):
+    """A compiled graph failed while it ran. Names the calls that can fail at run time, as it cannot tell which did."""
+
+    def __init__(self, graph: Graph, cause: BaseException) -> None:
+        suspects = [node for node in graph.nodes if may_fail_at_run_time(node)][:_MAX_SUSPECTS]
+        lines = "".join(f"\n  {node.name} recorded at {node.site or 'an unknown line'}" for node in suspects)
+        super().__init__(f"{cause}" + (f"\n  while running a compiled graph, likely in{lines}" if lines else ""))
+
+
+_MAX_SUSPECTS = 5
+
+# Kernels that look at values and may refuse them; and whatever is not PyTorch's own.
+_VALUE_CHECKED = ("index", "embedding", "gather", "scatter", "nll_loss", "cholesky", "linalg", "multinomial", "assert")
+
+
+def may_fail_at_run_time(node: Node) -> bool:
+    namespace, name = node.op._schema.name.split("::")
+    return namespace not in ("aten", "prims") or any(word in name for word in _VALUE_CHECKED)
 
 
 class CompiledPlan:
@@ -85,8 +105,11 @@ class CompiledPlan:
             arguments.extend(constants)
         taken = frozenset[int]() if self._aliases.is_known() else storages_of(arguments)
         # Autograd runs above us: nothing here may record
-        with torch.no_grad():
-            return self._aliases.separate(taken, list(self._call(arguments)))
+        try:
+            with torch.no_grad():
+                return self._aliases.separate(taken, list(self._call(arguments)))
+        except Exception as error:
+            raise PlanError(self.graph, error) from error
 
 
 def _same(a: float, b: float) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value
-from lazy_backend.lowering.rng import seeded_op
+from lazy_backend.lowering.rng import seeded_arguments, seeded_op
 from lazy_backend.lowering.scalars import constants_of, emit_promoted
 
 aten = torch.ops.aten
@@ -81,9 +81,8 @@ class _Writer:
         kwargs = {name: self._read(arg) for name, arg in node.kwargs}
         op = node.op
         if node.seed is not None:
+            args, kwargs = (*seeded_arguments(op, args, kwargs), self.seeds, node.seed), {}
             op = seeded_op(op)
-            kwargs.pop("generator", None)
-            kwargs |= {"seeds": self.seeds, "seed": node.seed}
         call = self.fx_graph.call_function(op, args, kwargs)
         call.meta["site"] = node.site
         single = len(node.outputs) == 1 and not node.returns_list

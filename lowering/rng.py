@@ -14,7 +14,7 @@ sees an opaque operator of the `lazy_backend` namespace, with the seeds as one i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def run_seeded(op: torch._ops.OpOverload, seed: int, device: torch.device, args:
 
 
 def seeded_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The operator `lazy_backend::<op>` with the schema of `op` plus `Tensor seeds, int seed`, for a compiled graph."""
+    """`op` as an operator for a compiled graph: `lazy_backend::<op>(<all arguments by position>, seeds, seed)`."""
     with _lock:
         found = _seeded_ops.get(op)
         if found is None:
@@ -127,23 +127,51 @@ def seeded_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         return found
 
 
+def seeded_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of `seeded_op(op)` but for the last two: every argument of `op` by position, save the generator."""
+    values = []
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name != "generator":
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            values.append(given)
+    return tuple(values)
+
+
 def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    name = op._schema.name.split("::")[1] + "_" + op._overloadname
-    signature = str(op._schema).split("(", 1)[1]
-    # drop the generator; every schema that has one names it last or among the keyword-only arguments
-    signature = signature.replace(", Generator? generator=None", "").replace(", Generator? generator", "")
-    star = "" if ", *" in signature.split(") ->")[0] else ", *"
-    arguments, result = signature.split(") ->", 1)
-    _library.define(f"{name}({arguments}{star}, Tensor seeds, int seed) ->{result}")
-    overload = getattr(torch.ops.lazy_backend, name).default
+    schema = op._schema
+    arguments = [argument for argument in schema.arguments if argument.name != "generator"]
+    name = schema.name.split("::")[1] + "_" + (op._overloadname or "default")
+    types = _argument_types(str(schema))
+    # names of our own: `self` and `from` cannot be printed as Python keywords by a compiler
+    declared = ", ".join(f"{types[argument.name]} {argument.name}_" for argument in arguments)
+    # a custom operator may not return an operand it writes; nobody needs it, as the operand is at hand
+    in_place = all(result.alias_info is not None and result.alias_info.is_write for result in schema.returns)
+    returned = "()" if in_place else str(schema).rsplit(" -> ", 1)[1]
+    _library.define(f"{name}({declared}, Tensor seeds, int seed) -> {returned}")
 
-    def run(*args: Any, seeds: torch.Tensor, seed: int, **kwargs: Any) -> Any:
-        device = next((a.device for a in args if isinstance(a, torch.Tensor)), kwargs.get("device"))
-        return run_seeded(op, int(seeds[seed]), torch.device(device or "cpu"), args, kwargs)
+    def bind(values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        pairs = list(zip(arguments, values, strict=True))
+        by_name = {argument.name: value for argument, value in pairs if argument.kwarg_only}
+        return [value for argument, value in pairs if not argument.kwarg_only], by_name
 
-    def fake(*args: Any, seeds: torch.Tensor, seed: int, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+    def run(*values: Any) -> Any:
+        *own, seeds, seed = values
+        args, kwargs = bind(own)
+        device = next((value.device for value in own if isinstance(value, torch.Tensor)), kwargs.get("device"))
+        made = run_seeded(op, int(seeds[seed]), torch.device(device or "cpu"), args, kwargs)
+        return None if in_place else made
+
+    def fake(*values: Any) -> Any:
+        args, kwargs = bind(values[:-2])
+        return None if in_place else op(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lazy_backend::{name}", fake, lib=_library)
-    return overload  # type: ignore[no-any-return]
+    return getattr(torch.ops.lazy_backend, name).default  # type: ignore[no-any-return]
+
+
+def _argument_types(schema: str) -> dict[str, str]:
+    """`{"self": "Tensor(a!)", "p": "float"}`, from the schema's text: its parsed form does not print as a schema."""
+    inside = schema.split("(", 1)[1].rsplit(") -> ", 1)[0]
+    declared = [part.split("=")[0].rsplit(" ", 1) for part in inside.split(", ") if part != "*"]
+    return {name: kind for kind, name in declared}
