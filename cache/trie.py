@@ -60,7 +60,7 @@ class Trie(Generic[T]):
     def reset(self) -> None:
         """Drop every path. A cursor into the old paths is lost."""
         # the old nodes are a cycle (parent <-> children): break it here rather than leave it to the collector
-        for node in list(self):
+        for node in [self.root, *self]:
             node.children.clear()
             node.bindings.clear()
             node.next = None

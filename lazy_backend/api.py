@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from lazy_backend import closures, metrics
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.device import Device, context_of
-from lazy_backend.errors import LazyBackendError, LazyBackendWarning
+from lazy_backend.errors import LazyBackendError
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
 
@@ -93,16 +92,18 @@ def manual_seed(seed: int) -> None:
 def step(device: Device = "") -> Iterator[None]:
     """One step as a block: `mark_step` on entry, so that nothing else is in its graph, and on exit, also on errors.
 
-    The block's own error is what is raised; if the sync on exit fails too, that is a warning beside it.
+    The block's own error is what is raised; if the sync on exit fails too, that is raised at the next sync or wait.
     """
     mark_step(device)
     try:
         yield
     except BaseException:
-        try:
-            mark_step(device)
-        except LazyBackendError as error:
-            warnings.warn(f"while an error left lazy_backend.step(): {error}", LazyBackendWarning, stacklevel=3)
+        metrics.increment("MarkStep")
+        for context in _devices(device):
+            try:
+                executor.sync_live_tensors_graph([context], wait=False, cause="step")
+            except LazyBackendError as error:
+                context.locker.restore(error)
         raise
     mark_step(device)
 

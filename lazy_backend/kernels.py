@@ -297,8 +297,8 @@ def _empty_strided(
 def _empty(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | None
 ) -> LazyTensor:
-    if any(size < 0 for size in shape):
-        raise RuntimeError(f"Trying to create tensor with negative dimension: {list(shape)}")
+    if shape and min(shape) < 0:
+        torch.empty(shape, device="meta")  # raises eager's error
     meta = intern_meta(shape, stride, 0, dtype or torch.get_default_dtype())
     return new_unwritten(_context(device), meta)
 

@@ -51,6 +51,11 @@ class DeviceLocker:
         with self._condition:
             self._condition.wait_for(lambda: not self._locked)
 
+    def restore(self, error: BaseException) -> None:
+        """Leave an exception that was raised here for the next caller instead."""
+        with self._condition:
+            self._error = self._error or error
+
     def take_exception(self) -> BaseException | None:
         """The exception nobody was told of, if any; it is not raised afterwards."""
         with self._condition:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import FrameType
 
 import torch
@@ -23,12 +24,24 @@ _INTERNAL = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS, os.path.dirname
 _INTERNAL += ("<frozen ", "<eval_with_key")
 
 
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        frame = frame.f_back
+    return frame
+
+
 def user_site() -> str:
     """`path/train.py:31` for the line of the user's code that is running, or "" if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_INTERNAL):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    frame = _user_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """A warning at the user's line, once per line and text as warnings are."""
+    frame = _user_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)

@@ -53,4 +53,9 @@ class LazyUntypedStorage(torch.UntypedStorage):
         return self.plain.cpu()._write_file(*args, **kwargs)
 
     def _set_from_file(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plain._set_from_file(*args, **kwargs)  # type: ignore[attr-defined]
+        self.plain._set_from_file(*args, **kwargs)  # type: ignore[attr-defined]
+        # the legacy format reads the bytes after it has made the tensors
+        loaded = None if self.lazy_storage is None else self.lazy_storage.tensor
+        if loaded is not None:
+            loaded.untyped_storage().copy_(self.plain)
+        return self

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -38,7 +37,7 @@ from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ExecutionPlan
 from lazy_backend.lowering.program import Call
 from lazy_backend.settings import config
-from lazy_backend.sites import user_site
+from lazy_backend.sites import user_site, warn_user
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
 
 # Live sets remembered per path. They differ from step to step only in odd programs; without a bound those would grow.
@@ -234,12 +233,11 @@ class LazyGraphExecutor:
             return
         metrics.increment("CompileFailed")
         cause = str(report.error).strip() or type(report.error).__name__
-        warnings.warn(
+        warn_user(
             f"a graph of {nodes} nodes could not be compiled with backend {config.backend!r} and is interpreted from "
             f"now on: {type(report.error).__name__}: {cause[:500]}\n  results are the same, only slower; "
             'lazy_backend.config.compile = "off" asks for no compiler',
             CompileWarning,
-            stacklevel=2,
         )
 
     # ----- running
@@ -356,12 +354,11 @@ class LazyGraphExecutor:
         metrics.increment("TraceTrimmed")
         if not self._trim_warned:
             self._trim_warned = True
-            warnings.warn(
+            warn_user(
                 f"{length} operators were recorded on {context.device} without a mark_step(), so the trace was cut\n"
                 f"  at {user_site()}\n  call lazy_backend.mark_step() once per step; "
                 "lazy_backend.config.max_trace_length sets the bound",
                 GraphCutWarning,
-                stacklevel=2,
             )
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "trace too long")
 
@@ -371,13 +368,31 @@ class LazyGraphExecutor:
         storage = data.storage
         if storage.error is not None:
             raise poisoned(storage)
-        self.cut(context, cause)
+        self.compute(context, [storage], cause)
         return backing_tensor(data)
+
+    def compute(self, context: DeviceContext, storages: Sequence[LazyStorage], cause: str) -> None:
+        """See that `storages` have their values, with a cut only if the trace makes or writes one of them.
+
+        So a thread that logs what earlier steps computed does not disturb the step that is being recorded.
+        """
+        with context.lock:
+            trace = context.trace
+            touched = [s for s in storages if s in trace.groups]
+            pending = any(self.should_sync_tensor(s) and s.epoch is trace.epoch for s in storages)
+            needs_cut = pending or bool(
+                touched and not trace.written_groups().isdisjoint(map(trace.groups.get, touched))
+            )
+        if needs_cut:
+            self.cut(context, cause)
+        else:
+            context.locker.barrier()
 
     def get_tensors_fused(self, tensors: Sequence[LazyTensor], cause: str) -> list[torch.Tensor]:
         """CPU copies of `tensors`, after one sync of each device among them."""
         for context in dict.fromkeys(tensor._data.context for tensor in tensors):
-            self.cut(context, cause)
+            storages = [tensor._data.storage for tensor in tensors if tensor._data.context is context]
+            self.compute(context, storages, cause)
         return self.fetch_tensors(self.gather_tensors_data(tensors))
 
     def gather_tensors_data(self, tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:

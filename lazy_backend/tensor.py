@@ -202,8 +202,8 @@ class LazyTensor(torch.Tensor):
         copied.__dict__.update(copy.deepcopy(others, memo))
         return copied
 
-    def __repr__(self, **kwargs: Any) -> str:
-        printed = super().__repr__(**kwargs)
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        printed = super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
         return f"Parameter containing:\n{printed}" if isinstance(self, torch.nn.Parameter) else printed
 
     def __format__(self, spec: str) -> str:

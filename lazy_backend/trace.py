@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 from lazy_backend.cache.trie import TrieNode
+from lazy_backend.lowering.canonical import storage_of_tokens
 from lazy_backend.lowering.program import Call, Cut
 from lazy_backend.tensor import LazyStorage, TensorData
 
@@ -55,3 +56,10 @@ class Trace:
                 places.append(place)
                 storages.append(storage)
         return tuple(places), storages
+
+    def written_groups(self) -> set[int]:
+        """The alias groups of inputs that some call of this trace writes. Walks the path."""
+        calls = [call for call in self.cursor.path() if isinstance(call, Call)]
+        storages = storage_of_tokens(calls)
+        written = {storages[token] for call in calls for token in call.mutates}
+        return {e.group for call in calls for e in call.entered if storages[e.token] in written}

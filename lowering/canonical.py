@@ -66,7 +66,7 @@ def run_post_order(calls: Sequence[Call], wanted: Sequence[int], device: torch.d
     `wanted` holds indices into `fresh_slots(calls)`, ascending.
     """
     fresh = fresh_slots(calls)
-    storages = _storage_of_tokens(calls)
+    storages = storage_of_tokens(calls)
     outputs = [fresh[index].token for index in wanted]
     kept = _live_calls(calls, outputs, storages)
     builder = _GraphBuilder(calls, kept, storages)
@@ -75,7 +75,7 @@ def run_post_order(calls: Sequence[Call], wanted: Sequence[int], device: torch.d
     return builder.finish(outputs, device)
 
 
-def _storage_of_tokens(calls: Sequence[Call]) -> dict[Token, int]:
+def storage_of_tokens(calls: Sequence[Call]) -> dict[Token, int]:
     """Number the storages: inputs of one alias group share one, a view has its operand's."""
     storages: dict[Token, int] = {}
     groups: dict[int, int] = {}

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value
+from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value, constants_of
 from lazy_backend.lowering.rng import seeded_arguments, seeded_op
-from lazy_backend.lowering.scalars import constants_of, emit_promoted
+from lazy_backend.lowering.scalars import emit_promoted
 
 aten = torch.ops.aten
 

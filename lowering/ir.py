@@ -204,6 +204,21 @@ def _values(arg: Arg) -> Iterator[Value]:
             yield from _values(item)
 
 
+def constants_of(node: Node) -> list[int]:
+    """The places of the node's floats among the graph's constants."""
+    found: list[int] = []
+
+    def visit(arg: Arg) -> None:
+        if isinstance(arg, Constant):
+            found.append(arg.index)
+        elif isinstance(arg, tuple):
+            for item in arg:
+                visit(item)
+
+    visit((node.args, tuple(arg for _, arg in node.kwargs)))
+    return found
+
+
 def print_arg(arg: Arg) -> str:
     """Exact text of an argument: equal texts are equal arguments."""
     if isinstance(arg, tuple):
@@ -288,23 +303,27 @@ def check_graph(graph: Graph) -> Graph:
     """Return `graph` if it is well formed, else raise `MalformedGraph` with the rule and the node.
 
     - Every operand is an input or the result of an earlier node.
-    - Numbers rise in program order and are used once.
+    - Numbers of results rise in program order, and no number is used twice.
     - A mutated value is an operand of its node.
     - No two inputs share a storage; outputs are results of nodes, and no two share a storage.
     - Constants and seeds are within the declared counts.
     """
     known = set(graph.inputs)
+    highest = -1
     _require(len({v.storage for v in graph.inputs}) == len(graph.inputs), "two inputs share a storage", graph)
     for node in graph.nodes:
         operands = node.inputs()
         _require(known.issuperset(operands), f"an operand is used before it is defined:\n  {node}", graph)
         _require(set(node.mutates) <= set(operands), f"a mutated value is no operand:\n  {node}", graph)
+        in_range = all(index < graph.num_constants for index in constants_of(node))
+        _require(in_range, f"a constant is out of range:\n  {node}", graph)
         results = [v for v in node.outputs if v is not None and v not in known]
-        _require(
-            len({v.number for v in results} | {v.number for v in known}) == len(results) + len(known),
-            f"a number is used twice:\n  {node}",
-            graph,
-        )
+        numbers = [v.number for v in results]
+        taken = {v.number for v in known}
+        _require(len(taken.union(numbers)) == len(taken) + len(numbers), f"a number is used twice:\n  {node}", graph)
+        rising = numbers == sorted(numbers) and all(number > highest for number in numbers)
+        _require(rising, f"numbers do not rise:\n  {node}", graph)
+        highest = max([highest, *numbers])
         known.update(results)
         _require(node.seed is None or node.seed < graph.num_seeds, f"a seed is out of range:\n  {node}", graph)
     own = {v for v in known if v not in graph.inputs}

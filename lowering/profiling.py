@@ -21,9 +21,9 @@ from typing import Protocol
 
 import torch
 
-from lazy_backend.lowering.compiler import Backend, CompiledPlan, compile_graph
-from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.scalars import can_promote, constants_of
+from lazy_backend.lowering.compiler import Backend, CompiledPlan, compile_graph, lookup_backend
+from lazy_backend.lowering.ir import Graph, constants_of
+from lazy_backend.lowering.scalars import can_promote
 from lazy_backend.lowering.serial import SerialGraphExecutor
 
 
@@ -125,6 +125,7 @@ class ProfilingGraphExecutor:
         promoted = self._promotable_constants()
         if not self._optimized_plans:
             promoted &= self._changed
+        lookup_backend(policy.backend)  # a misspelt name is the user's error, not the compiler's
         start = time.perf_counter()
         try:
             plan = compile_graph(self.graph, constants, promoted, policy.backend)

@@ -142,8 +142,8 @@ def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     arguments = [argument for argument in schema.arguments if argument.name != "generator"]
     name = schema.name.split("::")[1] + "_" + (op._overloadname or "default")
     types = _argument_types(str(schema))
-    # names of our own: `self` and `from` cannot be printed as Python keywords by a compiler
-    declared = ", ".join(f"{types[argument.name]} {argument.name}_" for argument in arguments)
+    # names of our own: `from` cannot be a keyword argument in Python, and `self` is refused for custom operators
+    declared = ", ".join(f"{types[argument.name]} a{place}" for place, argument in enumerate(arguments))
     # a custom operator may not return an operand it writes; nobody needs it, as the operand is at hand
     in_place = all(result.alias_info is not None and result.alias_info.is_write for result in schema.returns)
     returned = "()" if in_place else str(schema).rsplit(" -> ", 1)[1]

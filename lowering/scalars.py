@@ -45,8 +45,9 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "pow": lambda x, exponent: x**exponent,
     "fill": lambda x, value: aten.fill.Tensor(x, value),
     "masked_fill": lambda x, mask, value: aten.where.self(mask, value, x),
-    "clamp_min": lambda x, low: aten.maximum.default(x, low),
-    "clamp_max": lambda x, high: aten.minimum.default(x, high),
+    # not maximum: clamp keeps x where it equals the bound, so -0.0 stays; a NaN on either side wins
+    "clamp_min": lambda x, low: aten.where.self((x < low) | (low != low), low, x),
+    "clamp_max": lambda x, high: aten.where.self((x > high) | (high != high), high, x),
 }
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     "gt": lambda x, other: x > other,
@@ -63,21 +64,6 @@ def _base_name(node: Node) -> str:
     """`add` for `add.Tensor`, `add_.Tensor`, `_foreach_add_.Scalar`."""
     name = node.op._schema.name.removeprefix("aten::")
     return name.removeprefix("_foreach_").removesuffix("_")
-
-
-def constants_of(node: Node) -> list[int]:
-    """The places of the node's floats among the graph's constants."""
-    found: list[int] = []
-
-    def visit(arg: Arg) -> None:
-        if isinstance(arg, Constant):
-            found.append(arg.index)
-        elif isinstance(arg, tuple):
-            for item in arg:
-                visit(item)
-
-    visit((node.args, tuple(arg for _, arg in node.kwargs)))
-    return found
 
 
 def can_promote(node: Node) -> bool:
