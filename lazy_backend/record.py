@@ -409,6 +409,8 @@ class _Inference:
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], schema: OpSchema) -> Any:
         """What the call gives. Raises `_NotRecordable`, or eager's error."""
+        if torch.Tag.dynamic_output_shape in op.tags and op is not aten.index.Tensor:  # index: only with a mask
+            raise _NotRecordable("its output depends on values")
         if not has_fake_kernel(op):
             raise _NotRecordable("it has no fake kernel")
         if probe.checks_more_than_its_fake(op):

@@ -6,8 +6,8 @@ Programs that differ only in dead code give equal graphs. Seed: lazy_graph_execu
 
 Note [Inputs own their storage]
 No two inputs of a graph share memory. Where a trace uses several views of one storage from outside, the graph takes
-the storage's base once and makes the views itself with `as_strided`, so no compiler has to be trusted with aliasing
-inputs, and writes through one view are seen through the others.
+the storage's base once and makes the views itself, so no compiler has to be trusted with aliasing inputs, and writes
+through one view are seen through the others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lazy_backend.lowering.ir import (
     Node,
     TensorMeta,
     Value,
+    contiguous_stride,
     extent,
     intern_meta,
     map_arg,
@@ -194,30 +195,51 @@ class _GraphBuilder:
         return base if entered.meta is entered.base else self._view_of_base(base, entered.meta)
 
     def _view_of_base(self, base: Value, meta: TensorMeta) -> Value:
-        plain = intern_meta(meta.shape, meta.stride, meta.storage_offset, meta.dtype)
         value = base
+        plain = intern_meta(meta.shape, meta.stride, meta.storage_offset, meta.dtype)
         if plain is not base.meta:
-            value = base if meta.dtype == base.meta.dtype else self._reinterpret(base, meta.dtype)
-            args = (value, meta.shape, meta.stride, meta.storage_offset)
-            value = self._add_view(aten.as_strided.default, args, plain, base.storage)
+            # AOTAutograd refuses mutations through an `as_strided` of a view, or a view of one: where a contiguous
+            # piece is wanted, as of a flat parameter buffer, views without it do
+            sliced = _is_contiguous(plain) and _is_contiguous(base.meta)
+            flat = base if plain.dtype == base.meta.dtype and not sliced else self._flat(base, plain.dtype)
+            value = self._slice(flat, plain) if sliced else self._as_strided(flat, plain)
         if meta.conj:
             conj = intern_meta(meta.shape, meta.stride, meta.storage_offset, meta.dtype, conj=True)
-            value = self._add_view(aten._conj.default, (value,), conj, base.storage)
+            value = self._add_view(aten._conj.default, (value,), conj)
         if meta.neg:
-            value = self._add_view(aten._neg_view.default, (value,), meta, base.storage)
+            value = self._add_view(aten._neg_view.default, (value,), meta)
         return value
 
-    def _reinterpret(self, base: Value, dtype: torch.dtype) -> Value:
-        """The whole storage of `base`, flat, in another dtype."""
+    def _flat(self, base: Value, dtype: torch.dtype) -> Value:
+        """The whole storage of `base` as a 1-d tensor of `dtype`."""
         meta = base.meta
         whole = (extent(meta),)
         flat_meta = intern_meta(whole, (1,), 0, meta.dtype)
-        flat = self._add_view(aten.as_strided.default, (base, whole, (1,), 0), flat_meta, base.storage)
-        shape = (whole[0] * meta.dtype.itemsize // dtype.itemsize,)
-        return self._add_view(aten.view.dtype, (flat, dtype), intern_meta(shape, (1,), 0, dtype), base.storage)
+        flat = base
+        if flat_meta is not meta and _is_contiguous(meta) and not meta.storage_offset:
+            flat = self._add_view(aten.view.default, (base, whole), flat_meta)
+        elif flat_meta is not meta:
+            flat = self._add_view(aten.as_strided.default, (base, whole, (1,), 0), flat_meta)
+        if dtype == meta.dtype:
+            return flat
+        cast = (whole[0] * meta.dtype.itemsize // dtype.itemsize,)
+        return self._add_view(aten.view.dtype, (flat, dtype), intern_meta(cast, (1,), 0, dtype))
 
-    def _add_view(self, op: torch._ops.OpOverload, args: tuple[Arg, ...], meta: TensorMeta, storage: int) -> Value:
-        value = self._new_value(meta, storage)
+    def _as_strided(self, base: Value, meta: TensorMeta) -> Value:
+        args = (base, meta.shape, meta.stride, meta.storage_offset)
+        return self._add_view(aten.as_strided.default, args, meta)
+
+    def _slice(self, flat: Value, meta: TensorMeta) -> Value:
+        """A contiguous piece of a storage given flat."""
+        if meta is flat.meta:
+            return flat
+        start, end = meta.storage_offset, meta.storage_offset + meta.numel
+        slice_meta = intern_meta((meta.numel,), (1,), start, meta.dtype)
+        piece = self._add_view(aten.slice.Tensor, (flat, 0, start, end), slice_meta)
+        return piece if slice_meta is meta else self._add_view(aten.view.default, (piece, meta.shape), meta)
+
+    def _add_view(self, op: torch._ops.OpOverload, args: tuple[Arg, ...], meta: TensorMeta) -> Value:
+        value = self._new_value(meta, args[0].storage)
         self.nodes.append(Node(op, args, (), (value,), (), returns_list=False, seed=None, site=""))
         return value
 
@@ -278,6 +300,10 @@ class _GraphBuilder:
             constants=tuple(self.constants),
             seeds=tuple(self.seeds),
         )
+
+
+def _is_contiguous(meta: TensorMeta) -> bool:
+    return meta.stride == contiguous_stride(meta.shape)
 
 
 def _constant_offsets(calls: Sequence[Call]) -> dict[Call, int]:
