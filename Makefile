@@ -1,0 +1,53 @@
+# Commands for users (demo) and for work on the package. Each sets up what it needs in .venv first, with the versions
+# of constraints.txt, and again when that file or pyproject.toml changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint ruff-check ruff-format mypy bench clean
+# two pips in one environment would get in each other's way
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    train a convolutional network on handwritten digits, on device=\"lazy\""
+	@echo "make test    run the tests; ARGS are passed to pytest, as in: make test ARGS='-k views'"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   time per recorded operator, per sync and per step, next to eager and torch.compile"
+	@echo "make clean   remove the environment and everything built"
+
+demo: $(VENV)/demo.installed
+	$(BIN)/python examples/train_digits.py --device lazy $(ARGS)
+
+test: $(VENV)/test.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: ruff-check ruff-format mypy
+
+ruff-check: $(VENV)/dev.installed
+	$(BIN)/ruff check .
+
+ruff-format: $(VENV)/dev.installed
+	$(BIN)/ruff format --check .
+
+# mypy knows no package-dir: it is shown the three folders as they are installed
+mypy: $(VENV)/dev.installed
+	rm -rf .typed
+	mkdir -p .typed/lazy_backend
+	cd .typed/lazy_backend && ln -s ../../lazy_backend/*.py ../../lazy_backend/py.typed ../../lowering ../../cache .
+	$(BIN)/mypy
+
+bench: $(VENV)/test.installed
+	$(BIN)/python tools/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .typed build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# demo, test and dev are the optional dependencies of pyproject.toml
+$(VENV)/%.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
