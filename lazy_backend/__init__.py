@@ -78,7 +78,3 @@ __all__ = [
 
 install()
 redirect_torch_lazy(mark_step, wait_device_ops)
-
-
-def _autoload() -> None:
-    """Entry point of `torch.backends`: torch imports this package, which is all that is needed."""
