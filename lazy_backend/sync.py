@@ -102,8 +102,11 @@ class Async:
             self.parameters_data.clear()
             self.tensors_data.clear()
             self.collection.storages.clear()
-        metrics.observe("ExecuteTime", perf_counter() - start)
+        seconds = perf_counter() - start
+        metrics.observe("ExecuteTime", seconds)
         context = self.collection.context
+        if config.debug >= 2:
+            print(f"lazy_backend: {context.device} ran in {seconds * 1e3:.2f} ms", file=sys.stderr)
         context.locker.unlock(error)
         self.mwait.done(error)
 
@@ -230,6 +233,8 @@ class LazyGraphExecutor:
             metrics.increment("Compile")
             if config.debug:
                 print(f"lazy_backend: compiled {nodes} nodes in {report.seconds:.1f} s", file=sys.stderr)
+            if config.debug >= 4 and report.plan is not None:
+                print(report.plan.code, file=sys.stderr)
             return
         metrics.increment("CompileFailed")
         cause = str(report.error).strip() or type(report.error).__name__

@@ -79,8 +79,10 @@ class CompiledPlan:
         signature: Signature,
         specialised: dict[int, float],
         call: Callable[[list[Any]], Sequence[torch.Tensor]],
+        code: str,
     ) -> None:
         self.graph = graph
+        self.code = code  # the FX module, as the backend got it
         self.signature = signature
         self.specialised = specialised
         self._call = call
@@ -122,11 +124,12 @@ def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[
     numbers = runs_module_as_is(backend)
     module, signature = to_fx(graph, constants, promoted, numbers)
     inputs = _example_inputs(graph, signature, constants)
+    code = str(module.code)
     with torch.no_grad():
         compiled = lookup_backend(backend)(module, inputs)
     inputs_as_literals = frozenset(range(len(constants))) if numbers else promoted
     specialised = {place: value for place, value in enumerate(constants) if place not in inputs_as_literals}
-    return CompiledPlan(graph, signature, specialised, _boxed(compiled))
+    return CompiledPlan(graph, signature, specialised, _boxed(compiled), code)
 
 
 def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -54,6 +54,7 @@ class CompileReport:
 
     graph: Graph
     seconds: float
+    plan: CompiledPlan | None
     error: Exception | None
 
 
@@ -131,10 +132,10 @@ class ProfilingGraphExecutor:
             plan = compile_graph(self.graph, constants, promoted, policy.backend)
         except Exception as error:
             self.error = error
-            self.report(CompileReport(self.graph, time.perf_counter() - start, error))
+            self.report(CompileReport(self.graph, time.perf_counter() - start, None, error))
             return self._interpreted()
         self.compiles += 1
-        self.report(CompileReport(self.graph, time.perf_counter() - start, None))
+        self.report(CompileReport(self.graph, time.perf_counter() - start, plan, None))
         # a plan with more inputs serves what the older ones did
         self._optimized_plans = [p for p in self._optimized_plans if not _covers(plan, p)] + [plan]
         self._profiling_plan = None

@@ -1,0 +1,47 @@
+"""Every test starts from the same global state, and leaves no run and no error behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import reset_state, settle
+
+import lazy_backend
+from lazy_backend.context import contexts
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runslow", action="store_true", help="also run tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than a few seconds; run with --runslow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--runslow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    reset_state()
+    yield
+    unraised = settle()
+    assert not unraised, f"nobody was told of {unraised}"
+
+
+@pytest.fixture
+def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
+    """`lazy:0` and `lazy:1`, both new."""
+    contexts.reset()
+    lazy_backend.config.num_devices = 2
+    yield torch.device("lazy:0"), torch.device("lazy:1")
+    settle_error = settle()
+    contexts.reset()
+    assert not settle_error

@@ -1,0 +1,171 @@
+"""The vocabulary of the tests: same state, same bits, same program on two devices, counted events."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lazy_backend
+from lazy_backend import closures, ir_cache, metrics
+from lazy_backend.context import contexts
+from lazy_backend.record import data_cache
+from lazy_backend.settings import FLAGS, config
+from lazy_backend.sync import executor
+
+Sync = Callable[[], None]
+Program = Callable[[str, Sync], Sequence[Any]]
+
+_initial_settings = {name: getattr(config, name) for name in FLAGS}
+
+
+# ----- global state
+
+
+def reset_state() -> None:
+    """No trace, no cached program, no counter, default settings but for a backend that needs no compiler."""
+    for name, value in _initial_settings.items():
+        object.__setattr__(config, name, value)
+    config.backend = "eager"
+    config.check_graphs = True
+    contexts.current = 0
+    ir_cache.reset()
+    executor.get_computation_cache().clear()
+    executor._trim_warned = False
+    data_cache.clear()
+    closures.runner._pending.clear()
+    torch.manual_seed(0)
+    random.seed(0)
+    metrics.reset()
+
+
+def settle() -> list[BaseException]:
+    """Wait for every device and drop what is only recorded. Returns the errors nobody was told of."""
+    errors = []
+    for context in contexts.get_active_devices():
+        context.locker.wait_idle()
+        errors.append(context.locker.take_exception())
+        with context.lock:
+            context.forget_paths()
+            context.new_trace()
+    return [error for error in errors if error is not None]
+
+
+# ----- comparisons
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal values, bit by bit, and equal geometry; `actual` may be lazy."""
+    if isinstance(expected, torch.Tensor):
+        _assert_same_tensor(actual, expected)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, dict):
+        assert_same(list(actual.items()), list(expected.items()))
+    else:
+        assert type(actual) is type(expected)
+        assert actual == expected
+
+
+def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert geometry(actual) == geometry(expected)
+    assert actual.requires_grad == expected.requires_grad
+    values = actual.detach().cpu()
+    assert as_bytes(values) == as_bytes(expected.detach()), f"{values}\nis not\n{expected}"
+
+
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Dtype, shape, strides, offset. Strides of single elements say nothing: torch's fake kernels differ there."""
+    stride = tuple(step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.dtype, tuple(tensor.shape), stride, tensor.storage_offset()
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    # clone: one element of odd strides counts as contiguous, and then cannot be seen as bytes
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+# ----- programs on two devices
+
+
+class SyncAt:
+    """A `sync` for programs: marks a step at the chosen calls, all of them by default."""
+
+    def __init__(self, *points: int) -> None:
+        self.points = points
+        self.calls = 0
+
+    def __call__(self) -> None:
+        if not self.points or self.calls in self.points:
+            lazy_backend.mark_step()
+        self.calls += 1
+
+
+class NoSync:
+    """A `sync` for programs that only counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+
+
+def eager(program: Program) -> tuple[Sequence[Any], int]:
+    """The program's results on the CPU, and how many points it could sync at."""
+    sync = NoSync()
+    torch.manual_seed(0)
+    return program("cpu", sync), sync.calls
+
+
+def assert_like_eager(program: Program, sync: Sync) -> None:
+    expected, _ = eager(program)
+    torch.manual_seed(0)
+    assert_same(program("lazy", sync), expected)
+
+
+def grid(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """0, 1, 2, ... uploaded to `device`: a tensor from outside."""
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=dtype).reshape(shape).clone().to(device)
+
+
+# ----- counted events
+
+
+@contextmanager
+def count(name: str) -> Iterator[Callable[[], int]]:
+    """Counts a counter's events within the block: `with count("Compile") as compiles: ...; compiles() == 0`."""
+    before = metrics.counter_value(name)
+    yield lambda: metrics.counter_value(name) - before
+
+
+def live_tensors() -> int:
+    return metrics.counter_value("CreateLtcTensor") - metrics.counter_value("DestroyLtcTensor")
+
+
+# ----- other processes
+
+
+def run_python(code: str, cwd: Path, **environment: str) -> str:
+    """Run `code` in a process of its own; returns what it printed. Fails with its error output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

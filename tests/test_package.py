@@ -1,0 +1,196 @@
+"""The package as users get it: names, import order, autoload, README."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import lazy_backend
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = {"lazy_backend": 2, "lowering": 1, "cache": 0}
+FILES = [(folder, file) for folder in LAYERS for file in sorted((ROOT / folder).glob("*.py"))]
+
+PUBLIC = """
+CompileWarning DeviceError ExecutionError GraphCutWarning LazyBackendError LazyBackendWarning LazyTensor
+PoisonedTensorError StrictModeError add_step_closure computation config debug get_tensor_id ir_cache is_lazy manual_seed
+mark_step metrics save step strict sync sync_multi to_cpu wait_device_ops
+"""
+
+
+def run_python(code: str, cwd: Path, **environment: str) -> str:
+    """Standard output of `code` in a process of its own."""
+    env = {**os.environ, "LAZY_BACKEND_COMPILE": "off", **environment}
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imports(file: Path) -> list[str]:
+    """Modules of ours that `file` imports when it is loaded, as dotted names."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lazy_backend"):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name if module_file(name) else node.module for name in inner]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("lazy_backend")]
+    return found
+
+
+def module_file(name: str) -> Path | None:
+    """The file of `lazy_backend.lowering.ir` and its like, if there is one."""
+    parts = name.split(".")[1:]
+    folder = ROOT / (parts.pop(0) if parts and parts[0] in ("lowering", "cache") else "lazy_backend")
+    file = folder / f"{parts[0] if parts else '__init__'}.py"
+    return file if file.exists() else None
+
+
+def test_public_names() -> None:
+    assert sorted(lazy_backend.__all__) == PUBLIC.split()
+
+
+@pytest.mark.parametrize(("folder", "file"), FILES, ids=[f"{folder}/{file.name}" for folder, file in FILES])
+def test_a_layer_imports_only_those_below(folder: str, file: Path) -> None:
+    for name in imports(file):
+        part = name.split(".")[1] if "." in name else ""
+        assert LAYERS.get(part, 2) <= LAYERS[folder], f"{file} imports {name}"
+
+
+def test_imports_make_no_cycle() -> None:
+    edges = {file: {module_file(name) for name in module_level_imports(file)} for _, file in FILES}
+    done: set[Path] = set()
+
+    def visit(file: Path | None, path: tuple[Path, ...]) -> None:
+        if file is None or file in done or file.name == "__init__.py":
+            return
+        assert file not in path, " -> ".join(map(str, [*path, file]))
+        for target in edges[file]:
+            visit(target, (*path, file))
+        done.add(file)
+
+    for _, file in FILES:
+        visit(file, ())
+
+
+def module_level_imports(file: Path) -> list[str]:
+    """As `imports`, without those under `if TYPE_CHECKING`."""
+    text = re.sub(r"^if TYPE_CHECKING:\n(    .*\n)+", "", file.read_text(), flags=re.M)
+    found = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lazy_backend"):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name if module_file(name) else node.module for name in inner]
+    return found
+
+
+@pytest.mark.parametrize("file", [file for _, file in FILES], ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_no_import_of_ours_inside_a_function(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.ImportFrom)]
+            assert not [n.module for n in inner if (n.module or "").startswith("lazy_backend")], file
+
+
+def test_modules_of_the_users_do_not_collide(tmp_path: Path) -> None:
+    (tmp_path / "cache.py").write_text("mine = 1\n")
+    (tmp_path / "lowering.py").write_text("mine = 2\n")
+    code = "import cache, lowering, torch; print(cache.mine, lowering.mine, torch.ones(2, device='lazy').sum().item())"
+    assert run_python(code, tmp_path) == "1 2 2.0\n"
+
+
+def test_import_torch_alone_is_enough(tmp_path: Path) -> None:
+    assert run_python("import torch; print(torch.ones(2, device='lazy').device)", tmp_path) == "lazy:0\n"
+
+
+def test_autoload_can_be_turned_off(tmp_path: Path) -> None:
+    code = "import torch, sys; print('lazy_backend' in sys.modules)"
+    assert run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False\n"
+
+
+def test_the_import_loads_no_heavy_part_of_torch(tmp_path: Path) -> None:
+    code = "import torch, sys; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
+    assert run_python(code, tmp_path) == "[]\n"
+
+
+def test_a_second_backend_is_refused(tmp_path: Path) -> None:
+    code = """
+import torch, torch._lazy.ts_backend
+try:
+    torch._lazy.ts_backend.init()
+except RuntimeError as error:
+    print(error)
+"""
+    assert "cannot be used with lazy_backend" in run_python(code, tmp_path)
+
+
+def test_a_backend_that_was_there_before_is_refused(tmp_path: Path) -> None:
+    code = """
+import torch, torch._lazy.ts_backend
+torch._lazy.ts_backend.init()
+try:
+    import lazy_backend
+except RuntimeError as error:
+    print(error)
+"""
+    out = run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "cannot share the lazy device" in out
+
+
+def test_the_device_module() -> None:
+    module = torch.get_device_module("lazy")
+    assert module.is_available()
+    assert module.device_count() == 1
+    assert module.current_device() == 0
+    state = module.get_rng_state()
+    first = torch.rand(3, device="lazy").tolist()
+    module.set_rng_state(state)
+    assert torch.rand(3, device="lazy").tolist() == first
+    module.manual_seed(3)
+    module.synchronize()
+
+
+def test_a_wrong_index_says_which_there_are() -> None:
+    with pytest.raises(lazy_backend.DeviceError, match=r"no device lazy:7\n  devices: lazy:0 to lazy:0"):
+        torch.ones(2, device="lazy:7")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("bakend", "eager", "no setting 'bakend'"),
+        ("compile", "later", "one of 'foreground', 'off'"),
+        ("debug", -1, "at least 0"),
+    ],
+)
+def test_a_bad_setting_raises_where_it_is_written(name: str, value: object, text: str) -> None:
+    with pytest.raises((AttributeError, ValueError), match=text):
+        setattr(lazy_backend.config, name, value)
+
+
+BLOCKS = re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("place", range(len(BLOCKS)))
+def test_readme(place: int, tmp_path: Path) -> None:
+    run_python(
+        textwrap.dedent(BLOCKS[place]), tmp_path, LAZY_BACKEND_BACKEND="eager", LAZY_BACKEND_COMPILE="foreground"
+    )
+
+
+def test_the_highest_debug_level_runs(tmp_path: Path) -> None:
+    code = """
+import torch, lazy_backend
+for _ in range(3):
+    x = torch.ones(2, device="lazy") + 1
+    lazy_backend.mark_step()
+"""
+    run_python(code, tmp_path, LAZY_DEBUG="4", LAZY_BACKEND_BACKEND="eager", LAZY_BACKEND_COMPILE="foreground")
