@@ -14,8 +14,9 @@ import torch
 import torch.optim.optimizer
 import torch.optim.swa_utils
 import torch.utils._foreach_utils as foreach_utils
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from lazy_backend.errors import DeviceError
+from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.tensor import LazyTensor
 
 
@@ -69,6 +70,7 @@ def keep_parameters_when_moved() -> None:
 
     @functools.wraps(original)
     def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+        _refuse_uninitialized(self, fn, recurse)
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         if swaps or not any(isinstance(parameter, LazyTensor) for parameter in self.parameters(recurse)):
             return original(self, fn, recurse)
@@ -79,3 +81,14 @@ def keep_parameters_when_moved() -> None:
             torch.__future__.set_swap_module_params_on_conversion(False)
 
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _refuse_uninitialized(module: torch.nn.Module, fn: Callable[..., Any], recurse: bool) -> None:
+    """`LazyLinear` and its like change the class of their parameters later, which a swapped parameter cannot."""
+    if any(isinstance(p, UninitializedTensorMixin) for p in module.parameters(recurse)) and isinstance(
+        fn(torch.empty(0)), LazyTensor
+    ):
+        raise LazyBackendError(
+            f"{type(module).__name__} has parameters without a shape yet and cannot be moved to the lazy device\n"
+            "  call it once on the CPU, with a batch of the right size, then move it"
+        )

@@ -179,6 +179,12 @@ def _run_at_once(reason: str) -> Callable[[Op, Args, Kwargs], Any]:
     return handler
 
 
+def _pack_padded_sequence(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """The batch sizes it returns are on the CPU on every device."""
+    data, sizes = run_at_once(args[0]._data.context, op, args, kwargs, "it reads lengths on the CPU")
+    return data, executor.read(sizes._data, "batch sizes").to("cpu", copy=True)
+
+
 # ----- ops rewritten before they are recorded
 
 
@@ -254,6 +260,7 @@ def install_handlers() -> None:
     add_handler(aten.equal.default, _equal)
     for op in (aten.resize_.default, aten.resize_as_.default):
         add_handler(op, _run_at_once("it resizes an operand"))
+    add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
     add_handler(aten.native_batch_norm.default, _native_batch_norm)
     for op in _LIKE_OPS:
         add_handler(op, _other_device)

@@ -215,6 +215,8 @@ def _add_tokens(
 def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any, in_list: bool) -> Any:
     """What stands for an argument of a rare type."""
     if isinstance(arg, torch.Tensor):
+        if op._schema.name in _HOST_OPERAND_OPS:
+            raise _NotRecordable("it reads lengths on the CPU")
         is_index = in_list and op._schema.name in _INDEX_OPS
         data = _operand_from_outside(context, op, arg, is_index)
         return data.token if data.epoch is trace.epoch else enter(trace, context, data)
@@ -338,6 +340,7 @@ def _describe(
 ) -> Call:
     """The `Call` for these arguments. Raises `_NotRecordable`, or what eager would raise for them."""
     schema = schema_of(op)
+    _refuse_quantized(args)
     mutated = _flat([_lookup(operand, args, kwargs) for operand in schema.mutates])
     indexed = [args[0]] if op._schema.name in _INDEX_OPS else []
     for target in (*mutated, *indexed):
@@ -366,6 +369,16 @@ def _describe(
         seeded=seeded,
         site=user_site(),
     )
+
+
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+def _refuse_quantized(args: Sequence[Any]) -> None:
+    if any(arg in _QUANTIZED for arg in args if isinstance(arg, torch.dtype)):
+        raise LazyBackendError(
+            f"a quantised tensor cannot be lazy\n  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
+        )
 
 
 def _lookup(operand: Operand, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -651,6 +664,10 @@ def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
 _INDEX_OPS = frozenset(
     ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_")
 )
+
+
+# Ops whose lengths must be on the CPU, beside a tensor on any device.
+_HOST_OPERAND_OPS = frozenset(("aten::_pack_padded_sequence",))
 
 
 def _operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor, is_index: bool) -> TensorData:

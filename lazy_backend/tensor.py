@@ -141,7 +141,11 @@ class LazyTensor(torch.Tensor):
     # `Module.to` swaps a parameter in place, instead of replacing it, for tensor classes that have these two methods
     # (torch.nn.modules.module, checked on 2.13). So ties and optimizers survive `.to("lazy")`.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        raise NotImplementedError("a lazy tensor has no inner tensors")
+        # torch.compile asks for the inner tensors of such classes
+        raise NotImplementedError(
+            "torch.compile does not take lazy tensors: the lazy device compiles whole steps by itself\n"
+            "  call the function without torch.compile"
+        )
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> torch.Tensor:

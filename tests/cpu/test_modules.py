@@ -195,11 +195,12 @@ def test_weights_tied_after_the_move() -> None:
     assert model[0].weight.grad is model[1].weight.grad
 
 
-def test_a_lazy_linear_is_materialised_on_the_device() -> None:
-    model = nn.LazyLinear(2).to("lazy")
-    assert model(torch.ones(1, 3, device="lazy")).shape == (1, 2)
-    assert model.weight.shape == (2, 3)
-    assert isinstance(model.weight, LazyTensor)
+def test_a_lazy_linear_is_moved_after_its_first_call() -> None:
+    model = nn.LazyLinear(2)
+    with pytest.raises(lazy_backend.LazyBackendError, match="LazyLinear has parameters without a shape yet"):
+        model.to("lazy")
+    model(torch.ones(1, 3))
+    assert model.to("lazy")(torch.ones(1, 3, device="lazy")).shape == (1, 2)
 
 
 def test_parametrizations_and_weight_norm() -> None:

@@ -494,10 +494,11 @@ def test_cpu_lengths_of_a_packed_sequence_mix() -> None:
     assert_same(packed("lazy"), packed("cpu"))
 
 
-def test_cpu_lengths_of_a_ctc_loss_mix() -> None:
+@pytest.mark.parametrize("lengths", [lambda n, device: (n,), lambda n, device: torch.tensor([n]).to(device)])
+def test_ctc_loss(lengths) -> None:
     def loss(device: str) -> torch.Tensor:
         scores, targets = grid(device, 5, 1, 3).log_softmax(-1), torch.tensor([[1, 2]]).to(device)
-        return torch.nn.functional.ctc_loss(scores, targets, torch.tensor([5]), torch.tensor([2]))
+        return torch.nn.functional.ctc_loss(scores, targets, lengths(5, device), lengths(2, device))
 
     assert_same(loss("lazy"), loss("cpu"))
 

@@ -189,7 +189,7 @@ def views_of_an_offset_upload(device: str, sync: Sync):
 
 @program
 def views_of_a_transposed_base(device: str, sync: Sync):
-    base = torch.arange(12.0).reshape(3, 4).t().to(device)
+    base = torch.arange(12.0).reshape(3, 4).to(device).t()
     one, two = base[1], base[:, 1]
     sync()
     one.add_(two[0].clone())
