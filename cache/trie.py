@@ -20,7 +20,7 @@ class TrieNode(Generic[T]):
     liveness never depends on the garbage collector.
     """
 
-    __slots__ = ("parent", "children", "call", "depth", "bindings", "next_key", "next")
+    __slots__ = ("parent", "children", "call", "depth", "bindings", "next_key", "next", "shortcut")
 
     def __init__(self, parent: TrieNode[T] | None, call: T | None) -> None:
         self.parent = parent
@@ -30,6 +30,8 @@ class TrieNode(Generic[T]):
         # the child taken last: a repeated step finds it by comparing one key, without hashing it
         self.next_key: Hashable = None
         self.next: TrieNode[T] | None = None
+        # the part of `call` that its owner needs on a hit, if that is all it needs
+        self.shortcut: Any = None
         # what a sync at this node found before: live outputs -> bound computation
         self.bindings: dict[Hashable, Any] = {}
 

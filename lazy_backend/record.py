@@ -85,6 +85,10 @@ Handler = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], An
 _handlers: dict[int, Handler] = {}
 
 
+# Ops with a list of numbers, ints among floats. Other lists that start with an int hold ints only.
+_scalar_list_ops: set[int] = set()
+
+
 def add_handler(op: torch._ops.OpOverload, handler: Handler) -> None:
     _handlers[id(op)] = handler
 
@@ -103,6 +107,8 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
     """How to treat an operator that arrives for the first time."""
     # composite operators arrive whole only where autograd is off altogether, in inference mode
     handler: Handler = _decompose if op._can_decompose() else record
+    if any(str(argument.type) == "List[number]" for argument in op._schema.arguments):
+        _scalar_list_ops.add(id(op))
     add_handler(op, handler)
     return handler
 
@@ -130,8 +136,10 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                 if kind is LazyTensor:
                     data = arg._data
                     key.append(data.token if data.epoch is epoch else enter(trace, context, data))
-                elif kind is int:
+                elif kind in _PLAIN:
                     key.append(arg)
+                elif kind is list and arg and arg[0].__class__ is int and key[0] not in _scalar_list_ops:
+                    key.append(tuple(arg))
                 else:
                     _add_tokens(trace, context, op, key, (arg,))
             if kwargs:
@@ -141,6 +149,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             full_key = tuple(key)
             # Any: the kinds are told apart by class below, and an isinstance for the type checker would cost 40 ns
             node: Any
+            result: Any
             # only now: an operand's first use may itself have recorded something
             cursor = trace.cursor
             if cursor.next_key == full_key:
@@ -150,9 +159,11 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                 if node is None:
                     node = _add_unseen(context, cursor, full_key, op, args, kwargs)
                 cursor.next_key, cursor.next = full_key, node
-            call: Any = node.call
-            if call.__class__ is Cut:
-                raise _NotRecordable(call.reason)
+            result = node.shortcut
+            if result is None:
+                call: Any = node.call
+                if call.__class__ is Cut:
+                    raise _NotRecordable(call.reason)
         except _NotRecordable as reason:
             _undo(context, trace)
             return run_at_once(context, op, args, kwargs, str(reason))
@@ -160,12 +171,11 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             _undo(context, trace)
             raise
         trace.cursor = node
-        if call.seeded:
-            trace.seeds.append(contexts.get_rng_seed())
         if context.outside:
             context.outside.clear()
-        result: Any = call.single
         if result is None:
+            if call.seeded:
+                trace.seeds.append(contexts.get_rng_seed())
             return _make_results(context, trace, call, args, kwargs)
         kind = result.__class__
         if kind is Fresh:
@@ -311,7 +321,17 @@ def _add_unseen(
         call = _describe(context, op, args, kwargs, _entered(context, key))
     except _NotRecordable as reason:
         call = Cut(str(reason))
-    return context.trie.add(cursor, key, call)
+    return _add_node(context, cursor, key, call)
+
+
+def _add_node(
+    context: DeviceContext, cursor: TrieNode[Call | Cut], key: tuple[Any, ...], call: Call | Cut
+) -> TrieNode[Call | Cut]:
+    node = context.trie.add(cursor, key, call)
+    if isinstance(call, Call) and not call.seeded:
+        # most calls have one result: with it on the node, a hit does not touch the call (a cache line or two)
+        node.shortcut = call.single
+    return node
 
 
 def _entered(context: DeviceContext, key: tuple[Any, ...]) -> tuple[Entered, ...]:
