@@ -8,7 +8,7 @@ recorder's paths know what they contain, and sources registered here add them up
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _SAMPLES = 1024
 
 _lock = threading.Lock()
 _counters: Counter[str] = Counter()
-_metrics: dict[str, MetricData] = {}
+_metrics: defaultdict[str, MetricData] = defaultdict(lambda: MetricData())
 _sources: list[Source] = []
 
 
@@ -29,6 +29,11 @@ class MetricData:
     count: int = 0
     total: float = 0.0
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.samples.append(value)
 
     def percentile(self, percent: float) -> float:
         """Of the kept samples; 0.0 if there are none."""
@@ -56,10 +61,16 @@ def increment(name: str, by: int = 1) -> None:
 def observe(name: str, value: float) -> None:
     """Add a value to a metric. Times are in seconds."""
     with _lock:
-        data = _metrics.setdefault(name, MetricData())
-        data.count += 1
-        data.total += value
-        data.samples.append(value)
+        _metrics[name].add(value)
+
+
+def observe_step(counters: tuple[str, ...], **values: float) -> None:
+    """Several counters and metrics at once, as a sync has them: one lock instead of one each."""
+    with _lock:
+        for counter in counters:
+            _counters[counter] += 1
+        for name, value in values.items():
+            _metrics[name].add(value)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import cast
 
 import torch
 
@@ -32,7 +33,7 @@ from lazy_backend.errors import (
 )
 from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import Parameter, PostOrderData, run_post_order
-from lazy_backend.lowering.computation import CachedComputation, Computation, environment, make_key
+from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
 from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ExecutionPlan
 from lazy_backend.lowering.program import Call
@@ -188,9 +189,9 @@ class LazyGraphExecutor:
             check_graph(data.graph)
         return data
 
-    def lookup_cached_compile(self, data: PostOrderData, policy: CompilePolicy) -> Computation:
+    def lookup_cached_compile(self, data: PostOrderData, settings: Environment) -> Computation:
         """The computation of this graph, made if it is new."""
-        key = make_key(data.graph, environment(policy, data.graph.device))
+        key = make_key(data.graph, settings)
         found = self._cache.get(key)
         if found is not None:
             metrics.increment("CachedCompile")
@@ -199,32 +200,29 @@ class LazyGraphExecutor:
         metrics.observe("TensorsGraphSize", len(data.graph.nodes))
         return self._cache.add(key, Computation(key, data.graph, self._report_compile))
 
-    def try_run_cached_sync(self, collection: SyncTensorCollection, policy: CompilePolicy) -> CachedComputation | None:
-        """What this path was bound to before with the same live set and environment, if it was."""
-        bindings = collection.context.trace.cursor.bindings
-        found = bindings.get((collection.indices, environment(policy, collection.context.backing)))
-        if found is not None:
-            metrics.increment("CachedCompile")
-        return found  # type: ignore[no-any-return]
+    def try_run_cached_sync(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation | None:
+        """What this path was bound to before with the same live set and settings, if it was."""
+        found = collection.context.trace.cursor.bindings.get((collection.indices, settings))
+        return cast("CachedComputation | None", found)
 
-    def compile(self, collection: SyncTensorCollection, policy: CompilePolicy) -> CachedComputation:
+    def compile(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation:
         """Bind a path seen for the first time to its computation."""
         context = collection.context
         data = self.run_post_order(context, collection.indices)
-        bound = CachedComputation(self.lookup_cached_compile(data, policy), data.parameters, data.constants, data.seeds)
+        computation = self.lookup_cached_compile(data, settings)
+        bound = CachedComputation(computation, data.parameters, data.constants, data.seeds)
         bindings = context.trace.cursor.bindings
         if len(bindings) >= _MAX_BINDINGS:
             bindings.clear()
-        bindings[(collection.indices, environment(policy, context.backing))] = bound
+        bindings[(collection.indices, settings)] = bound
         return bound
 
-    def _policy(self) -> CompilePolicy:
-        return CompilePolicy(
-            backend=config.backend,
-            enabled=config.compile != "off",
-            num_profiled_runs=config.num_profiled_runs,
-            max_specializations=config.max_specializations,
+    def _policy(self) -> tuple[CompilePolicy, Environment]:
+        """How to compile now, and all that a key depends on."""
+        policy = CompilePolicy(
+            config.backend, config.compile != "off", config.num_profiled_runs, config.max_specializations
         )
+        return policy, environment(policy)
 
     def _report_compile(self, report: CompileReport) -> None:
         metrics.observe("CompileTime", report.seconds)
@@ -256,22 +254,26 @@ class LazyGraphExecutor:
             trace = context.trace
             if trace.is_empty():
                 return None
-            metrics.observe("TraceTime", start - trace.start)
-            policy = self._policy()
+            policy, settings = self._policy()
             collection = self.collect_sync_tensors(context, sync_config, cause)
-            # the plan first: if compiling is interrupted, the trace is still there
-            bound = self.try_run_cached_sync(collection, policy) or self.compile(collection, policy)
+            counters: tuple[str, ...] = ("SyncTensorsGraph", "CachedCompile")
+            bound = self.try_run_cached_sync(collection, settings)
+            if bound is None:
+                counters = ("SyncTensorsGraph",)
+                bound = self.compile(collection, settings)
             parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
+            # the plan first: if compiling is interrupted, the trace is still there
             plan = bound.computation.executor.plan_for(constants, policy)
-            waited = perf_counter()
+            before_waiting = perf_counter()
             self.tensor_collection_barrier(collection)
-            metrics.observe("DeviceLockWait", perf_counter() - waited)
+            waited = perf_counter() - before_waiting
             scheduled = self.schedule_sync_tensors_graph(collection, parameters, constants, seeds, bound, plan)
             context.count_path(trace.cursor)
             self.set_tensor_data(collection)
-        metrics.observe("SyncTime", perf_counter() - start)
+        seconds = perf_counter() - start - waited
+        metrics.observe_step(counters, TraceTime=start - trace.start, DeviceLockWait=waited, SyncTime=seconds)
         if config.debug:
-            self._print_sync(collection, bound, plan, perf_counter() - start)
+            self._print_sync(collection, bound, plan, seconds)
         return scheduled
 
     def extract_ir_and_prepare_tensor_data(
@@ -423,7 +425,7 @@ class LazyGraphExecutor:
 
     def get_graph_hash(self, tensors: Sequence[LazyTensor]) -> str:
         data = self.post_order_of(tensors)
-        return make_key(data.graph, environment(self._policy(), data.graph.device)).hash_hex()
+        return make_key(data.graph, self._policy()[1]).hash_hex()
 
     def _print_sync(
         self, collection: SyncTensorCollection, bound: CachedComputation, plan: ExecutionPlan, seconds: float
