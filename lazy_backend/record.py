@@ -387,6 +387,7 @@ def _describe(
         entered=entered,
         num_constants=converter.num_constants,
         seeded=seeded,
+        num_slots=_num_slots(context.trace.cursor) + sum(isinstance(result, Fresh | View) for result in results),
         site=user_site(),
     )
 
@@ -543,7 +544,7 @@ def _describe_results(
     schema: OpSchema,
 ) -> tuple[Result, ...]:
     outputs = list(output) if isinstance(output, list | tuple) else [] if output is None else [output]
-    slot = _next_slot(context.trace.cursor)
+    slot = _num_slots(context.trace.cursor)
     results: list[Result] = []
     for place, fake in enumerate(outputs):
         alias = schema.returns[0 if schema.returns_list else place]
@@ -575,15 +576,9 @@ def _describe_results(
     return tuple(results)
 
 
-def _next_slot(cursor: TrieNode[Call | Cut]) -> int:
-    """One past the last slot made on the way to `cursor`."""
-    node: TrieNode[Call | Cut] | None = cursor
-    while node is not None and isinstance(node.call, Call):
-        made = [result.token.index for result in node.call.results if isinstance(result, Fresh | View)]
-        if made:
-            return made[-1] + 1
-        node = node.parent
-    return 0
+def _num_slots(cursor: TrieNode[Call | Cut]) -> int:
+    """Slots made on the way to `cursor`."""
+    return cursor.call.num_slots if isinstance(cursor.call, Call) else 0
 
 
 def _base_meta(fake: torch.Tensor) -> TensorMeta:
@@ -637,12 +632,13 @@ def _empty_call(context: DeviceContext, cursor: TrieNode[Call | Cut], meta: Tens
         op=aten.empty_strided.default,
         args=(meta.shape, meta.stride),
         kwargs=(("dtype", meta.dtype), ("device", context.backing)),
-        results=(Fresh(SLOTS[_next_slot(cursor)], meta, wrapper_arguments(context, meta)),),
+        results=(Fresh(SLOTS[_num_slots(cursor)], meta, wrapper_arguments(context, meta)),),
         returns_list=False,
         mutates=(),
         entered=(),
         num_constants=0,
         seeded=False,
+        num_slots=_num_slots(cursor) + 1,
         site=user_site(),
     )
 

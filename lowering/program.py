@@ -106,6 +106,7 @@ class Call:
     entered: tuple[Entered, ...]
     num_constants: int
     seeded: bool
+    num_slots: int  # made on the path, this call's among them: where the next call's slots start
     site: str
     single: Fresh | View | Same | None = field(init=False)  # the result, if there is just one
 

@@ -63,6 +63,7 @@ class Program:
                 entered=entered,
                 num_constants=numbered.count,
                 seeded=torch.Tag.nondeterministic_seeded in op.tags,
+                num_slots=self._slots,
                 site=f"step.py:{len(self.calls) + 1}",
             )
         )
