@@ -123,13 +123,21 @@ def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[
     """Compile `graph`. Raises whatever the backend raises."""
     numbers = runs_module_as_is(backend)
     module, signature = to_fx(graph, constants, promoted, numbers)
-    inputs = _example_inputs(graph, signature, constants)
+    inputs = _example_inputs(graph, signature)
     code = str(module.code)
     with torch.no_grad():
-        compiled = lookup_backend(backend)(module, inputs)
+        call = _run_as_it_is(module) if numbers else _boxed(lookup_backend(backend)(module, inputs))
     inputs_as_literals = frozenset(range(len(constants))) if numbers else promoted
     specialised = {place: value for place, value in enumerate(constants) if place not in inputs_as_literals}
-    return CompiledPlan(graph, signature, specialised, _boxed(compiled), code)
+    return CompiledPlan(graph, signature, specialised, call, code)
+
+
+def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module's own code, taking one list that it empties: arguments would be alive until it returns."""
+    # internal, checked on 2.13; torch.fx writes every graph's code through such an object
+    module.graph.set_codegen(fx.graph._BoxedCodeGen())
+    module.recompile()
+    return module.forward  # type: ignore[no-any-return]
 
 
 def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
@@ -150,15 +158,13 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return unboxed
 
 
-def _example_inputs(graph: Graph, signature: Signature, constants: Sequence[float]) -> list[Any]:
+def _example_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        examples: list[Any] = [empty_of(value.meta, graph.device) for value in graph.inputs]
+        examples = [empty_of(value.meta, graph.device) for value in graph.inputs]
         if signature.scalars:
             examples.append(torch.empty(len(signature.scalars), dtype=torch.float64, device=graph.device))
         if signature.seeds:
             examples.append(torch.empty(graph.num_seeds, dtype=torch.int64))
-    if signature.numbers:
-        examples.extend(constants)
     return examples

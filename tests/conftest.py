@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds; run with --runslow")
+    # one compiler cache for the run, new each time: neither compiles twice nor profits from an earlier run
+    folder = tempfile.TemporaryDirectory(prefix="lazy_backend_inductor_")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

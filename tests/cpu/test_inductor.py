@@ -1,0 +1,78 @@
+"""Whole training steps through Inductor: few, since each costs a compile, but deep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_training import losses, start
+from torch import nn
+from torch.nn import functional as F
+
+import lazy_backend
+from lazy_backend import metrics
+
+
+@pytest.fixture(autouse=True)
+def inductor() -> None:
+    lazy_backend.config.backend = "inductor"
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("mlp", "adamw"), ("cnn", "momentum"), ("gpt", "adam_foreach")])
+def test_losses_are_near_eagers(model: str, optimizer: str) -> None:
+    expected = losses(start(model, optimizer, "cpu"), 6)
+    assert losses(start(model, optimizer, "lazy"), 6) == pytest.approx(expected, rel=1e-4)
+    assert metrics.counter_value("CompileFailed") == 0
+    assert 1 <= metrics.counter_value("Compile") <= 2
+
+
+def runs(program: Callable[[], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The values of three runs: interpreted, compiled, compiled again."""
+    found = []
+    for _ in range(3):
+        results = program()
+        lazy_backend.mark_step()
+        found.append([result.cpu() for result in results])
+    assert metrics.counter_value("Compile") >= 1
+    return found
+
+
+def test_views_and_writes() -> None:
+    kept = torch.arange(12.0).to("lazy").reshape(3, 4)
+    row = kept[1]
+    lazy_backend.mark_step()
+
+    def program() -> list[torch.Tensor]:
+        kept.zero_()
+        row.add_(1)
+        kept.t()[2].mul_(5)
+        made = kept + 1
+        part = made[:, 1:3]
+        part.copy_(kept[:, :2])
+        same, twin = kept * 2, kept * 2
+        same.add_(1)
+        return [kept, row, made, part, same, twin]
+
+    first, *rest = runs(program)
+    for again in rest:
+        assert all(map(torch.equal, first, again))
+
+
+def test_dropout_and_attention() -> None:
+    torch.manual_seed(0)
+    projection = nn.Linear(8, 8).to("lazy")
+    x = torch.randn(2, 2, 4, 8, device="lazy")
+
+    def program() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        attended = F.scaled_dot_product_attention(projection(x), x, x, is_causal=True)
+        out = F.dropout(attended, 0.5)
+        projection.weight.grad = None
+        out.sum().backward()
+        return [out.detach(), projection.weight.grad, torch.randn(3, device="lazy")]
+
+    first, *rest = runs(program)
+    for again in rest:
+        for one, other in zip(first, again, strict=True):
+            torch.testing.assert_close(one, other)
