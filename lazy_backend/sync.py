@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import cast
@@ -32,11 +32,11 @@ from lazy_backend.errors import (
     StrictModeError,
 )
 from lazy_backend.locks import MultiWait
-from lazy_backend.lowering.canonical import Parameter, PostOrderData, run_post_order
+from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
 from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ExecutionPlan
-from lazy_backend.lowering.program import Call
+from lazy_backend.lowering.program import Call, Token
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site, warn_user
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
@@ -49,12 +49,11 @@ _MAX_BINDINGS = 64
 class SyncTensorsConfig:
     """How a sync behaves.
 
-    `force_ltc_data`: wait until the data is there (a read) rather than return once the run is scheduled.
-    `sync_ltc_data`: make the synced tensors plain data afterwards. Always so here: see Note [A read cuts the graph].
+    `force_ltc_data`: wait until the data is there (a read) rather than return once the run is scheduled. The seed's
+    second flag, `sync_ltc_data`, has no use here: a synced tensor always becomes plain data.
     """
 
     force_ltc_data: bool = False
-    sync_ltc_data: bool = True
 
 
 @dataclass(slots=True)
@@ -67,8 +66,8 @@ class SyncTensorCollection:
     storages: list[LazyStorage]  # the same, held strongly from here on
     cause: str
     site: str
-    hash: str = ""
-    unlocker: list[object] = field(default_factory=list)
+    hash: str = ""  # of the computation's key, once it is known
+    unlocker: list[Callable[[BaseException | None], None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -108,7 +107,8 @@ class Async:
         context = self.collection.context
         if config.debug >= 2:
             print(f"lazy_backend: {context.device} ran in {seconds * 1e3:.2f} ms", file=sys.stderr)
-        context.locker.unlock(error)
+        for unlock in self.collection.unlocker:
+            unlock(error)
         self.mwait.done(error)
 
     def _execute(self) -> None:
@@ -174,17 +174,17 @@ class LazyGraphExecutor:
         indices, storages = context.trace.live()
         return SyncTensorCollection(sync_config, context, indices, storages, cause, user_site())
 
-    def collect_roots(self, context: DeviceContext, indices: Sequence[int]) -> list[LazyStorage]:
-        """The storages at `indices` of the pending ones; those that died meanwhile are left out."""
-        pending = context.trace.pending
-        return [storage for index in indices if (storage := pending[index]()) is not None]
+    def collect_roots(self, calls: Sequence[Call], indices: Sequence[int]) -> list[Token]:
+        """What a graph must compute: the values behind the pending storages at `indices`."""
+        fresh = fresh_slots(calls)
+        return [fresh[index].token for index in indices]
 
     # ----- from path to computation
 
     def run_post_order(self, context: DeviceContext, indices: Sequence[int]) -> PostOrderData:
         """The canonical graph of what `context` has recorded, with the outputs `indices`."""
         calls = [call for call in context.trace.cursor.path() if isinstance(call, Call)]
-        data = run_post_order(calls, indices, context.backing)
+        data = run_post_order(calls, self.collect_roots(calls, indices), context.backing)
         if config.check_graphs:
             check_graph(data.graph)
         return data
@@ -261,6 +261,7 @@ class LazyGraphExecutor:
             if bound is None:
                 counters = ("SyncTensorsGraph",)
                 bound = self.compile(collection, settings)
+            collection.hash = bound.computation.hash
             parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
             # the plan first: if compiling is interrupted, the trace is still there
             plan = bound.computation.executor.plan_for(constants, policy)
@@ -274,6 +275,8 @@ class LazyGraphExecutor:
         metrics.observe_step(counters, TraceTime=start - trace.start, DeviceLockWait=waited, SyncTime=seconds)
         if config.debug:
             self._print_sync(collection, bound, plan, seconds)
+        if sync_config.force_ltc_data:
+            context.locker.barrier()
         return scheduled
 
     def extract_ir_and_prepare_tensor_data(
@@ -291,7 +294,7 @@ class LazyGraphExecutor:
         """
         context = collection.context
         try:
-            collection.unlocker = list(lockers.lock_devices([context.index]))
+            collection.unlocker = lockers.lock_devices([context.index])
         except BaseException as error:
             if isinstance(error, LazyBackendError):
                 for storage in collection.storages:
@@ -322,7 +325,7 @@ class LazyGraphExecutor:
     def sync_live_tensors_graph(self, devices: Sequence[DeviceContext], wait: bool, cause: str) -> None:
         """Sync everything pending on `devices`, lowest index first."""
         for context in devices:
-            self.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=wait), cause)
+            self.sync_tensors_graph_internal(context, SyncTensorsConfig(), cause)
         if wait:
             self.wait_device_ops(devices)
 
@@ -441,13 +444,3 @@ class LazyGraphExecutor:
 
 
 executor = LazyGraphExecutor()
-
-__all__ = [
-    "Async",
-    "LazyGraphExecutor",
-    "Parameter",
-    "SyncTensorCollection",
-    "SyncTensorsConfig",
-    "conform",
-    "executor",
-]

@@ -61,19 +61,17 @@ def fresh_slots(calls: Sequence[Call]) -> list[Fresh]:
     return [result for call in calls for result in call.results if isinstance(result, Fresh)]
 
 
-def run_post_order(calls: Sequence[Call], wanted: Sequence[int], device: torch.device) -> PostOrderData:
-    """Prune `calls` to what the `wanted` fresh slots and the inputs' storages need, and number what is left.
+def run_post_order(calls: Sequence[Call], roots: Sequence[Token], device: torch.device) -> PostOrderData:
+    """Prune `calls` to what the `roots` and the inputs' storages need, and number what is left.
 
-    `wanted` holds indices into `fresh_slots(calls)`, ascending.
+    `roots` are tokens of fresh results, in program order; they become the outputs.
     """
-    fresh = fresh_slots(calls)
     storages = storage_of_tokens(calls)
-    outputs = [fresh[index].token for index in wanted]
-    kept = _live_calls(calls, outputs, storages)
+    kept = _live_calls(calls, roots, storages)
     builder = _GraphBuilder(calls, kept, storages)
     for call, seed_place in kept:
         builder.add_call(call, seed_place)
-    return builder.finish(outputs, device)
+    return builder.finish(roots, device)
 
 
 def storage_of_tokens(calls: Sequence[Call]) -> dict[Token, int]:

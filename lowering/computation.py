@@ -24,16 +24,17 @@ _numbers = itertools.count(1)
 class Computation:
     """One canonical graph with all its plans. Identity is equality."""
 
-    __slots__ = ("key", "graph", "executor", "number")
+    __slots__ = ("key", "hash", "graph", "executor", "number")
 
     def __init__(self, key: Key, graph: Graph, report: Callable[[CompileReport], None]) -> None:
         self.key = key
+        self.hash = key.hash_hex()
         self.graph = graph
         self.executor = ProfilingGraphExecutor(graph, report)
         self.number = next(_numbers)
 
     def __repr__(self) -> str:
-        return f"Computation(#{self.number}, {self.key.hash_hex()[:8]}, {len(self.graph.nodes)} nodes)"
+        return f"Computation(#{self.number}, {self.hash[:8]}, {len(self.graph.nodes)} nodes)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

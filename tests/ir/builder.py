@@ -86,7 +86,7 @@ class Program:
     def canonical(self, *wanted: Token) -> PostOrderData:
         """The canonical graph with the storages of `wanted` as outputs."""
         fresh = [r.token for call in self.calls for r in call.results if isinstance(r, Fresh)]
-        data = run_post_order(self.calls, sorted(fresh.index(token) for token in wanted), CPU)
+        data = run_post_order(self.calls, sorted(wanted, key=fresh.index), CPU)
         check_graph(data.graph)
         return data
 
