@@ -42,7 +42,7 @@ class DeviceContext:
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
         self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
         self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
-        self._force_fallback = config.force_fallback
+        self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie rest on
         self._registry: list[weakref.ref[LazyStorage]] = []
         self._registry_bound = 1024
         self._created = 0  # storages made outside a trace or counted already, ever
@@ -59,13 +59,14 @@ class DeviceContext:
 
     def new_trace(self) -> None:
         """Start recording afresh. The caller holds `lock`."""
-        if self.trie.size > config.trie_limit or self._force_fallback != config.force_fallback:
+        settings = config.force_fallback, torch.get_default_dtype()
+        if self.trie.size > config.trie_limit or settings != self._settings:
             self.forget_paths()
         self.trace = Trace(self.trie.root, perf_counter())
 
     def forget_paths(self) -> None:
         """Start the trie afresh. The caller holds `lock` and starts a new trace."""
-        self._force_fallback = config.force_fallback
+        self._settings = config.force_fallback, torch.get_default_dtype()
         self._count_paths()
         self.trie.reset()
 

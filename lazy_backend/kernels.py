@@ -15,6 +15,7 @@ from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.lowering.ir import contiguous_stride, empty_of, intern_meta
 from lazy_backend.record import (
     add_handler,
+    learn,
     new_data,
     new_unwritten,
     record,
@@ -322,6 +323,7 @@ def _check_layout(layout: torch.layout | None, pin_memory: bool | None) -> None:
 
 def _factory(op: Op) -> Callable[..., Any]:
     """A Lazy kernel that records `op` as one call, where torch would record `empty` and a fill."""
+    learn(_without_generator(op))
     defaults = [arg.name for arg in op._schema.arguments if arg.kwarg_only]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -57,6 +57,9 @@ from lazy_backend.trace import Trace
 
 aten = torch.ops.aten
 
+# a global of ours: 20 ns less than the attribute of `torch`, on every call
+get_default_dtype = torch.get_default_dtype
+
 _NO_KWARGS: dict[str, Any] = {}
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -88,6 +91,11 @@ _handlers: dict[int, Handler] = {}
 # Ops with a list of numbers, ints among floats. Other lists that start with an int hold ints only.
 _scalar_list_ops: set[int] = set()
 
+# Ops whose result may change its shape with a float, as `arange(0, 1, 0.1)`: there floats are structure, not data. What
+# a custom operator does with a float nobody knows.
+_float_shaped_ops: set[int] = set()
+_FLOAT_SHAPED = frozenset(("aten::arange", "aten::range"))
+
 
 def add_handler(op: torch._ops.OpOverload, handler: Handler) -> None:
     _handlers[id(op)] = handler
@@ -107,10 +115,19 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
     """How to treat an operator that arrives for the first time."""
     # composite operators arrive whole only where autograd is off altogether, in inference mode
     handler: Handler = _decompose if op._can_decompose() else record
-    if any(str(argument.type) == "List[number]" for argument in op._schema.arguments):
-        _scalar_list_ops.add(id(op))
+    learn(op)
     add_handler(op, handler)
     return handler
+
+
+def learn(op: torch._ops.OpOverload) -> None:
+    """Note what the tokens of `op`'s arguments depend on. Before its first `record`."""
+    arguments = op._schema.arguments
+    if any(str(argument.type) == "List[number]" for argument in arguments):
+        _scalar_list_ops.add(id(op))
+    scaled = any(argument.name == "scale_factors" for argument in arguments)
+    if scaled or op.namespace not in ("aten", "prims") or op._schema.name in _FLOAT_SHAPED:
+        _float_shaped_ops.add(id(op))
 
 
 def _decompose(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -126,6 +143,9 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
         trace = context.trace
         if trace.cursor.depth >= config.max_trace_length:
             executor.reset_trim_counter(context)
+            trace = context.trace
+        if trace.default_dtype is not get_default_dtype():  # stored metadata may rest on it
+            executor.change_default_dtype(context)
             trace = context.trace
         epoch = trace.epoch
         try:
@@ -208,8 +228,11 @@ def _add_tokens(
             data = arg._data
             key.append(data.token if data.epoch is epoch else enter(trace, context, data))
         elif kind is float:
-            trace.constants.append(arg)
-            key.append(_FLOAT)
+            if id(op) in _float_shaped_ops:
+                key.append((_FLOAT, arg.hex()))
+            else:
+                trace.constants.append(arg)
+                key.append(_FLOAT)
         elif kind in _PLAIN:
             key.append(arg)
         elif kind is bool:
@@ -237,9 +260,6 @@ def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any, in_list:
         return (_COMPLEX, repr(arg))
     if isinstance(arg, torch.Generator):
         raise _NotRecordable("it takes its random numbers from a torch.Generator")
-    if isinstance(arg, float | int):  # subclasses, as numpy.float64
-        trace.constants.append(float(arg))
-        return _FLOAT
     raise _NotRecordable(f"it takes a {type(arg).__name__}")
 
 
@@ -373,7 +393,7 @@ def _describe(
         raise _NotRecordable("config.force_fallback names it")
     inference = _Inference(context)
     output = inference.run(op, args, kwargs, schema)
-    converter = _Converter(context)
+    converter = _Converter(context, op)
     call_args = tuple(converter.convert(arg) for arg in args)
     call_kwargs = tuple((name, converter.convert(arg)) for name, arg in kwargs.items())
     results = _describe_results(context, op, args, kwargs, output, inference, schema)
@@ -415,8 +435,9 @@ def _flat(arg: Any) -> list[Any]:
 class _Converter:
     """Arguments of a call as they stand in a `Call`: tokens, constants in order, literals, lists as tuples."""
 
-    def __init__(self, context: DeviceContext) -> None:
+    def __init__(self, context: DeviceContext, op: torch._ops.OpOverload) -> None:
         self.context = context
+        self.floats_are_structure = id(op) in _float_shaped_ops
         self.num_constants = 0
 
     def convert(self, arg: Any) -> Any:
@@ -428,7 +449,7 @@ class _Converter:
             return tuple(self.convert(item) for item in arg)
         if isinstance(arg, torch.device):
             return self.context.backing
-        if isinstance(arg, float) or (isinstance(arg, int) and type(arg) not in (int, bool)):
+        if isinstance(arg, float) and not self.floats_are_structure:
             self.num_constants += 1
             return Constant(self.num_constants - 1)
         return arg

@@ -372,6 +372,12 @@ class LazyGraphExecutor:
             )
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "trace too long")
 
+    def change_default_dtype(self, context: DeviceContext) -> None:
+        """Start afresh after `torch.set_default_dtype`, which no key mentions but stored metadata rests on."""
+        self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "torch.set_default_dtype")
+        if context.trace.default_dtype is not torch.get_default_dtype():
+            context.new_trace()
+
     def read(self, data: TensorData, cause: str) -> torch.Tensor:
         """The real tensor of `data`, computed first if need be. It is the tensor's own memory: do not write to it."""
         context = data.context

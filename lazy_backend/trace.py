@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 
+import torch
+
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.canonical import storage_of_tokens
 from lazy_backend.lowering.program import Call, Cut
@@ -14,10 +16,11 @@ class Trace:
     """A cursor into the trie, and the data that goes with this walk through it.
 
     The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
-    path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time.
+    path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time;
+    `default_dtype` holds for the whole trace.
     """
 
-    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start")
+    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start", "default_dtype")
 
     def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
         self.epoch = object()
@@ -28,6 +31,7 @@ class Trace:
         self.seeds: list[int] = []
         self.pending: list[weakref.ref[LazyStorage]] = []
         self.start = start
+        self.default_dtype = torch.get_default_dtype()
 
     def is_empty(self) -> bool:
         return self.cursor.depth == 0

@@ -1,0 +1,94 @@
+"""What a path distinguishes, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import assert_same, count
+
+import lazy_backend
+
+
+@torch.library.custom_op("lazy_test::repeat", mutates_args=())
+def repeat(x: torch.Tensor, times: float) -> torch.Tensor:
+    return x.repeat(int(times))
+
+
+@repeat.register_fake
+def _(x: torch.Tensor, times: float) -> torch.Tensor:
+    return x.repeat(int(times))
+
+
+def each_in_a_step(program, values: list) -> list[torch.Tensor]:
+    """`program(device, value)` on the lazy device, one step per value, so that later ones meet the earlier paths."""
+    found = []
+    for value in values:
+        result = program("lazy", value)
+        lazy_backend.mark_step()
+        found.append(result.cpu())
+    return found
+
+
+PROGRAMS = {
+    "arange": (lambda device, end: torch.arange(0.0, end, 0.5, device=device), [1.0, 2.0, 1.0]),
+    "arange_step": (lambda device, step: torch.arange(0.0, 2.0, step, device=device), [0.5, 0.25]),
+    "custom_op": (lambda device, times: repeat(torch.ones(2).to(device), times), [1.0, 3.0]),
+    "int_or_bool": (lambda device, number: torch.ones(2).to(device) + number, [1, True, 1.0]),
+    "int_or_bool_times": (lambda device, number: torch.ones(2, dtype=torch.int64).to(device) * number, [1, True, 1.0]),
+    "zero_or_minus_zero": (lambda device, number: torch.zeros(2).to(device) * number, [0.0, -0.0]),
+    "nan": (lambda device, number: torch.ones(2).to(device) * number, [float("nan"), 1.0]),
+    "scalar_tensor": (lambda device, number: torch.ones(2).to(device) * torch.tensor(number), [1.0, 2, True]),
+    "interpolate": (
+        lambda device, scale: torch.nn.functional.interpolate(torch.ones(1, 1, 4).to(device), scale_factor=scale),
+        [2.0, 3.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_value_that_changes_the_result_changes_it(name: str) -> None:
+    program, values = PROGRAMS[name]
+    for found, value in zip(each_in_a_step(program, values), values, strict=True):
+        assert_same(found, program("cpu", value))
+
+
+def test_the_default_dtype_changes_results() -> None:
+    def made() -> torch.Tensor:
+        return torch.ones(2, dtype=torch.int64, device="lazy") / 2
+
+    assert made().dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert made().dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made().dtype == torch.float32
+
+
+def test_equal_constants_stay_two_inputs() -> None:
+    def step(one: float, two: float) -> torch.Tensor:
+        x = torch.ones(2).to("lazy")
+        result = x * torch.tensor(one) + torch.tensor(two)
+        lazy_backend.mark_step()
+        return result
+
+    step(2.0, 3.0)
+    with count("UncachedCompile") as unseen:
+        assert step(4.0, 4.0).tolist() == [8.0, 8.0]
+    assert unseen() == 0
+
+
+def test_floats_recompile_nothing() -> None:
+    lazy_backend.config.backend = "aot_eager"
+
+    def step(number: float) -> None:
+        result = torch.ones(2).to("lazy") * number + number
+        lazy_backend.mark_step()
+        assert result.tolist() == [2 * number] * 2
+
+    for number in (1.0, 2.0):
+        step(number)
+    with count("Compile") as compiles:
+        for number in range(20):
+            step(float(number))
+    assert compiles() == 0
