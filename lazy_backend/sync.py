@@ -268,10 +268,16 @@ class LazyGraphExecutor:
             before_waiting = perf_counter()
             self.tensor_collection_barrier(collection)
             waited = perf_counter() - before_waiting
-            context.count_path(trace.cursor)
-            # before the run is scheduled: it empties the collection when it is done
-            self.set_tensor_data(collection)
-            scheduled = self.schedule_sync_tensors_graph(collection, parameters, constants, seeds, bound, plan)
+            scheduled: Async | None = None
+            try:
+                context.count_path(trace.cursor)
+                # before the run is scheduled: it empties the collection when it is done
+                self.set_tensor_data(collection)
+                scheduled = self.schedule_sync_tensors_graph(collection, parameters, constants, seeds, bound, plan)
+            finally:
+                if scheduled is None:  # Ctrl-C: nobody else would give the lock back
+                    for unlock in collection.unlocker:
+                        unlock(None)
         seconds = perf_counter() - start - waited
         metrics.observe_step(counters, TraceTime=start - trace.start, DeviceLockWait=waited, SyncTime=seconds)
         if config.debug:
