@@ -1,0 +1,230 @@
+"""The public functions under the names of `torch._lazy`."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from harness import count, run_python
+
+import lazy_backend
+from lazy_backend import computation, debug, ir_cache, metrics
+
+# ----- step closures (after pytorch's test/lazy/test_step_closures.py)
+
+
+def total() -> torch.Tensor:
+    return torch.ones(3, device="lazy").sum()
+
+
+def test_a_closure_has_run_when_mark_step_returns() -> None:
+    seen: list[float] = []
+    lazy_backend.add_step_closure(lambda value: seen.append(value.item()), (total(),))
+    assert seen == []
+    lazy_backend.mark_step()
+    assert seen == [3.0]
+
+
+def test_mark_step_does_not_wait_for_an_asynchronous_closure() -> None:
+    may_run, seen = threading.Event(), []
+
+    def closure() -> None:
+        may_run.wait()
+        seen.append(1)
+
+    lazy_backend.add_step_closure(closure, run_async=True)
+    lazy_backend.mark_step()
+    assert seen == []
+    may_run.set()
+    lazy_backend.wait_device_ops()
+    assert seen == [1]
+
+
+def fail() -> None:
+    raise RuntimeError("closure failed")
+
+
+def test_an_error_of_a_closure_is_raised_by_mark_step() -> None:
+    lazy_backend.add_step_closure(fail)
+    with pytest.raises(RuntimeError, match="closure failed"):
+        lazy_backend.mark_step()
+    lazy_backend.mark_step()
+
+
+@pytest.mark.parametrize("next_call", [lazy_backend.mark_step, lambda: lazy_backend.add_step_closure(print)])
+def test_an_error_of_an_asynchronous_closure_is_raised_once_by_the_next_call(next_call) -> None:
+    failed = threading.Event()
+
+    def closure() -> None:
+        failed.set()
+        fail()
+
+    lazy_backend.add_step_closure(closure, run_async=True)
+    lazy_backend.mark_step()
+    failed.wait()
+    with pytest.raises(RuntimeError, match="closure failed"):
+        lazy_backend.wait_device_ops()
+    next_call()
+    lazy_backend.mark_step()
+
+
+def test_an_error_of_the_last_closure_is_printed_at_exit(tmp_path: Path) -> None:
+    code = """
+import sys; sys.stderr = sys.stdout
+import lazy_backend
+def closure(): raise RuntimeError("nobody asked")
+lazy_backend.add_step_closure(closure, run_async=True)
+lazy_backend.mark_step()
+"""
+    out = run_python(code, tmp_path)
+    assert "an asynchronous step closure failed" in out
+    assert "nobody asked" in out
+
+
+def test_a_thread_that_logs_cuts_nothing() -> None:
+    weight = torch.zeros(4, 4, device="lazy", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    logged: list[float] = []
+    for _ in range(30):
+        loss = ((torch.ones(4, 4, device="lazy") @ weight).tanh() - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        lazy_backend.add_step_closure(lambda value: logged.append(value.item()), (loss.detach(),), run_async=True)
+        lazy_backend.mark_step()
+    lazy_backend.wait_device_ops()
+    assert len(logged) == 30
+    assert metrics.counter_value("GraphCut") == 0
+
+
+# ----- reads
+
+
+def test_a_read_of_what_is_computed_cuts_nothing() -> None:
+    computed = torch.ones(3, device="lazy") + 1
+    lazy_backend.mark_step()
+    pending = computed * 2
+    with count("GraphCut") as cuts:
+        assert computed.tolist() == [2.0, 2.0, 2.0]
+    assert cuts() == 0
+    assert pending.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_read_of_what_is_written_in_this_step_sees_the_write() -> None:
+    computed = torch.ones(3, device="lazy") + 1
+    view = computed[1:]
+    lazy_backend.mark_step()
+    view.mul_(5)
+    assert computed.tolist() == [2.0, 10.0, 10.0]
+
+
+def test_nothing_is_computed_twice() -> None:
+    x = total()
+    x.item()
+    with count("SyncTensorsGraph") as syncs:
+        x.item()
+        lazy_backend.mark_step()
+    assert syncs() == 0
+
+
+def test_sync_multi_computes_the_tensors() -> None:
+    x, y = total(), total()
+    lazy_backend.sync_multi([x])
+    with count("GraphCut") as cuts:
+        assert (x.item(), y.item()) == (3.0, 3.0)
+    assert cuts() == 0
+
+
+# ----- looking
+
+
+def test_dump_ir_text() -> None:
+    text = debug.dump_ir([total() * 0.5], "text")
+    assert "aten.mul(%1, c0)  # " in text
+    assert "test_api.py:" in text
+
+
+def test_dump_ir_backend() -> None:
+    assert "torch.ops.aten.sum.default" in debug.dump_ir([total()], "backend")
+
+
+def test_dump_ir_of_another_format() -> None:
+    with pytest.raises(ValueError, match="expected 'text' or 'backend'"):
+        debug.dump_ir([total()], "xml")
+
+
+def test_looking_runs_nothing() -> None:
+    x = total()
+    with count("SyncTensorsGraph") as syncs:
+        debug.dump_ir([x])
+        debug.render_ir_graph([x])
+        computation.get_graph_hash([x])
+    assert syncs() == 0
+    assert x.item() == 3.0
+
+
+def test_render_ir_graph() -> None:
+    x = torch.ones(2, device="lazy")
+    x.add_(1)
+    dot = debug.render_ir_graph([x])
+    assert dot.startswith("digraph G {")
+    assert "n0 -> n1" in dot
+
+
+def test_a_graph_hash_names_the_program_in_every_process(tmp_path: Path) -> None:
+    code = """
+import torch, lazy_backend
+lazy_backend.config.compile = "foreground"
+lazy_backend.config.backend = "eager"
+print(lazy_backend.computation.get_graph_hash([torch.ones(3, device="lazy").sum()]))
+"""
+    assert run_python(code, tmp_path).split() == [computation.get_graph_hash([total()])]
+
+
+def test_a_graph_hash_takes_lazy_tensors() -> None:
+    with pytest.raises(TypeError, match="expected lazy tensors, got one on cpu"):
+        computation.get_graph_hash([torch.ones(2)])
+
+
+def test_ir_cache(tmp_path: Path) -> None:
+    total()
+    ir_cache.dump(str(tmp_path / "trie.dot"))
+    assert "aten.sum" in (tmp_path / "trie.dot").read_text()
+    x = total()
+    ir_cache.reset()
+    assert x.item() == 3.0
+
+
+def test_debug_states() -> None:
+    for _ in range(3):
+        total().item()
+    (state,) = computation.get_debug_states().values()
+    assert (state.runs, state.plan, state.compiles) == (3, "optimized", 1)
+
+
+# ----- metrics
+
+
+def test_counters_have_the_names_of_ltc() -> None:
+    total().item()
+    torch.nonzero(torch.ones(2, device="lazy"))
+    lazy_backend.mark_step()
+    names = {"MarkStep", "UncachedCompile", "CreateLtcTensor", "lazy::sum", "aten::nonzero"}
+    assert names <= set(metrics.counter_names())
+    assert metrics.counter_value("lazy::sum") == 1
+
+
+def test_reset_sets_everything_to_zero() -> None:
+    total().item()
+    metrics.reset()
+    assert metrics.counter_names() == []
+    assert metrics.metric_names() == []
+
+
+def test_reports() -> None:
+    total().item()
+    assert "Counter: lazy::sum" in metrics.metrics_report()
+    assert "Metric: ExecuteTime" in metrics.metrics_report()
+    assert "GraphCut: item() at " in metrics.short_report()
