@@ -1,0 +1,274 @@
+"""Benchmark: what recording costs, and how fast training runs beside eager, torch.compile and LTC.
+
+    python tools/bench.py --quick
+    python tools/bench.py --threads 1 --markdown --json results.json
+
+In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
+Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
+and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
+See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
+from tables import Result, make_tables, render
+from workloads import WORKLOADS
+
+FIRST_STEPS = 60
+GROWTH_LENGTHS = [100, 1_000, 10_000]
+GROWTH_BUDGET = 60.0  # seconds for the first sight of one length
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured."""
+
+    workloads: Sequence[str]
+    contenders: Sequence[str]
+    rounds: int
+    threads: int
+    traced_steps: int
+    growth: Sequence[int]
+    memory: bool
+
+
+class WorkerFailed(Exception):
+    """A worker answered with an error, or died."""
+
+
+class Worker:
+    """A process that runs one contender on one workload."""
+
+    def __init__(self, contender: str, workload: str, threads: int, environment: dict[str, str]) -> None:
+        self.contender = contender
+        self._folder = tempfile.mkdtemp(prefix="bench-")
+        self._log: IO[str] = (Path(self._folder) / "log").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", contender, "--workload", workload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=self._environment(threads) | environment,
+        )
+
+    def _environment(self, threads: int) -> dict[str, str]:
+        changes = {
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(self._folder) / "cache"),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0" if self.contender in WITHOUT_AUTOLOAD else "1",
+        }
+        if threads:
+            # not torch.set_num_threads: MKL would obey it in the calling thread only
+            changes |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        return dict(os.environ) | changes
+
+    def ask(self, command: str, **arguments: Any) -> Result:
+        """Send a command and wait for its answer. Raises `WorkerFailed`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerFailed(f"the process ended with status {self._process.wait()}: {self._last_words()}")
+        reply: Result = json.loads(line)
+        if "error" in reply:
+            raise WorkerFailed(" ".join(reply["error"].split())[:300])
+        return reply
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        return lines[-1][:300] if lines else "it printed nothing"
+
+    def close(self) -> None:
+        """End the process and remove its caches."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _worker(contender: str, workload: str, plan: Plan, environment: dict[str, str] | None = None) -> Iterator[Worker]:
+    worker = Worker(contender, workload, plan.threads, environment or {})
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+# ----- one workload
+
+
+def measure_workload(name: str, plan: Plan) -> Result:
+    """Cold starts one after the other, then rounds in turn, then memory."""
+    workload = WORKLOADS[name]
+    results: dict[str, Result] = {contender: {"rounds": [], "traces": []} for contender in plan.contenders}
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(_worker(contender, name, plan)) for contender in plan.contenders]
+        running = [worker for worker in workers if _start(worker, name, results[worker.contender])]
+        for number in range(plan.rounds):
+            _progress(f"{name}: round {number + 1} of {plan.rounds}")
+            running = [w for w in _rotated(running) if _round(w, workload.steps, plan, results[w.contender])]
+    if plan.memory:
+        for worker in running:
+            results[worker.contender]["memory"] = _measure_memory(worker.contender, name, plan)
+    return {"name": name, "title": workload.title, "steps": workload.steps, "contenders": results}
+
+
+def _start(worker: Worker, workload: str, result: Result) -> bool:
+    _progress(f"{workload}: the first {FIRST_STEPS} steps of {worker.contender}")
+    try:
+        result["start"] = worker.ask("start", steps=FIRST_STEPS)
+    except WorkerFailed as failure:
+        result["error"] = str(failure)
+        return False
+    return True
+
+
+def _round(worker: Worker, steps: int, plan: Plan, result: Result) -> bool:
+    try:
+        reply = worker.ask("round", steps=steps)
+        result["traces"].append(worker.ask("trace", steps=plan.traced_steps))
+    except WorkerFailed as failure:
+        result["error"] = str(failure)
+        return False
+    result["rounds"].append(reply["seconds"])
+    result["late_compiles"] = reply["compiles"] - result["start"]["compiles"]
+    return True
+
+
+def _rotated(workers: list[Worker]) -> list[Worker]:
+    """Nobody is always the one that runs after the slowest."""
+    return workers[1:] + workers[:1]
+
+
+def _measure_memory(contender: str, workload: str, plan: Plan) -> Result | None:
+    """In a fresh process, whose allocator is told to be thrifty and therefore slow."""
+    if not sys.platform.startswith("linux"):
+        return None
+    _progress(f"{workload}: memory of {contender}")
+    with _worker(contender, workload, plan, MEMORY_ENVIRONMENT) as worker:
+        worker.ask("start", steps=5)
+        return worker.ask("memory", steps=5)
+
+
+def measure_growth(plan: Plan) -> Result:
+    if not plan.growth:
+        return {}
+    _progress("growth")
+    with _worker("lazy-off", "mlp", plan) as worker:
+        return worker.ask("growth", lengths=list(plan.growth), repeats=5, budget=GROWTH_BUDGET)
+
+
+def measure(plan: Plan) -> Result:
+    """Everything in the plan, with what it was measured on."""
+    about = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "threads": plan.threads or torch.get_num_threads(),
+        "rounds": plan.rounds,
+    }
+    workloads = [measure_workload(name, plan) for name in plan.workloads]
+    return {"about": about, "workloads": workloads, "growth": measure_growth(plan)}
+
+
+def _progress(text: str) -> None:
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+# ----- command line
+
+
+def _names(known: dict[str, Any]) -> Any:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _lengths(text: str) -> list[int]:
+    return [length for length in map(int, text.split(",")) if length]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a subset, in less than two minutes")
+    parser.add_argument("--full", action="store_true", help="every workload, memory, traces of 100,000 calls")
+    parser.add_argument("--workloads", type=_names(WORKLOADS), help=f"comma-separated: {', '.join(WORKLOADS)}")
+    parser.add_argument("--contenders", type=_names(CONTENDERS), help=f"comma-separated: {', '.join(CONTENDERS)}")
+    parser.add_argument("--rounds", type=int, help="rounds per contender (default 5; 3 with --quick)")
+    parser.add_argument("--threads", type=int, default=0, help="threads per operator (default: as torch chooses)")
+    parser.add_argument("--growth", type=_lengths, help="comma-separated lengths of the long traces; 0 for none")
+    parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
+    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
+    parser.add_argument("--markdown", action="store_true", help="print markdown")
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--workload", choices=WORKLOADS, help=argparse.SUPPRESS)
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    quick, full = arguments.quick, arguments.full
+    workloads = (
+        ["mlp", "gpt-sgd"] if quick else list(WORKLOADS) if full else ["mlp", "gpt-sgd", "gpt-adamw", "gpt-slices"]
+    )
+    contenders = ["eager", "ltc", "lazy-eager", "lazy-off"] if quick else list(CONTENDERS)
+    lengths = GROWTH_LENGTHS + [100_000] * full
+    return Plan(
+        workloads=arguments.workloads or workloads,
+        contenders=arguments.contenders or contenders,
+        rounds=arguments.rounds or (3 if quick else 5),
+        threads=arguments.threads,
+        traced_steps=20 if quick else 30,
+        growth=lengths if arguments.growth is None else arguments.growth,
+        memory=arguments.memory or full,
+    )
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.worker:
+        serve(arguments.worker, arguments.workload)
+        return
+    results = measure(_plan(arguments))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    about = results["about"]
+    print(f"PyTorch {about['torch']}, Python {about['python']}, {about['cores']} cores, {about['threads']} threads, "
+          f"{about['rounds']} rounds\n")  # fmt: skip
+    shown = render["markdown" if arguments.markdown else "text"]
+    print("\n\n".join(map(shown, make_tables(results))))
+
+
+if __name__ == "__main__":
+    main()

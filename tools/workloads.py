@@ -1,0 +1,203 @@
+"""What the benchmark trains: an MLP and a small GPT, with the optimizers that go with them.
+
+In: a workload's name and a device. Out: a `Training`, whose `step()` is one training step without any `mark_step`.
+The weights and batches of a workload are the same on every device, so that losses can be compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+# Batches kept on the device and used in turn: uploads are not what is measured.
+NUM_BATCHES = 4
+
+
+class MLP(nn.Module):
+    """Three layers; `forward` gives the loss."""
+
+    def __init__(self, inputs: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes)
+        )
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.layers(inputs), targets)
+
+
+@dataclass(frozen=True, slots=True)
+class GPTSize:
+    """Sizes of a GPT and of its batches, in tokens."""
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    vocabulary: int = 256
+    length: int = 64
+    batch: int = 4
+    fused_attention: bool = False
+    slices: bool = False  # LTC's `split` is a fallback, and views of what a fallback returns fail there
+
+
+class Attention(nn.Module):
+    """Causal self-attention, spelt out or through `scaled_dot_product_attention`."""
+
+    mask: torch.Tensor
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.size = size
+        self.project_in = nn.Linear(size.width, 3 * size.width)
+        self.project_out = nn.Linear(size.width, size.width)
+        self.register_buffer("mask", torch.ones(size.length, size.length, dtype=torch.bool).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = (part.view(batch, length, self.size.heads, -1).transpose(1, 2) for part in self._parts(x))
+        mixed = self._mixed(q, k, v).transpose(1, 2).reshape(batch, length, width)
+        return self.project_out(mixed)
+
+    def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        width = x.shape[2]
+        projected = self.project_in(x)
+        if not self.size.slices:
+            return projected.split(width, dim=2)
+        return [projected[..., start : start + width] for start in range(0, 3 * width, width)]
+
+    def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.size.fused_attention:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+        return scores.masked_fill(self.mask, float("-inf")).softmax(-1) @ v
+
+
+class Block(nn.Module):
+    """One transformer layer, norms first."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(size.width)
+        self.attention = Attention(size)
+        self.norm2 = nn.LayerNorm(size.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A GPT with learnt positions; `forward` gives the loss."""
+
+    positions: torch.Tensor
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.token = nn.Embedding(size.vocabulary, size.width)
+        self.position = nn.Embedding(size.length, size.width)
+        self.blocks = nn.Sequential(*[Block(size) for _ in range(size.layers)])
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.register_buffer("positions", torch.arange(size.length))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.token(inputs) + self.position(self.positions)
+        logits = self.head(self.norm(self.blocks(x)))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(slots=True)
+class Training:
+    """A model, its optimizer and its data on one device. `forward` and `update` may be replaced by compiled forms."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Batch]
+    forward: Callable[..., torch.Tensor]
+    update: Callable[[], Any]
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def step(self) -> None:
+        """Forward, backward, optimizer. The loss is kept, not read."""
+        inputs, targets = next(self.batches)
+        loss = self.forward(inputs, targets)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.update()
+        self.loss = loss.detach()
+
+    def live_bytes(self) -> int:
+        """Bytes of parameters, buffers, gradients and optimizer state."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [p.grad for p in self.model.parameters() if p.grad is not None]
+        states = self.optimizer.state.values()
+        tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One thing to train."""
+
+    title: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    batch: Callable[[], Batch]
+    steps: int  # per round
+
+
+def _mlp_batch() -> Batch:
+    return torch.randn(64, 64), torch.randint(10, (64,))
+
+
+def _gpt_batch() -> Batch:
+    size = GPTSize()
+    tokens = torch.randint(size.vocabulary, (size.batch, size.length + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, foreach=False)
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=True)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+def _gpt(title: str, size: GPTSize, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Workload:
+    return Workload(f"GPT, {size.layers} layers, {title}", lambda: GPT(size), optimizer, _gpt_batch, 20)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "mlp": Workload("MLP, 3 layers, SGD", lambda: MLP(64, 256, 10), _sgd, _mlp_batch, 200),
+    "gpt-sgd": _gpt("foreach SGD with momentum", GPTSize(), _momentum),
+    "gpt-adamw": _gpt("foreach AdamW", GPTSize(), _adamw),
+    "gpt-slices": _gpt("slices for split, foreach SGD with momentum", GPTSize(slices=True), _momentum),
+    "gpt-sdpa": _gpt("scaled_dot_product_attention, foreach AdamW", GPTSize(fused_attention=True), _adamw),
+}
+
+
+def make_training(workload: Workload, device: str) -> Training:
+    """The workload on `device`, from seed 0."""
+    torch.manual_seed(0)
+    model = workload.model()
+    batches = [workload.batch() for _ in range(NUM_BATCHES)]
+    model = model.to(device)
+    moved = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+    optimizer = workload.optimizer(model.parameters())
+    return Training(model, optimizer, itertools.cycle(moved), model, optimizer.step)
