@@ -91,8 +91,11 @@ FLAGS: dict[str, Flag] = {
     ),
     "num_profiled_runs": Flag(1, _count, "Interpreted runs of a graph before it is compiled."),
     "max_specializations": Flag(4, _positive, "Compiled plans per graph, for floats that cannot be inputs."),
+    "max_compiled_nodes": Flag(
+        20_000, _positive, "Graphs with more nodes are interpreted, with a warning: compiling them would take hours."
+    ),
     "max_trace_length": Flag(
-        50_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
+        20_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),
     "trie_limit": Flag(1_000_000, _positive, "Recorded calls remembered per device; beyond it the trie starts afresh."),
     "computation_cache_size": Flag(

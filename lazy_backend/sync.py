@@ -220,7 +220,11 @@ class LazyGraphExecutor:
     def _policy(self) -> tuple[CompilePolicy, Environment]:
         """How to compile now, and all that a key depends on."""
         policy = CompilePolicy(
-            config.backend, config.compile != "off", config.num_profiled_runs, config.max_specializations
+            backend=config.backend,
+            enabled=config.compile != "off",
+            num_profiled_runs=config.num_profiled_runs,
+            max_specializations=config.max_specializations,
+            max_compiled_nodes=config.max_compiled_nodes,
         )
         return policy, environment(policy)
 

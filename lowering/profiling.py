@@ -46,6 +46,11 @@ class CompilePolicy:
     enabled: bool
     num_profiled_runs: int
     max_specializations: int
+    max_compiled_nodes: int
+
+
+class GraphTooLarge(RuntimeError):
+    """A graph above the bound: compilers take far more than linear time, so a forgotten mark_step would hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,10 @@ class ProfilingGraphExecutor:
             promoted &= self._changed
         lookup_backend(policy.backend)  # a misspelt name is the user's error, not the compiler's
         start = time.perf_counter()
+        nodes = len(self.graph.nodes)
         try:
+            if nodes > policy.max_compiled_nodes:
+                raise GraphTooLarge(f"it has more nodes than config.max_compiled_nodes = {policy.max_compiled_nodes}")
             plan = compile_graph(self.graph, constants, promoted, policy.backend)
         except Exception as error:
             self.error = error

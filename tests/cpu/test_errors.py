@@ -615,3 +615,19 @@ def test_a_callable_is_a_backend() -> None:
     config.backend = backend
     run_three_steps()
     assert seen == [1]
+
+
+def test_a_graph_that_is_too_large_is_interpreted_with_a_warning() -> None:
+    lazy_backend.config.max_compiled_nodes = 3
+
+    def step() -> torch.Tensor:
+        x = torch.ones(2, device="lazy")
+        for _ in range(5):
+            x = x + 1
+        lazy_backend.mark_step()
+        return x
+
+    step()
+    with pytest.warns(lazy_backend.CompileWarning, match=r"more nodes than config.max_compiled_nodes = 3"):
+        step()
+    assert step().tolist() == [6.0, 6.0]

@@ -13,7 +13,14 @@ from lazy_backend.lowering.profiling import CompilePolicy
 
 def policy(**changes) -> CompilePolicy:
     return CompilePolicy(
-        **{"backend": "eager", "enabled": True, "num_profiled_runs": 1, "max_specializations": 4} | changes
+        **{
+            "backend": "eager",
+            "enabled": True,
+            "num_profiled_runs": 1,
+            "max_specializations": 4,
+            "max_compiled_nodes": 1000,
+        }
+        | changes
     )
 
 

@@ -347,7 +347,9 @@ def test_operands_of_two_dtypes() -> None:
 
 # ----- which plan runs
 
-POLICY = CompilePolicy(backend="aot_eager", enabled=True, num_profiled_runs=1, max_specializations=2)
+POLICY = CompilePolicy(
+    backend="aot_eager", enabled=True, num_profiled_runs=1, max_specializations=2, max_compiled_nodes=1000
+)
 
 
 class Runs:
@@ -401,12 +403,14 @@ def test_a_bounded_scalar_still_finds_its_plans() -> None:
 
 
 def test_nothing_is_compiled_when_compiling_is_off() -> None:
-    off = CompilePolicy("aot_eager", enabled=False, num_profiled_runs=1, max_specializations=2)
+    off = CompilePolicy("aot_eager", enabled=False, num_profiled_runs=1, max_specializations=2, max_compiled_nodes=1000)
     assert Runs(scaled()[0]).kinds(1.0, 1.0, 1.0, policy=off) == ["interpreted"] * 3
 
 
 def test_more_profiled_runs_can_be_asked_for() -> None:
-    later = CompilePolicy("aot_eager", enabled=True, num_profiled_runs=3, max_specializations=2)
+    later = CompilePolicy(
+        "aot_eager", enabled=True, num_profiled_runs=3, max_specializations=2, max_compiled_nodes=1000
+    )
     assert Runs(scaled()[0]).kinds(*[1.0] * 4, policy=later) == ["interpreted"] * 3 + ["compiled"]
 
 
@@ -415,7 +419,7 @@ def test_a_compiler_that_fails_is_asked_once() -> None:
         raise ValueError("no compiler today")
 
     runs = Runs(scaled()[0])
-    policy = CompilePolicy(broken, enabled=True, num_profiled_runs=1, max_specializations=2)
+    policy = CompilePolicy(broken, enabled=True, num_profiled_runs=1, max_specializations=2, max_compiled_nodes=1000)
     assert runs.kinds(1.0, 1.0, 1.0, policy=policy) == ["interpreted"] * 3
     assert [str(report.error) for report in runs.reports] == ["no compiler today"]
     assert runs.executor.get_debug_state().plan == "fallback"
