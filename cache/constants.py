@@ -77,6 +77,12 @@ class DataCacheArena(Generic[B]):
                 cache = self._caches[device] = DataCache(*self._limits)
             return cache
 
+    def counts(self) -> tuple[int, int]:
+        """Hits and misses of all devices since the start."""
+        with self._lock:
+            caches = list(self._caches.values())
+        return sum(cache.hits for cache in caches), sum(cache.misses for cache in caches)
+
     def clear(self) -> None:
         with self._lock:
             for cache in self._caches.values():

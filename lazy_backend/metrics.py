@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 
 _SAMPLES = 1024
 
@@ -71,15 +69,6 @@ def observe_step(counters: tuple[str, ...], **values: float) -> None:
             _counters[counter] += 1
         for name, value in values.items():
             _metrics[name].add(value)
-
-
-@contextmanager
-def timed(name: str) -> Iterator[None]:
-    start = perf_counter()
-    try:
-        yield
-    finally:
-        observe(name, perf_counter() - start)
 
 
 def _all_counters() -> Counter[str]:

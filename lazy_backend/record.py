@@ -12,6 +12,7 @@ geometry and alias group. Not in it: floats (placeholders, the values go to the 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -686,6 +687,21 @@ def new_data(context: DeviceContext, tensor: torch.Tensor) -> LazyStorage:
 
 # Host constants that were uploaded once; read-only, shared by as many inputs as have the value.
 data_cache: DataCacheArena[torch.Tensor] = DataCacheArena(config.constants_cache_entries, config.constants_cache_bytes)
+_counted_before: Counter[str] = Counter()
+
+
+def _data_cache_counters() -> Counter[str]:
+    hits, misses = data_cache.counts()
+    counted = Counter(DeviceDataCacheHit=hits, DeviceDataCacheMiss=misses)
+    counted.subtract(_counted_before)
+    return counted
+
+
+def _reset_data_cache_counters() -> None:
+    _counted_before.update(_data_cache_counters())
+
+
+metrics.add_source(metrics.Source(_data_cache_counters, _reset_data_cache_counters))
 
 
 def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:

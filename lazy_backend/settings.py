@@ -158,7 +158,8 @@ class Config:
         lines = []
         for name, flag in FLAGS.items():
             env = f" [{flag.env}]" if flag.env else ""
-            lines.append(f"{name} = {getattr(self, name)!r} (default {flag.default!r}){env}\n    {flag.help}")
+            keyed = " Part of a computation's key." if flag.in_key else ""
+            lines.append(f"{name} = {getattr(self, name)!r} (default {flag.default!r}){env}\n    {flag.help}{keyed}")
         return "\n".join(lines)
 
     # names of torch._lazy.config

@@ -79,10 +79,6 @@ def _is_comparison(node: Node) -> bool:
     return _base_name(node) in _COMPARISONS
 
 
-def _is_foreach(node: Node) -> bool:
-    return node.op._schema.name.startswith("aten::_foreach_")
-
-
 def _targets(node: Node) -> tuple[Value | None, ...]:
     """The values a rule gives: an in-place foreach returns nothing and writes its first list."""
     return node.mutates if node.mutates else node.outputs

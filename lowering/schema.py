@@ -29,7 +29,6 @@ class OpSchema:
     mutates: tuple[Operand, ...]
     returns: tuple[ReturnAlias, ...]
     returns_list: bool
-    changes_metadata: bool  # in place: `t_`, `resize_`
 
 
 @functools.cache
@@ -55,5 +54,4 @@ def schema_of(op: torch._ops.OpOverload) -> OpSchema:
         mutates=tuple(operand for operand, info in operands if info is not None and info.is_write),
         returns=tuple(returns),
         returns_list=len(op._schema.returns) == 1 and str(op._schema.returns[0].type).startswith("List"),
-        changes_metadata=torch.Tag.inplace_view in op.tags,
     )

@@ -235,10 +235,12 @@ def _traced_step(
 def memory(contender: Contender, training: Training, steps: int) -> Reply:
     """Bytes that live between two steps, and how far resident memory rises above that within steps.
 
-    Needs Linux, and a process whose allocator gives memory back at once (`MEMORY_ENVIRONMENT`).
+    Needs Linux with glibc, and a process whose allocator gives memory back at once (`MEMORY_ENVIRONMENT`).
     """
     contender.wait()
     gc.collect()
+    # free memory in the middle of the heap, as a compile leaves it, would hide what the steps take from it
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     idle = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # starts VmHWM, the peak of VmRSS, afresh
     run_round(contender, training, steps)

@@ -216,6 +216,13 @@ def test_counters_have_the_names_of_ltc() -> None:
     assert metrics.counter_value("lazy::sum") == 1
 
 
+def test_equal_host_constants_are_uploaded_once() -> None:
+    for _ in range(3):
+        _ = torch.ones(2, device="lazy") * torch.tensor(0.12345)
+    assert metrics.counter_value("DeviceDataCacheMiss") <= 1
+    assert metrics.counter_value("DeviceDataCacheHit") >= 2
+
+
 def test_reset_sets_everything_to_zero() -> None:
     total().item()
     metrics.reset()
