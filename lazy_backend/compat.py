@@ -42,6 +42,7 @@ def redirect_torch_lazy(mark_step: Callable[..., None], wait_device_ops: Callabl
     """`torch._lazy.mark_step()` and `wait_device_ops()` reach this package: PyTorch's own test helpers call them."""
     torch._C._lazy._mark_step = lambda device, devices, wait: mark_step(device, wait=wait)
     torch._C._lazy._wait_device_ops = lambda devices: wait_device_ops(devices)
+    torch._C._lazy._get_default_device_type = lambda: "lazy"
 
 
 def support_foreach() -> None:

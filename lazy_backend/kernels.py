@@ -198,6 +198,14 @@ def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return record(aten._native_batch_norm_legit.default, args, {})
 
 
+def _view_as_real(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Of a conjugated view, which eager resolves first where it sees the bit; a lazy tensor does not show it."""
+    source = args[0]
+    if source._data.meta.conj:
+        source = record(aten.conj_physical.default, (record(aten._conj.default, (source,), {}),), {})
+    return record(op, (source,), {})
+
+
 def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`zeros_like(x, device=...)` and its like: only the geometry of `x` counts."""
     device = kwargs.get("device")
@@ -263,6 +271,7 @@ def install_handlers() -> None:
         add_handler(op, _run_at_once("it resizes an operand"))
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
     add_handler(aten.native_batch_norm.default, _native_batch_norm)
+    add_handler(aten.view_as_real.default, _view_as_real)
     for op in _LIKE_OPS:
         add_handler(op, _other_device)
 
@@ -361,6 +370,8 @@ def install_factories(library: torch.library.Library) -> None:
     library.impl("empty.memory_format", _empty_memory_format, "Lazy")
     library.impl("empty_strided", _empty_strided, "Lazy")
     library.impl("_copy_from", _lazy_copy_from, "Lazy")
+    # zeros that autograd makes up; a lazy one costs nothing until it is used
+    library.impl("_efficientzerotensor", _factory(aten.zeros.default), "Lazy")
     for name in _FACTORIES:
         packet, _, overload = name.partition(".")
         library.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "Lazy")

@@ -235,3 +235,14 @@ def test_reports() -> None:
     assert "Counter: lazy::sum" in metrics.metrics_report()
     assert "Metric: ExecuteTime" in metrics.metrics_report()
     assert "GraphCut: item() at " in metrics.short_report()
+
+
+def test_torch_lazy_reaches_this_package(tmp_path: Path) -> None:
+    code = """
+import torch, torch._lazy, lazy_backend
+x = torch.ones(2, device="lazy")
+torch._lazy.mark_step()
+torch._lazy.wait_device_ops()
+print(lazy_backend.metrics.counter_value("MarkStep"))
+"""
+    assert run_python(code, tmp_path) == "1\n"

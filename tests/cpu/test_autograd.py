@@ -426,3 +426,18 @@ def test_saved_tensors_hooks_see_lazy_tensors() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         leaf("lazy", 4).exp()
     assert seen == [lazy_backend.LazyTensor]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.fft.hfft(torch.complex(x, x)).sum(),  # its backward views a conjugated tensor as real
+        lambda x: torch.sgn(x).sum(),  # its gradient is a zero that autograd makes up
+    ],
+)
+def test_gradients_that_take_odd_ways(function) -> None:
+    gradients = []
+    for device in ("lazy", "cpu"):
+        x = leaf(device, 4)
+        gradients.append(torch.autograd.grad(function(x), x)[0])
+    assert_same(*gradients)
