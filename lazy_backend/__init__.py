@@ -12,7 +12,7 @@
         lazy_backend.mark_step()
 
 Operators on `device="lazy"` are recorded, not run. `mark_step()` cuts what was recorded, finds its computation in a
-cache, and runs it in the background.
+cache, and runs it.
 """
 
 from lazy_backend import computation, debug, ir_cache, metrics

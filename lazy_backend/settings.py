@@ -89,6 +89,13 @@ FLAGS: dict[str, Flag] = {
         "Number of logical lazy devices when the backing device is the CPU. On CUDA there is one per GPU.",
         "LAZY_BACKEND_NUM_DEVICES",
     ),
+    "run_in_background": Flag(
+        "auto",
+        _choice("auto", "always", "never"),
+        "Whether runs happen on the device's own thread, or within mark_step. 'auto': on CUDA, and on the CPU if "
+        "operators use one thread; with more, two OpenMP teams would share the cores and runs take twice as long.",
+        "LAZY_BACKEND_RUN_IN_BACKGROUND",
+    ),
     "num_profiled_runs": Flag(1, _count, "Interpreted runs of a graph before it is compiled."),
     "max_specializations": Flag(4, _positive, "Compiled plans per graph, for floats that cannot be inputs."),
     "max_compiled_nodes": Flag(

@@ -6,6 +6,13 @@ Method names follow the seed document lazy_graph_executor, in snake_case.
 Note [A read cuts the graph]
 Whatever needs a value runs everything pending on the device, once, and waits. Nothing is ever computed twice: unlike
 in LTC and torch_xla, a read is not a separate graph whose operators stay pending. Every cut is counted with its cause.
+
+Note [Where a run happens]
+On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU that
+thread would have an OpenMP team of its own beside the main thread's: with more threads than cores, libgomp sleeps
+between parallel regions, and a GPT's step took twice as long (30 against 15 ms, two cores), far more than overlapping
+it with recording gains. So unless operators use one thread, a CPU run happens within the call that synced. Locks,
+errors and poisoning are the same; `config.run_in_background` decides.
 """
 
 from __future__ import annotations
@@ -88,7 +95,10 @@ class Async:
         self.mwait.wait()
 
     def run(self) -> None:
-        """On the device's queue: compute, hand out the results, give back the lock with the exception if any."""
+        """Compute, hand out the results, give back the lock with the exception if there is one.
+
+        An exception is never raised here, so that it surfaces in the same way wherever the run happens; but Ctrl-C is.
+        """
         error: BaseException | None = None
         start = perf_counter()
         try:
@@ -107,9 +117,12 @@ class Async:
         context = self.collection.context
         if config.debug >= 2:
             print(f"lazy_backend: {context.device} ran in {seconds * 1e3:.2f} ms", file=sys.stderr)
+        interrupted = isinstance(error, KeyboardInterrupt)
         for unlock in self.collection.unlocker:
-            unlock(error)
+            unlock(None if interrupted else error)
         self.mwait.done(error)
+        if interrupted and error is not None:
+            raise error
 
     def _execute(self) -> None:
         inputs = [_resolve(data, base) for data, base in self.parameters_data]
@@ -120,7 +133,7 @@ class Async:
             outputs[place] = None  # type: ignore[call-overload]
 
     def _describe(self, raised: BaseException) -> BaseException:
-        if isinstance(raised, PoisonedTensorError):
+        if isinstance(raised, PoisonedTensorError | KeyboardInterrupt):
             return raised
         collection, computation = self.collection, self.cached_computation.computation
         error = ExecutionError(
@@ -254,6 +267,7 @@ class LazyGraphExecutor:
     ) -> Async | None:
         """Cut the trace of `context` and schedule it; None if there was nothing to run."""
         start = perf_counter()
+        background = self.runs_in_background(context)
         with context.lock:
             trace = context.trace
             if trace.is_empty():
@@ -277,13 +291,18 @@ class LazyGraphExecutor:
                 context.count_path(trace.cursor)
                 # before the run is scheduled: it empties the collection when it is done
                 self.set_tensor_data(collection)
-                scheduled = self.schedule_sync_tensors_graph(collection, parameters, constants, seeds, bound, plan)
+                scheduled = Async(collection, parameters, list(collection.storages), constants, seeds, bound, plan)
+                if background:
+                    self.schedule_sync_tensors_graph(scheduled)
             finally:
                 if scheduled is None:  # Ctrl-C: nobody else would give the lock back
                     for unlock in collection.unlocker:
                         unlock(None)
         seconds = perf_counter() - start - waited
         metrics.observe_step(counters, TraceTime=start - trace.start, DeviceLockWait=waited, SyncTime=seconds)
+        if not background:
+            # outside the context's lock, so that other threads may record meanwhile
+            scheduled.run()
         if config.debug:
             self._print_sync(collection, bound, plan, seconds)
         if sync_config.force_ltc_data:
@@ -313,19 +332,15 @@ class LazyGraphExecutor:
                 context.new_trace()
             raise
 
-    def schedule_sync_tensors_graph(
-        self,
-        collection: SyncTensorCollection,
-        parameters: list[tuple[TensorData, bool]],
-        constants: list[float],
-        seeds: list[int],
-        bound: CachedComputation,
-        plan: ExecutionPlan,
-    ) -> Async:
+    def runs_in_background(self, context: DeviceContext) -> bool:
+        """Whether a run happens on the device's thread. See Note [Where a run happens]."""
+        if config.run_in_background == "auto":
+            return context.backing.type != "cpu" or torch.get_num_threads() == 1
+        return bool(config.run_in_background == "always")
+
+    def schedule_sync_tensors_graph(self, scheduled: Async) -> None:
         """Hand the run to the device's queue. The lock is held and will be given back by the run."""
-        scheduled = Async(collection, parameters, list(collection.storages), constants, seeds, bound, plan)
-        collection.context.queue.add(scheduled.run)
-        return scheduled
+        scheduled.collection.context.queue.add(scheduled.run)
 
     def set_tensor_data(self, collection: SyncTensorCollection) -> None:
         """From here on the live storages wait for the run, and the next call starts a new trace."""

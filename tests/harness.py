@@ -35,6 +35,7 @@ def reset_state() -> None:
         object.__setattr__(config, name, value)
     config.backend = "eager"
     config.check_graphs = True
+    config.run_in_background = "always"  # the harder case; a few files run in both
     contexts.current = 0
     ir_cache.reset()
     executor.get_computation_cache().clear()

@@ -99,6 +99,41 @@ def test_a_thread_that_logs_cuts_nothing() -> None:
     assert metrics.counter_value("GraphCut") == 0
 
 
+# ----- where a run happens
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads", "background"),
+    [("always", 2, True), ("never", 1, False), ("auto", 1, True), ("auto", 2, False)],
+)
+def test_where_a_run_happens(setting: str, threads: int, background: bool) -> None:
+    lazy_backend.config.run_in_background = setting
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ran_on.clear()
+        noted = note_thread(torch.ones(2, device="lazy"))
+        lazy_backend.mark_step(wait=True)
+    finally:
+        torch.set_num_threads(before)
+    assert noted.tolist() == [1.0, 1.0]
+    assert (ran_on[-1] is not threading.main_thread()) == background
+
+
+ran_on: list[threading.Thread] = []
+
+
+@torch.library.custom_op("lazy_test::note_thread", mutates_args=())
+def note_thread(x: torch.Tensor) -> torch.Tensor:
+    ran_on.append(threading.current_thread())
+    return x.clone()
+
+
+@note_thread.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 # ----- reads
 
 

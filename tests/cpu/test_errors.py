@@ -28,6 +28,11 @@ from lazy_backend.context import contexts
 fail = {"now": False, "thread": None}
 
 
+@pytest.fixture(autouse=True, params=["always", "never"])
+def where_runs_happen(request: pytest.FixtureRequest) -> None:
+    lazy_backend.config.run_in_background = request.param
+
+
 @torch.library.custom_op("lazy_test::fragile", mutates_args=())
 def fragile(x: torch.Tensor) -> torch.Tensor:
     fail["thread"] = threading.current_thread()
@@ -208,6 +213,7 @@ def test_the_tensors_of_a_refused_call_still_work() -> None:
 
 
 def test_an_operator_runs_in_the_background() -> None:
+    lazy_backend.config.run_in_background = "always"
     fragile(torch.ones(3, device="lazy")).cpu()
     assert fail["thread"] is not threading.current_thread()
 

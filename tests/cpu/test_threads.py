@@ -16,6 +16,11 @@ from lazy_backend import LazyTensor
 from lazy_backend.context import lockers
 
 
+@pytest.fixture(autouse=True, params=["always", "never"])
+def where_runs_happen(request: pytest.FixtureRequest) -> None:
+    lazy_backend.config.run_in_background = request.param
+
+
 def in_threads(*functions: Callable[[], object]) -> list[object]:
     """Run the functions at the same time, each on its own thread; returns their results, raises their first error."""
     results: list[object] = [None] * len(functions)
@@ -162,6 +167,7 @@ def test_a_data_loader_feeds_the_device() -> None:
 
 
 def test_mark_step_returns_before_the_run_is_done() -> None:
+    lazy_backend.config.run_in_background = "always"
     release = threading.Event()
     device = lazy_backend.context.contexts.get_device_context(0)
     device.queue.add(lambda: release.wait(timeout=30))
