@@ -28,6 +28,11 @@ from lazy_backend.trace import Trace
 lockers = DeviceLockerArena()
 
 
+def _new_queue(index: int) -> DeviceQueue:
+    # asking for the number of threads makes a new thread obey torch.set_num_threads: MKL would take all cores
+    return DeviceQueue(f"lazy:{index}", on_start=torch.get_num_threads)
+
+
 class DeviceContext:
     """The state of one lazy device. `lock` guards the trace; a run never takes it."""
 
@@ -38,7 +43,7 @@ class DeviceContext:
         self.lock = threading.RLock()
         self.trie: Trie[Call | Cut] = Trie()
         self.trace = Trace(self.trie.root, perf_counter())
-        self.queue = DeviceQueue(f"lazy:{index}")
+        self.queue = _new_queue(index)
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
         self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
         self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
@@ -230,7 +235,7 @@ class DeviceContextArena:
         self._lock = threading.Lock()
         for context in self._contexts.values():
             context.lock = threading.RLock()
-            context.queue = DeviceQueue(f"lazy:{context.index}")
+            context.queue = _new_queue(context.index)
         lockers.reset_after_fork()
 
 

@@ -127,10 +127,11 @@ class MultiWait:
 
 
 class DeviceQueue:
-    """Runs tasks one after the other on a thread of its own, started at the first task."""
+    """Runs tasks one after the other on a thread of its own, started at the first task; `on_start` is called there."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_start: Callable[[], object] = lambda: None) -> None:
         self.name = name
+        self._on_start = on_start
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -151,6 +152,7 @@ class DeviceQueue:
         return not thread.is_alive()
 
     def _run(self) -> None:
+        self._on_start()
         while (task := self._tasks.get()) is not None:
             task()
             del task  # or it would keep its tensors until the next one comes
