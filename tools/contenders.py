@@ -132,16 +132,22 @@ def _recorded_calls() -> int:
 
 
 def _hold_queue() -> Callable[[], None]:
-    """Put a task in front of the next run: then a sync is timed without a run that competes for the GIL."""
+    """Put a task in front of the next run: then a sync is timed without a run, within it or beside it."""
+    from lazy_backend import config
     from lazy_backend.context import contexts
 
     released = threading.Event()
+    setting, config.run_in_background = config.run_in_background, "always"
 
     def task() -> None:
         released.wait()
 
+    def release() -> None:
+        config.run_in_background = setting
+        released.set()
+
     contexts.get_device_context(None).queue.add(task)
-    return released.set
+    return release
 
 
 CONTENDERS: dict[str, Callable[[], Contender]] = {
