@@ -709,7 +709,7 @@ def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.dim() or tensor.device.type != "cpu":
         return tensor.to(context.backing, copy=True)
-    key = ConstantKey(tensor.dtype, (), tensor.reshape(1).view(torch.uint8).numpy().tobytes())
+    key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))
     return data_cache.get_data_cache(context.index).get_device_data(key, lambda: tensor.to(context.backing, copy=True))
 
 
