@@ -303,6 +303,7 @@ class LazyGraphExecutor:
         if not background:
             # outside the context's lock, so that other threads may record meanwhile
             scheduled.run()
+            context.trace.start = perf_counter()  # the run is no part of the next step's recording
         if config.debug:
             self._print_sync(collection, bound, plan, seconds)
         if sync_config.force_ltc_data:
