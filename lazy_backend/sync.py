@@ -300,6 +300,7 @@ class LazyGraphExecutor:
                         unlock(None)
         seconds = perf_counter() - start - waited
         metrics.observe_step(counters, TraceTime=start - trace.start, DeviceLockWait=waited, SyncTime=seconds)
+        del trace  # or it would keep every input alive during a run right here
         if not background:
             # outside the context's lock, so that other threads may record meanwhile
             scheduled.run()

@@ -39,7 +39,9 @@ def step(keep: bool) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("backend", ["interpreted", "eager", "aot_eager"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_input_lives_as_long_as_somebody_needs_it(backend: str, keep: bool) -> None:
+@pytest.mark.parametrize("where", ["always", "never"])
+def test_an_input_lives_as_long_as_somebody_needs_it(backend: str, keep: bool, where: str) -> None:
+    lazy_backend.config.run_in_background = where
     lazy_backend.config.compile = "off" if backend == "interpreted" else "foreground"
     lazy_backend.config.backend = "eager" if backend == "interpreted" else backend
     for _ in range(3):
