@@ -831,6 +831,3 @@ class _RunAtOnce:
             if operand.untyped_storage()._cdata == place:
                 return wrap(ViewData(self.context, None, None, meta_of(real), lazy._data.storage))
         return wrap(new_data(self.context, real))
-
-
-__all__ = ["dispatch", "enter", "record", "record_factory", "run_at_once", "upload"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.lowering.ir import Constant, TensorMeta
+from lazy_backend.lowering.ir import TensorMeta
 
 
 class Token:
@@ -120,6 +120,3 @@ class Cut:
     """A call that is not recorded: it runs at once on the backing device. Stands in the trie so that it is known."""
 
     reason: str
-
-
-__all__ = ["SLOTS", "INPUTS", "Call", "Constant", "Cut", "Entered", "Fresh", "Result", "Same", "Token", "View"]
