@@ -422,11 +422,12 @@ class LazyGraphExecutor:
         """
         with context.lock:
             trace = context.trace
-            touched = [s for s in storages if s in trace.groups]
-            pending = any(self.should_sync_tensor(s) and s.epoch is trace.epoch for s in storages)
-            needs_cut = pending or bool(
-                touched and not trace.written_groups().isdisjoint(map(trace.groups.get, touched))
-            )
+            # an input may be without its value as well, while the run that makes it is under way: that needs no cut
+            made_here = [s for s in storages if s.epoch is trace.epoch and s not in trace.groups]
+            needs_cut = any(map(self.should_sync_tensor, made_here))
+            used = {trace.groups[s] for s in storages if s in trace.groups}
+            if used and not needs_cut:
+                needs_cut = not used.isdisjoint(trace.written_groups())
         if needs_cut:
             self.cut(context, cause)
         else:

@@ -11,6 +11,7 @@ from harness import count, run_python
 
 import lazy_backend
 from lazy_backend import computation, debug, ir_cache, metrics
+from lazy_backend.context import contexts
 
 # ----- step closures (after pytorch's test/lazy/test_step_closures.py)
 
@@ -141,6 +142,19 @@ def test_a_read_of_what_is_computed_cuts_nothing() -> None:
     computed = torch.ones(3, device="lazy") + 1
     lazy_backend.mark_step()
     pending = computed * 2
+    with count("GraphCut") as cuts:
+        assert computed.tolist() == [2.0, 2.0, 2.0]
+    assert cuts() == 0
+    assert pending.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_read_of_what_is_under_way_waits_and_cuts_nothing() -> None:
+    release = threading.Event()
+    contexts.get_device_context(0).queue.add(release.wait)
+    computed = torch.ones(3, device="lazy") + 1
+    lazy_backend.mark_step()
+    pending = computed * 2
+    threading.Timer(0.2, release.set).start()
     with count("GraphCut") as cuts:
         assert computed.tolist() == [2.0, 2.0, 2.0]
     assert cuts() == 0
