@@ -10,19 +10,13 @@ from typing import Any
 
 import torch
 
+from lazy_backend.at_once import run_at_once
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.lowering.ir import contiguous_stride, empty_of, intern_meta
-from lazy_backend.record import (
-    add_handler,
-    learn,
-    new_data,
-    new_unwritten,
-    record,
-    record_factory,
-    run_at_once,
-    upload,
-)
+from lazy_backend.operators import learn
+from lazy_backend.outside import new_data, new_unwritten, upload
+from lazy_backend.record import add_handler, record, record_factory
 from lazy_backend.sites import user_site
 from lazy_backend.storage import LazyUntypedStorage
 from lazy_backend.sync import executor

@@ -16,7 +16,7 @@ import torch
 import lazy_backend
 from lazy_backend import closures, ir_cache, metrics
 from lazy_backend.context import contexts
-from lazy_backend.record import data_cache
+from lazy_backend.outside import data_cache
 from lazy_backend.settings import FLAGS, config
 from lazy_backend.sync import executor
 

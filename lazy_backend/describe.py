@@ -1,0 +1,215 @@
+"""From a call and its results to the `Call` that stands in the trie.
+
+In: the arguments, what the operator gave for them (real or fake tensors), and which results share an operand's memory.
+Out: a `Call` with tokens for tensors and `Constant`s for floats. Used for calls seen for the first time only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+# internal, checked on 2.13: the public torch.library.opcheck asks the same, by calling the operator
+from torch._library.utils import has_fake_kernel
+
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.context import DeviceContext
+from lazy_backend.errors import LazyBackendError
+from lazy_backend.lowering import rng
+from lazy_backend.lowering.ir import Constant, TensorMeta, intern_meta, meta_of
+from lazy_backend.lowering.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, View
+from lazy_backend.lowering.schema import Operand, OpSchema, schema_of
+from lazy_backend.operators import INDEX_OPS, NotRecordable, float_shaped_ops
+from lazy_backend.outside import mixed_devices
+from lazy_backend.settings import config
+from lazy_backend.sites import user_site
+from lazy_backend.tensor import LazyTensor, TensorData, wrapper_arguments
+
+aten = torch.ops.aten
+
+# The operand whose memory a result shares, if any
+SourceOf = Callable[[torch.Tensor], TensorData | None]
+
+
+def check_recordable(
+    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises `NotRecordable` for a call that has to run at once, or an error for operands no operator takes."""
+    _refuse_quantized(args)
+    indexed = [args[0]] if op._schema.name in INDEX_OPS else []
+    for target in (*mutated_arguments(op, args, kwargs), *indexed):
+        if isinstance(target, torch.Tensor) and not isinstance(target, LazyTensor):
+            raise mixed_devices(context, op, target)
+    if rng.draws_random_numbers(op, args) and not rng.can_seed(op):
+        raise NotRecordable("it draws random numbers and takes no generator")
+    if config.force_fallback and op._schema.name in config.force_fallback.split(","):
+        raise NotRecordable("config.force_fallback names it")
+    # `index` has the tag too, but only a mask makes its shape depend on values
+    if torch.Tag.dynamic_output_shape in op.tags and (op is not aten.index.Tensor or _has_mask(args[1])):
+        raise NotRecordable("its output depends on values")
+    if not _has_fake_kernel(op):
+        raise NotRecordable("it has no fake kernel")
+
+
+_has_fake_kernel = functools.cache(has_fake_kernel)
+
+
+def _has_mask(indices: Sequence[Any]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def describe(
+    context: DeviceContext,
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    source_of: SourceOf,
+    entered: tuple[Entered, ...],
+) -> Call:
+    """The `Call` for these arguments, which gave `output`."""
+    schema = schema_of(op)
+    converter = _Converter(context, op)
+    call_args = tuple(converter.convert(arg) for arg in args)
+    call_kwargs = tuple((name, converter.convert(arg)) for name, arg in kwargs.items())
+    results = _describe_results(context, op, args, kwargs, output, source_of, schema)
+    return Call(
+        op=op,
+        args=call_args,
+        kwargs=call_kwargs,
+        results=results,
+        returns_list=schema.returns_list,
+        mutates=tuple(
+            t._data.token for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor) and t._data.token
+        ),
+        entered=entered,
+        num_constants=converter.num_constants,
+        seeded=rng.draws_random_numbers(op, args),
+        num_slots=num_slots_of(context.trace.cursor) + sum(isinstance(result, Fresh | View) for result in results),
+        site=user_site(),
+    )
+
+
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+def _refuse_quantized(args: Sequence[Any]) -> None:
+    if any(arg in _QUANTIZED for arg in args if isinstance(arg, torch.dtype)):
+        raise LazyBackendError(
+            f"a quantised tensor cannot be lazy\n  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
+        )
+
+
+def mutated_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a call writes."""
+    operands = schema_of(op).mutates
+    return flat([args[o.place] if o.place < len(args) else kwargs.get(o.name) for o in operands])
+
+
+def flat(arg: Any) -> list[Any]:
+    if isinstance(arg, list | tuple):
+        return [leaf for item in arg for leaf in flat(item)]
+    return [arg]
+
+
+class _Converter:
+    """Arguments of a call as they stand in a `Call`: tokens, constants in order, literals, lists as tuples."""
+
+    def __init__(self, context: DeviceContext, op: torch._ops.OpOverload) -> None:
+        self.context = context
+        self.floats_are_structure = id(op) in float_shaped_ops
+        self.num_constants = 0
+
+    def convert(self, arg: Any) -> Any:
+        if isinstance(arg, LazyTensor):
+            return arg._data.token
+        if isinstance(arg, torch.Tensor):
+            return self.context.outside[arg].token
+        if isinstance(arg, list | tuple):
+            return tuple(self.convert(item) for item in arg)
+        if isinstance(arg, torch.device):
+            return self.context.backing
+        if isinstance(arg, float) and not self.floats_are_structure:
+            self.num_constants += 1
+            return Constant(self.num_constants - 1)
+        return arg
+
+
+def _describe_results(
+    context: DeviceContext,
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    source_of: SourceOf,
+    schema: OpSchema,
+) -> tuple[Result, ...]:
+    outputs = list(output) if isinstance(output, list | tuple) else [] if output is None else [output]
+    slot = num_slots_of(context.trace.cursor)
+    results: list[Result] = []
+    for place, fake in enumerate(outputs):
+        alias = schema.returns[0 if schema.returns_list else place]
+        if fake is None:
+            results.append(None)
+            continue
+        if not isinstance(fake, torch.Tensor):
+            raise NotRecordable(f"it returns a {type(fake).__name__}")
+        if fake.layout != torch.strided:
+            raise LazyBackendError(
+                f"{op} gives a {str(fake.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"
+                f"  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
+            )
+        if alias.kind == "same":
+            assert alias.operand is not None
+            path = _path_of(alias.operand, args)
+            results.append(Same(operand_at(path, args, kwargs)._data.token, path))
+            continue
+        source = source_of(fake)
+        if source is None:
+            meta = _base_meta(fake)
+            results.append(Fresh(SLOTS[slot], meta, wrapper_arguments(context, meta)))
+        else:
+            path = _path_to(source, args, kwargs)
+            assert source.token is not None
+            meta = meta_of(fake)
+            results.append(View(SLOTS[slot], meta, source.token, path, wrapper_arguments(context, meta)))
+        slot += 1
+    return tuple(results)
+
+
+def num_slots_of(cursor: TrieNode[Call | Cut]) -> int:
+    """Slots made on the way to `cursor`."""
+    return cursor.call.num_slots if isinstance(cursor.call, Call) else 0
+
+
+def _base_meta(fake: torch.Tensor) -> TensorMeta:
+    return intern_meta(tuple(fake.shape), tuple(fake.stride()), 0, fake.dtype)
+
+
+def _path_of(operand: Operand, args: Sequence[Any]) -> tuple[int | str, ...]:
+    return (operand.place,) if operand.place < len(args) else (operand.name,)
+
+
+def _path_to(data: TensorData, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Where among the arguments `data` stands."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for head, arg in places:
+        if isinstance(arg, LazyTensor) and arg._data is data:
+            return (head,)
+        if isinstance(arg, list | tuple):
+            for place, item in enumerate(arg):
+                if isinstance(item, LazyTensor) and item._data is data:
+                    return (head, place)
+    raise LazyBackendError("internal error: a result shares memory with no operand\n  please report the program")
+
+
+def operand_at(path: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at `path`: a place or a name, then a place in a list."""
+    head = path[0]
+    found = args[head] if head.__class__ is int else kwargs[head]  # type: ignore[index]
+    for place in path[1:]:
+        found = found[place]
+    return found

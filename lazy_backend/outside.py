@@ -1,0 +1,84 @@
+"""Tensors that come from outside the lazy device: uploads, constants, operands on the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.cache.constants import ConstantKey, DataCacheArena
+from lazy_backend.context import DeviceContext
+from lazy_backend.errors import DeviceError
+from lazy_backend.lowering.ir import TensorMeta, meta_of
+from lazy_backend.settings import config
+from lazy_backend.sites import user_site
+from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, TensorData, wrap
+
+
+def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
+    """A tensor whose memory is recorded at its first use, so that an upload into it leaves no trace."""
+    storage = LazyStorage(context, None, UNWRITTEN, meta)
+    context.register_tensor(storage)
+    context.count_created()
+    return wrap(storage)
+
+
+def new_data(context: DeviceContext, tensor: torch.Tensor) -> LazyStorage:
+    """A storage that holds `tensor`, a real tensor on the backing device that nobody else writes to."""
+    base = tensor
+    if tensor.storage_offset():
+        base = tensor.clone()
+    storage = LazyStorage(context, None, None, meta_of(base))
+    storage.tensor = base
+    context.register_tensor(storage)
+    context.count_created()
+    return storage
+
+
+# Host constants that were uploaded once; read-only, shared by as many inputs as have the value.
+data_cache: DataCacheArena[torch.Tensor] = DataCacheArena(config.constants_cache_entries, config.constants_cache_bytes)
+_counted_before: Counter[str] = Counter()
+
+
+def _data_cache_counters() -> Counter[str]:
+    hits, misses = data_cache.counts()
+    counted = Counter(DeviceDataCacheHit=hits, DeviceDataCacheMiss=misses)
+    counted.subtract(_counted_before)
+    return counted
+
+
+def _reset_data_cache_counters() -> None:
+    _counted_before.update(_data_cache_counters())
+
+
+metrics.add_source(metrics.Source(_data_cache_counters, _reset_data_cache_counters))
+
+
+def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` on the backing device; 0-d tensors come from the constants cache and must not be written."""
+    tensor = tensor.detach()
+    if tensor.dim() or tensor.device.type != "cpu":
+        return tensor.to(context.backing, copy=True)
+    key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))
+    return data_cache.get_data_cache(context.index).get_device_data(key, lambda: tensor.to(context.backing, copy=True))
+
+
+def operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor, is_index: bool) -> TensorData:
+    """Data for an operand that is not lazy: a 0-d CPU tensor, or an index. Anything else is a mistake."""
+    known = context.outside.get(tensor)
+    if known is not None:
+        return known
+    if tensor.device.type != "cpu" or (tensor.dim() and not is_index):
+        raise mixed_devices(context, op, tensor)
+    data = new_data(context, upload(context, tensor))
+    context.outside[tensor] = data
+    return data
+
+
+def mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> DeviceError:
+    return DeviceError(
+        f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "
+        f"{op._schema.name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"
+    )
