@@ -11,7 +11,7 @@ Operators without a rule keep their floats as literals.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,40 @@ def _lerp(start: Any, end: Any, weight: Any) -> Any:
     return aten.where.self(abs(weight) < 0.5, near_start, near_end)
 
 
+def _clamp_min(x: Any, low: Any) -> Any:
+    if isinstance(low, int | float):  # an int beside the promoted float
+        return aten.clamp_min.default(x, low)
+    # not maximum: clamp keeps x where it equals the bound, so -0.0 stays; a NaN on either side wins
+    return aten.where.self((x < low) | (low != low), low, x)
+
+
+def _clamp_max(x: Any, high: Any) -> Any:
+    if isinstance(high, int | float):
+        return aten.clamp_max.default(x, high)
+    return aten.where.self((x > high) | (high != high), high, x)
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+    x = x if low is None else _clamp_min(x, low)
+    return x if high is None else _clamp_max(x, high)
+
+
+def _threshold(x: Any, threshold: Any, value: Any) -> Any:
+    if isinstance(value, int | float):
+        return aten.masked_fill.Scalar(x, x <= threshold, value)
+    return aten.where.self(x <= threshold, value, x)
+
+
+def _full(size: Sequence[int], value: Any) -> Any:
+    return aten.clone.default(aten.expand.default(value, list(size)), memory_format=torch.contiguous_format)
+
+
+def _power(x: Any, exponent: Any) -> Any:
+    """aten/src/ATen/native/cpu/PowKernel.cpp: two exponents have kernels that differ from pow on -inf and -0.0."""
+    root = aten.where.self(aten.eq.Scalar(exponent, -0.5), aten.rsqrt.default(x), x**exponent)
+    return aten.where.self(aten.eq.Scalar(exponent, 0.5), aten.sqrt.default(x), root)
+
+
 # Formulas in schema order. The foreach forms have the same order, element by element.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": lambda x, other, alpha=1: x + _scaled(other, alpha),
@@ -42,12 +76,23 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "lerp": _lerp,
     "addcmul": lambda x, a, b, value=1: x + _scaled(a, value) * b,
     "addcdiv": lambda x, a, b, value=1: x + _scaled(a, value) / b,
+    "remainder": lambda x, other: aten.remainder.Tensor(x, other),
+    "fmod": lambda x, other: aten.fmod.Tensor(x, other),
+    "leaky_relu": lambda x, slope=0.01: aten.where.self(x > 0, x, x * slope),
+    "leaky_relu_backward": lambda grad, x, slope, _: aten.where.self(x > 0, grad, grad * slope),
+    "threshold": _threshold,
+    "full": _full,
+    "scalar_tensor": lambda value: value,
     "pow": lambda x, exponent: x**exponent,
     "fill": lambda x, value: aten.fill.Tensor(x, value),
     "masked_fill": lambda x, mask, value: aten.where.self(mask, value, x),
-    # not maximum: clamp keeps x where it equals the bound, so -0.0 stays; a NaN on either side wins
-    "clamp_min": lambda x, low: aten.where.self((x < low) | (low != low), low, x),
-    "clamp_max": lambda x, high: aten.where.self((x > high) | (high != high), high, x),
+    "full_like": lambda x, value: aten.fill.Tensor(x, value),
+    "clamp": _clamp,
+    "hardtanh": lambda x, low=-1, high=1: _clamp(x, low, high),
+    "clamp_min": _clamp_min,
+    "clamp_max": _clamp_max,
+    "maximum": _clamp_min,
+    "minimum": _clamp_max,
 }
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     "gt": lambda x, other: x > other,
@@ -60,6 +105,19 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
 _FORMULAS = {**_ARITHMETIC, **_COMPARISONS}
 
 
+# Of these a complex tensor's kernel takes a float as the complex number it is.
+_COMPLEX = frozenset(("add", "sub", "rsub", "mul", "div", "fill", "full", "full_like", "scalar_tensor"))
+
+# What the target's meta says already.
+_GEOMETRY_OPTIONS = frozenset(("dtype", "layout", "device", "pin_memory", "memory_format"))
+
+
+def _formula(node: Node) -> Callable[..., Any]:
+    name = _base_name(node)
+    # of a power the base or the exponent is the tensor
+    return _power if name == "pow" and isinstance(node.args[0], Value | tuple) else _FORMULAS[name]
+
+
 def _base_name(node: Node) -> str:
     """`add` for `add.Tensor`, `add_.Tensor`, `_foreach_add_.Scalar`."""
     name = node.op._schema.name.removeprefix("aten::")
@@ -70,9 +128,14 @@ def can_promote(node: Node) -> bool:
     """Whether the node's floats can become inputs of a compiled graph."""
     if not node.op._schema.name.startswith("aten::") or _base_name(node) not in _FORMULAS:
         return False
-    if any(name not in ("alpha", "value") for name, _ in node.kwargs):
+    if any(name not in ("alpha", "value") and name not in _GEOMETRY_OPTIONS for name, _ in node.kwargs):
         return False  # `out`, `rounding_mode`
-    return all(v is None or v.meta.dtype.is_floating_point or _is_comparison(node) for v in _targets(node))
+    return all(v is None or _takes(node, v.meta.dtype) for v in _targets(node))
+
+
+def _takes(node: Node, dtype: torch.dtype) -> bool:
+    """Whether the node's formula is right for a result of `dtype`."""
+    return dtype.is_floating_point or _is_comparison(node) or (dtype.is_complex and _base_name(node) in _COMPLEX)
 
 
 def _is_comparison(node: Node) -> bool:
@@ -97,17 +160,19 @@ def emit_promoted(
     `read` gives an operand, `scalar` a promoted constant as a 0-d float64 tensor, `cast` changes a dtype. All of them
     deal in `torch.fx.Proxy` objects, so that a formula reads as arithmetic.
     """
-    formula = _FORMULAS[_base_name(node)]
+    formula = _formula(node)
+    foreach = node.op._schema.name.startswith("aten::_foreach_")
     results = []
     for place, target in enumerate(_targets(node)):
         assert target is not None
         dtype = _compute_dtype(target.meta.dtype)
         if _is_comparison(node):
             operand = node.inputs()[0].meta.dtype
-            dtype = operand if operand.is_floating_point else torch.get_default_dtype()
+            exact = operand.is_floating_point or operand.is_complex
+            dtype = operand if exact else torch.get_default_dtype()
 
         def operand_of(arg: Arg, place: int = place, dtype: torch.dtype = dtype) -> Any:
-            if isinstance(arg, tuple):
+            if foreach and isinstance(arg, tuple):
                 arg = arg[place]
             if isinstance(arg, Constant):
                 return cast(scalar(arg.index), dtype)
@@ -117,7 +182,7 @@ def emit_promoted(
             return arg
 
         args = [operand_of(arg) for arg in node.args]
-        kwargs = {name: operand_of(arg) for name, arg in node.kwargs}
+        kwargs = {name: operand_of(arg) for name, arg in node.kwargs if name not in _GEOMETRY_OPTIONS}
         result = formula(*args, **kwargs)
         final = target.meta.dtype
         results.append(result if final in (dtype, torch.bool) else cast(result, final))
