@@ -61,6 +61,19 @@ def support_foreach() -> None:
         module._get_foreach_kernels_supported_devices = supported
 
 
+def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
+    """Run what was recorded under the old default dtype before it changes: kernels ask for it when they run."""
+    original = torch.set_default_dtype
+
+    @functools.wraps(original)
+    def set_default_dtype(d: torch.dtype) -> None:
+        if d is not torch.get_default_dtype():
+            finish()
+        original(d)
+
+    torch.set_default_dtype = set_default_dtype
+
+
 def keep_parameters_when_moved() -> None:
     """`module.cpu()` keeps a lazy parameter's identity, as it does a CUDA parameter's: optimizers and ties stay.
 

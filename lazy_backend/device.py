@@ -38,6 +38,20 @@ def context_of(device: Device) -> DeviceContext:
     return contexts.get_device_context(parsed.index)
 
 
+class _CurrentDevice:
+    """`torch.lazy.device(i)`: what `"lazy"` without an index means, for a block."""
+
+    def __init__(self, device: Device) -> None:
+        self._index = context_of(device).index
+        self._before = 0
+
+    def __enter__(self) -> None:
+        self._before, contexts.current = contexts.current, self._index
+
+    def __exit__(self, *error: object) -> None:
+        contexts.current = self._before
+
+
 class DeviceModule:
     """`torch.lazy`: the functions torch expects of a device module."""
 
@@ -60,6 +74,8 @@ class DeviceModule:
     def current_device() -> int:
         """Index of the device that `"lazy"` without an index means."""
         return contexts.current
+
+    device = _CurrentDevice
 
     @staticmethod
     def set_device(device: Device) -> None:
@@ -119,10 +135,15 @@ def install() -> None:
     install_serialization()
     compat.support_foreach()
     compat.keep_parameters_when_moved()
+    compat.finish_before_default_dtype_changes(_finish_everything)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+
+
+def _finish_everything() -> None:
+    executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause="torch.set_default_dtype")
 
 
 def _at_exit() -> None:

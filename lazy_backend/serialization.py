@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lazy_backend.context import contexts
-from lazy_backend.storage import LazyUntypedStorage
+from lazy_backend.storage import LazyUntypedStorage, untyped_storage
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
 
@@ -23,10 +23,8 @@ def reduce_lazy(tensor: LazyTensor, protocol: Any) -> Any:
         plain = tensor.detach()
         return torch._utils._rebuild_parameter, (plain, tensor.requires_grad, OrderedDict())
     data = tensor._data
-    executor.read(data, "save")
-    base = data.storage.tensor
-    assert base is not None
-    storage = LazyUntypedStorage.of(base.untyped_storage(), tensor.device, data.storage)
+    executor.read(data.storage, "save")
+    storage = LazyUntypedStorage.of(data.storage)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
     meta = data.meta
     arguments: tuple[Any, ...] = (
@@ -40,6 +38,13 @@ def reduce_lazy(tensor: LazyTensor, protocol: Any) -> Any:
     return torch._utils._rebuild_tensor_v2, arguments
 
 
+def dlpack(tensor: LazyTensor, **options: Any) -> Any:
+    """`LazyTensor.__dlpack__`: the backing tensor's memory, once it is computed. The consumer must not write to it."""
+    if tensor.requires_grad:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+    return executor.read(tensor._data, "dlpack").__dlpack__(**options)
+
+
 def _location(storage: Any) -> str | None:
     return str(storage.device) if isinstance(storage, LazyUntypedStorage) else None
 
@@ -49,10 +54,12 @@ def _restore(storage: Any, location: str) -> Any:
         return None
     index = torch.device(location).index
     context = contexts.get_device_context(index)  # raises for a device that does not exist
-    return LazyUntypedStorage.of(storage, context.device, None)
+    return LazyUntypedStorage.loaded(storage, context.device)
 
 
 def install_serialization() -> None:
+    LazyTensor.untyped_storage = untyped_storage  # type: ignore[method-assign, assignment]
+    LazyTensor.__dlpack__ = dlpack  # type: ignore[method-assign, assignment]
     LazyTensor.__reduce_ex__ = reduce_lazy  # type: ignore[method-assign, assignment]
     # before CPU (10) and CUDA (20): our storages look like CPU ones to the others
     torch.serialization.register_package(5, _location, _restore)

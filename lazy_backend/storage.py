@@ -1,32 +1,58 @@
-"""The storage object that stands for lazy memory while tensors are saved and loaded."""
+"""The storage of a lazy tensor, as `tensor.untyped_storage()` gives it and as files are saved and loaded with it.
+
+In: a `LazyStorage`, or bytes from a file. Out: a `torch.UntypedStorage` that says it is on `lazy`. Whoever asks it for
+bytes or for its address reads, that is, cuts the graph: the address is the backing memory's, so that libraries can tell
+which tensors share memory (safetensors, transformers).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from lazy_backend.tensor import LazyStorage
+from lazy_backend.sites import user_site
+from lazy_backend.sync import executor
+from lazy_backend.tensor import LazyStorage, LazyTensor
 
 
 class LazyUntypedStorage(torch.UntypedStorage):
-    """Bytes on the backing device that say they are on `lazy`.
+    """Stands for bytes on the backing device and holds none itself.
 
-    Holds no bytes itself but refers to the `plain` storage that does. Covers what torch.save, torch.load and pickle ask
-    of a storage (torch.serialization, torch.storage; checked on 2.13).
+    Covers what torch.save, torch.load and pickle ask of a storage (torch.serialization, torch.storage; checked on
+    2.13). Writing through it raises: a write that no operator recorded would be lost to the graph.
     """
 
-    plain: torch.UntypedStorage
     lazy_device: torch.device
     lazy_storage: LazyStorage | None
+    _plain: torch.UntypedStorage | None
 
     @classmethod
-    def of(cls, plain: torch.UntypedStorage, device: torch.device, storage: LazyStorage | None) -> LazyUntypedStorage:
+    def of(cls, storage: LazyStorage) -> LazyUntypedStorage:
+        return cls._make(storage.context.device, storage, None)
+
+    @classmethod
+    def loaded(cls, plain: torch.UntypedStorage, device: torch.device) -> LazyUntypedStorage:
+        """Bytes from a file, to become a lazy storage at the first tensor that is set to it."""
+        return cls._make(device, None, plain)
+
+    @classmethod
+    def _make(
+        cls, device: torch.device, storage: LazyStorage | None, plain: torch.UntypedStorage | None
+    ) -> LazyUntypedStorage:
         made = cls(0)
-        made.plain = plain
         made.lazy_device = device
         made.lazy_storage = storage
+        made._plain = plain
         return made
+
+    @property
+    def plain(self) -> torch.UntypedStorage:
+        """The bytes on the backing device, computed first if need be."""
+        if self._plain is not None:
+            return self._plain
+        assert self.lazy_storage is not None
+        return executor.read(self.lazy_storage, "storage").untyped_storage()
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -37,6 +63,15 @@ class LazyUntypedStorage(torch.UntypedStorage):
         # identity, by which torch.save finds storages it has written
         return self.plain._cdata
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LazyUntypedStorage) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> int:
+        return id(self._plain if self.lazy_storage is None else self.lazy_storage)
+
     def data_ptr(self) -> int:
         return self.plain.data_ptr()
 
@@ -44,10 +79,39 @@ class LazyUntypedStorage(torch.UntypedStorage):
         return self.plain.nbytes()
 
     def size(self) -> int:
-        return self.plain.nbytes()
+        return self.nbytes()
+
+    def __len__(self) -> int:
+        return self.nbytes()
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.cpu()[place]
+
+    def __repr__(self) -> str:
+        return f"{self.cpu()}".replace("device=cpu", f"device={self.lazy_device}")
+
+    def tolist(self) -> list[int]:
+        return list(self.cpu())
 
     def cpu(self) -> torch.UntypedStorage:
         return self.plain.cpu()
+
+    def clone(self) -> torch.UntypedStorage:
+        return LazyUntypedStorage.loaded(self.plain.clone(), self.lazy_device)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+    def is_shared(self) -> bool:
+        return False
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"the storage of a lazy tensor is read-only\n  at {user_site()}\n"
+            "  write through a tensor, as in tensor.copy_(...), or copy it with tensor.cpu() first"
+        )
+
+    __setitem__ = fill_ = copy_ = resize_ = byteswap = share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _refuse
 
     def _write_file(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain.cpu()._write_file(*args, **kwargs)
@@ -59,3 +123,8 @@ class LazyUntypedStorage(torch.UntypedStorage):
         if loaded is not None:
             loaded.untyped_storage().copy_(self.plain)
         return self
+
+
+def untyped_storage(tensor: LazyTensor) -> LazyUntypedStorage:
+    """`LazyTensor.untyped_storage`. Runs nothing by itself."""
+    return LazyUntypedStorage.of(tensor._data.storage)
