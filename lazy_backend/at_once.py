@@ -15,6 +15,7 @@ from lazy_backend.outside import new_data
 from lazy_backend.sites import user_site
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, ViewData, assign, backing_tensor, wrap
+from lazy_backend.thread_state import clean_thread_state
 
 
 def run_at_once(
@@ -25,7 +26,7 @@ def run_at_once(
     metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
     executor.cut(context, f"{op}: {reason}")
     runner = _RunAtOnce(context)
-    with torch.no_grad():
+    with clean_thread_state():
         output = op(
             *(runner.to_real(arg) for arg in args), **{name: runner.to_real(arg) for name, arg in kwargs.items()}
         )

@@ -5,7 +5,6 @@ In: a call seen for the first time. Out: fake tensors of the backing device, or 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,11 +21,11 @@ from lazy_backend import probe
 from lazy_backend.context import DeviceContext
 from lazy_backend.describe import mutated_arguments
 from lazy_backend.lowering import rng
+from lazy_backend.lowering.compiler import quiet_fake_tensors
 from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.operators import NotRecordable
 from lazy_backend.tensor import LazyTensor, TensorData
-
-_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+from lazy_backend.thread_state import clean_thread_state
 
 
 class Inference:
@@ -38,8 +37,7 @@ class Inference:
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the call gives. Raises `NotRecordable`, or eager's error."""
-        if probe.checks_more_than_its_fake(op):
-            probe.try_tiny(op, args, kwargs, self._meta)
+        tiny = probe.try_tiny(op, args, kwargs, self._meta) if probe.checks_more_than_its_fake(op) else None
         try:
             output = self._infer(op, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -47,9 +45,11 @@ class Inference:
         except (UnsupportedOperatorException, NotImplementedError):
             raise NotRecordable("it has no fake kernel") from None
         except Exception:
-            if not rng.draws_random_numbers(op, args):
-                probe.try_zeros(op, args, kwargs, self._meta)
+            if not rng.draws_random_numbers(op, args) and probe.try_ones(op, args, kwargs, self._meta):
+                raise NotRecordable("its fake kernel refuses what eager takes") from None
             raise
+        if isinstance(tiny, torch.Tensor) and tiny.dtype != output.dtype:
+            raise NotRecordable("its fake kernel gives another dtype")
         for data, fake in self.fakes:
             if tuple(fake.shape) != data.meta.shape:
                 raise NotRecordable("it resizes an operand")
@@ -57,14 +57,10 @@ class Inference:
 
     def _infer(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mutated = set(map(id, mutated_arguments(op, args, kwargs)))
-        _fake_log.disabled = True  # it would print what is about to be raised
-        try:
-            with _fake_mode(self.context), torch.no_grad():
-                fake_args = [self._fake(arg, mutated) for arg in args]
-                fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
-                return op(*fake_args, **fake_kwargs)
-        finally:
-            _fake_log.disabled = False
+        with quiet_fake_tensors(), clean_thread_state(), _fake_mode(self.context):
+            fake_args = [self._fake(arg, mutated) for arg in args]
+            fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
+            return op(*fake_args, **fake_kwargs)
 
     def _meta(self, arg: Any) -> Any:
         """(geometry, device) of a tensor, for `probe`."""

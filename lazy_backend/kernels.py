@@ -21,6 +21,7 @@ from lazy_backend.sites import user_site
 from lazy_backend.storage import LazyUntypedStorage
 from lazy_backend.sync import executor
 from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, ViewData, assign, wrap
+from lazy_backend.thread_state import clean_thread_state
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ Kwargs = Mapping[str, Any]
 
 def _share(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`detach`, `alias`: another tensor for the same data. Autograd detaches what it saves, so this is frequent."""
-    return wrap(args[0]._data)
+    return wrap(args[0]._data, view_of=args[0])
 
 
 def _itself(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -79,8 +80,9 @@ def _uploaded_storage(context: DeviceContext, storage: torch.UntypedStorage, dty
     if isinstance(known, LazyStorage) and known.context is context:
         return known
     plain = storage.plain if isinstance(storage, LazyUntypedStorage) else storage
-    flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
-    made = new_data(context, flat.to(context.backing, copy=True))
+    with clean_thread_state():
+        flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
+        made = new_data(context, flat.to(context.backing, copy=True))
     if isinstance(storage, LazyUntypedStorage):
         storage.lazy_storage = made
     return made
@@ -108,10 +110,13 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
         return op(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
     real = executor.read(source._data, f"copy to {device}")
     if device.type != "lazy":
-        return aten._to_copy.default(real, **kwargs)
+        with clean_thread_state():
+            return aten._to_copy.default(real, **kwargs)
     target = contexts.get_device_context(device.index)
     options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
-    return wrap(new_data(target, aten._to_copy.default(real, **options, device=target.backing)))
+    with clean_thread_state():
+        copied = aten._to_copy.default(real, **options, device=target.backing)
+    return wrap(new_data(target, copied))
 
 
 def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -136,7 +141,8 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     storage = data.storage
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         meta = storage.meta
-        storage.tensor = empty_of(meta, context.backing).copy_(source.detach())
+        with clean_thread_state():
+            storage.tensor = empty_of(meta, context.backing).copy_(source.detach())
         return
     uploaded = wrap(new_data(context, upload(context, source)))
     record(aten.copy_.default, (target, uploaded), {})
@@ -152,7 +158,8 @@ def _lazy_copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bo
 
 def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
     real = executor.read(args[0]._data, "item()")
-    return aten._local_scalar_dense.default(real)
+    with clean_thread_state():
+        return aten._local_scalar_dense.default(real)
 
 
 def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
@@ -164,7 +171,9 @@ def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
             f"expected all tensors to be on the same device, but found {a.device} and {b.device} in aten::equal\n"
             f"  at {user_site()}\n  move one of them, as in tensor.to({str(a.device)!r})"
         )
-    return bool(op(executor.read(a._data, "equal"), executor.read(b._data, "equal")))
+    one, other = executor.read(a._data, "equal"), executor.read(b._data, "equal")
+    with clean_thread_state():
+        return bool(op(one, other))
 
 
 def _run_at_once(reason: str) -> Callable[[Op, Args, Kwargs], Any]:

@@ -15,6 +15,7 @@ from lazy_backend.lowering.ir import TensorMeta, meta_of
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site
 from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, TensorData, wrap
+from lazy_backend.thread_state import clean_thread_state
 
 
 def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
@@ -29,7 +30,8 @@ def new_data(context: DeviceContext, tensor: torch.Tensor) -> LazyStorage:
     """A storage that holds `tensor`, a real tensor on the backing device that nobody else writes to."""
     base = tensor
     if tensor.storage_offset():
-        base = tensor.clone()
+        with clean_thread_state():
+            base = tensor.clone()
     storage = LazyStorage(context, None, None, meta_of(base))
     storage.tensor = base
     context.register_tensor(storage)
@@ -58,11 +60,13 @@ metrics.add_source(metrics.Source(_data_cache_counters, _reset_data_cache_counte
 
 def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of `tensor` on the backing device; 0-d tensors come from the constants cache and must not be written."""
-    tensor = tensor.detach()
-    if tensor.dim() or tensor.device.type != "cpu":
-        return tensor.to(context.backing, copy=True)
-    key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))
-    return data_cache.get_data_cache(context.index).get_device_data(key, lambda: tensor.to(context.backing, copy=True))
+    with clean_thread_state():
+        tensor = tensor.detach()
+        if tensor.dim() or tensor.device.type != "cpu":
+            return tensor.to(context.backing, copy=True)
+        key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))
+        cache = data_cache.get_data_cache(context.index)
+        return cache.get_device_data(key, lambda: tensor.to(context.backing, copy=True))
 
 
 def operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor, is_index: bool) -> TensorData:

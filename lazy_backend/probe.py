@@ -2,8 +2,8 @@
 
 In: a call seen for the first time. Out: eager's own exception, with eager's text, or nothing.
 Fake kernels check shapes but not everything else, and word their errors in their own way. So what fails there is tried
-on zeros, and operators whose checks do not depend on values are tried on tiny operands of the same dtypes and layout.
-Costs 10 µs per unseen call and nothing afterwards.
+on ones (zero divides badly), and operators whose checks do not depend on values are tried on tiny operands of the same
+dtypes and layout. Costs 10 µs per unseen call and nothing afterwards.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.ir import TensorMeta, empty_of
+from lazy_backend.thread_state import clean_thread_state
 
-# Elements of all operands together, up to which a failed call is tried on zeros of full size.
+# Elements of all operands together, up to which a failed call is tried on ones of full size.
 _MAX_NUMEL = 1 << 22
 
 # Beside the pointwise operators, those that check dtypes or emptiness in their kernels, never values.
@@ -32,16 +33,18 @@ def checks_more_than_its_fake(op: torch._ops.OpOverload) -> bool:
     return torch.Tag.pointwise in op.tags or op._schema.name in _CHECKING
 
 
-def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> None:
-    """Call `op` on operands with every size above 2 made 2. Raises what eager raises."""
-    _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _tiny))
+def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
+    """Call `op` on operands with every size above 2 made 2. Returns what eager returns, raises what eager raises."""
+    return _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _tiny))
 
 
-def try_zeros(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> None:
-    """Call `op` on zeros of the operands' geometry, unless they are large. Raises what eager raises."""
+def try_ones(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> bool:
+    """Call `op` on ones of the operands' geometry, unless they are large: then False. Raises what eager raises."""
     metas = [item for leaf in _leaves((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
-    if sum(meta.numel for meta, _ in metas) <= _MAX_NUMEL:
-        _call(op, args, kwargs, lambda leaf: _operand(read(leaf), lambda meta, device: empty_of(meta, device).zero_()))
+    small = sum(meta.numel for meta, _ in metas) <= _MAX_NUMEL
+    if small:
+        _call(op, args, kwargs, lambda leaf: _operand(read(leaf), lambda meta, device: empty_of(meta, device).fill_(1)))
+    return small
 
 
 # Gives (meta, backing device) for a tensor, the argument itself otherwise.
@@ -54,16 +57,16 @@ def _operand(item: Any, make: Callable[[TensorMeta, torch.device], torch.Tensor]
 
 def _tiny(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     shape = [min(size, 2) for size in meta.shape]
-    tiny = torch.zeros([1 if step == 0 else n for n, step in zip(shape, meta.stride, strict=True)], dtype=meta.dtype)
+    tiny = torch.ones([1 if step == 0 else n for n, step in zip(shape, meta.stride, strict=True)], dtype=meta.dtype)
     # dimensions of stride 0 keep it: writing through an expanded tensor is an error
     return tiny.to(device).expand(shape)
 
 
 def _call(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], convert: Callable[[Any], Any]
-) -> None:
-    with torch.no_grad():
-        op(*(_map(convert, arg) for arg in args), **{name: _map(convert, arg) for name, arg in kwargs.items()})
+) -> Any:
+    with clean_thread_state():
+        return op(*(_map(convert, arg) for arg in args), **{name: _map(convert, arg) for name, arg in kwargs.items()})
 
 
 def _map(convert: Callable[[Any], Any], arg: Any) -> Any:

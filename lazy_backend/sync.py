@@ -47,6 +47,7 @@ from lazy_backend.lowering.program import Call, Token
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site, warn_user
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
+from lazy_backend.thread_state import clean_thread_state
 
 # Live sets remembered per path. They differ from step to step only in odd programs; without a bound those would grow.
 _MAX_BINDINGS = 64
@@ -102,7 +103,8 @@ class Async:
         error: BaseException | None = None
         start = perf_counter()
         try:
-            self._execute()
+            with clean_thread_state():
+                self._execute()
         except BaseException as raised:
             error = self._describe(raised)
             for storage in self.tensors_data:
@@ -278,11 +280,13 @@ class LazyGraphExecutor:
             bound = self.try_run_cached_sync(collection, settings)
             if bound is None:
                 counters = ("SyncTensorsGraph",)
-                bound = self.compile(collection, settings)
+                with clean_thread_state():
+                    bound = self.compile(collection, settings)
             collection.hash = bound.computation.hash
             parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
             # the plan first: if compiling is interrupted, the trace is still there
-            plan = bound.computation.executor.plan_for(constants, policy)
+            with clean_thread_state():
+                plan = bound.computation.executor.plan_for(constants, policy)
             before_waiting = perf_counter()
             self.tensor_collection_barrier(collection)
             waited = perf_counter() - before_waiting
@@ -413,7 +417,8 @@ class LazyGraphExecutor:
         if storage.error is not None:
             raise poisoned(storage)
         self.compute(context, [storage], cause)
-        return backing_tensor(data)
+        with clean_thread_state():
+            return backing_tensor(data)
 
     def compute(self, context: DeviceContext, storages: Sequence[LazyStorage], cause: str) -> None:
         """See that `storages` have their values, with a cut only if the trace makes or writes one of them.
@@ -446,7 +451,8 @@ class LazyGraphExecutor:
 
     def fetch_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the CPU."""
-        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        with clean_thread_state():
+            return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     # ----- looking without running
 

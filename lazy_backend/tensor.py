@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lazy_backend.errors import PoisonedTensorError
-from lazy_backend.lowering.ir import TensorMeta, empty_of
+from lazy_backend.lowering.ir import TensorMeta, contiguous_stride, empty_of
 from lazy_backend.lowering.program import Token
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ class LazyTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # torch.compile asks for the inner tensors of such classes
         raise NotImplementedError(
-            "torch.compile does not take lazy tensors: the lazy device compiles whole steps by itself\n"
-            "  call the function without torch.compile"
+            "tracing (torch.compile, torch.export, make_fx, linearize) does not take lazy tensors: the lazy device\n"
+            "  compiles whole steps by itself\n  call the function as it is, or trace it with CPU tensors"
         )
 
     @staticmethod
@@ -158,7 +158,7 @@ class LazyTensor(torch.Tensor):
     @property  # type: ignore[override]
     def data(self) -> LazyTensor:
         # not detach(), which shares the version counter: writing through `data` is invisible to autograd
-        return wrap(self._data)
+        return wrap(self._data, view_of=self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -170,13 +170,18 @@ class LazyTensor(torch.Tensor):
         assign(self, value._data)
 
     def set_(self, source: Any = None, *geometry: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        if isinstance(source, LazyTensor) and (geometry or kwargs):
+        geometry = (*geometry, *kwargs.values())
+        if len(geometry) == 2:  # offset and size: the stride is optional
+            geometry = (*geometry, contiguous_stride(tuple(geometry[1])))
+        if isinstance(source, LazyTensor) and geometry:
             # below Python this form takes the source's storage, and a lazy tensor's does not say whose it is
-            offset, size, stride = [*geometry, *kwargs.values()]
+            offset, size, stride = geometry
             source = source.as_strided(size, stride, offset)
             return super().set_(source)
+        if isinstance(source, torch.storage.TypedStorage):
+            source = source._untyped_storage
         sources = () if source is None else (source,)
-        return super().set_(*sources, *geometry, **kwargs)  # type: ignore[call-overload]
+        return super().set_(*sources, *geometry)  # type: ignore[call-overload]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         # torch compares devices with their index: without one, `x.to("lazy")` would copy
@@ -214,6 +219,34 @@ class LazyTensor(torch.Tensor):
         # torch formats only its own class like a number
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
+        if issubclass(LazyTensor, cls):
+            return torch.ops.aten.alias.default(self)
+        raise RuntimeError(
+            f"a lazy tensor cannot become a {cls.__name__}: a tensor has one Python class\n"
+            f"  use it as a plain tensor, as in tensor.as_subclass(torch.Tensor).to({str(self.device)!r})"
+        )
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+        # torch prints "torch.lazy.FloatTensor" but does not parse it
+        if isinstance(dtype, str) and dtype.startswith("torch.lazy."):
+            dtype = getattr(torch, dtype.removeprefix("torch.lazy.")).dtype
+        return super().type(dtype, non_blocking, **kwargs)
+
+    def is_shared(self) -> bool:
+        return False
+
+    def share_memory_(self) -> Any:
+        raise RuntimeError(
+            "a lazy tensor cannot be shared between processes\n  share a copy, as in tensor.cpu().share_memory_()"
+        )
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0, device=self._data.context.backing).__dlpack_device__()
+
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
 
@@ -234,6 +267,8 @@ class LazyTensor(torch.Tensor):
             "  copy it first, as in tensor.cpu().data_ptr()"
         )
 
+    const_data_ptr = data_ptr
+
 
 # make(), not the class: 0.9 µs against 1.6 µs through a Python __new__
 make: Any = torch.Tensor._make_wrapper_subclass
@@ -245,11 +280,23 @@ def wrapper_arguments(context: DeviceContext, meta: TensorMeta) -> tuple[Any, ..
     return (meta.shape, meta.stride, meta.storage_offset, None, meta.dtype, torch.strided, context.device)
 
 
-def wrap(data: TensorData) -> LazyTensor:
+def wrap(data: TensorData, view_of: LazyTensor | None = None) -> LazyTensor:
     """A new tensor that stands for `data`."""
-    tensor: LazyTensor = make(LazyTensor, *wrapper_arguments(data.context, data.meta))
+    arguments = wrapper_arguments(data.context, data.meta)
+    tensor: LazyTensor = make(LazyTensor, *arguments) if view_of is None else make_view(view_of, arguments)
     tensor._data = data
     return tensor
+
+
+def make_view(source: LazyTensor, arguments: tuple[Any, ...]) -> LazyTensor:
+    """A wrapper for a view of `source`: in inference mode too, views of a normal tensor are normal tensors.
+
+    Autograd's kernel, above us, gives them the version counter of their base, which an inference tensor refuses.
+    """
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        with torch.inference_mode(False):
+            return cast("LazyTensor", make(LazyTensor, *arguments))
+    return cast("LazyTensor", make(LazyTensor, *arguments))
 
 
 def _is_lazy_without_index(arg: Any) -> bool:

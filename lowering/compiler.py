@@ -7,7 +7,9 @@ traces Python and guards every argument of every call; here there is no Python t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +20,19 @@ from lazy_backend.lowering.fx import Signature, to_fx
 from lazy_backend.lowering.ir import Graph, Node, empty_of
 
 Backend: TypeAlias = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+
+
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Without the thirty lines PyTorch prints about a fake kernel's error before it raises it."""
+    _fake_log.disabled = True
+    try:
+        yield
+    finally:
+        _fake_log.disabled = False
 
 
 def lookup_backend(backend: Backend) -> Callable[..., Callable[..., Any]]:
@@ -125,7 +140,7 @@ def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[
     module, signature = to_fx(graph, constants, promoted, numbers)
     inputs = _example_inputs(graph, signature)
     code = str(module.code)
-    with torch.no_grad():
+    with torch.no_grad(), quiet_fake_tensors():
         call = _run_as_it_is(module) if numbers else _boxed(lookup_backend(backend)(module, inputs))
     inputs_as_literals = frozenset(range(len(constants))) if numbers else promoted
     specialised = {place: value for place, value in enumerate(constants) if place not in inputs_as_literals}
