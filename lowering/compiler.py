@@ -160,7 +160,7 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     # internal, checked on 2.13: AOTAutograd's result takes *args, whose tuple would keep every input alive during the
     # run; it wraps (functools) a function with the boxed convention
     inner: Any = compiled
-    while getattr(inner, "__wrapped__", None) is not None:
+    while not getattr(inner, "_boxed_call", False) and getattr(inner, "__wrapped__", None) is not None:
         inner = inner.__wrapped__
     if inner is not compiled and getattr(inner, "_boxed_call", False):
         return inner  # type: ignore[no-any-return]
