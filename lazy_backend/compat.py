@@ -85,16 +85,73 @@ def keep_parameters_when_moved() -> None:
     @functools.wraps(original)
     def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
         _refuse_uninitialized(self, fn, recurse)
+        kept = [_Kept(parameter) for parameter in self._parameters.values() if parameter is not None]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         if swaps or not any(isinstance(parameter, LazyTensor) for parameter in self.parameters(recurse)):
-            return original(self, fn, recurse)
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            return original(self, fn, recurse)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
+            moved = original(self, fn, recurse)
+        else:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                moved = original(self, fn, recurse)
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+        for parameter in kept:
+            parameter.restore()
+        return moved
 
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    torch.utils.swap_tensors = _swap_tensors_or(torch.utils.swap_tensors)  # type: ignore[assignment]
+
+
+class _Kept:
+    """What belongs to a parameter rather than to its data: attributes and hooks. Swapping would take them along."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.was_lazy = isinstance(parameter, LazyTensor)
+        self.attributes = {name: value for name, value in parameter.__dict__.items() if name != "_data"}
+        self.hooks = parameter._backward_hooks
+        self.grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        parameter = self.parameter
+        if self.was_lazy or isinstance(parameter, LazyTensor):
+            parameter.__dict__.update(self.attributes)
+            # assigning them is what arms the new data's
+            if self.hooks:
+                parameter._backward_hooks = self.hooks
+            if self.grad_hooks:
+                parameter._post_accumulate_grad_hooks = self.grad_hooks  # type: ignore[attr-defined]
+
+
+def _swap_tensors_or(original: Callable[..., None]) -> Callable[..., None]:
+    """`torch.utils.swap_tensors` that takes tensors with weak references and ones a graph refers to, if one is lazy.
+
+    PyTorch refuses both, but then modules that move to CUDA would not move to the lazy device: optimizers and averagers
+    refer to parameters weakly, the older `weight_norm` keeps a graph. A backward pass over such a graph raises.
+    """
+
+    @functools.wraps(original)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if not isinstance(t1, LazyTensor) and not isinstance(t2, LazyTensor):
+            original(t1, t2)
+            return
+        for tensor in (t1, t2):
+            # asking for the edge records a view; nobody else refers to the data of most parameters
+            if tensor.is_leaf and tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
+                torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_backward)
+        t1.__class__, t2.__class__ = t2.__class__, t1.__class__
+        t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+        torch._C._swap_tensor_impl(t1, t2)
+
+    return swap_tensors
+
+
+def _refuse_backward(grad_outputs: Any) -> None:
+    raise RuntimeError(
+        "backward() through a parameter that was moved to another device since the forward pass\n"
+        "  move modules before the forward pass, or after backward()"
+    )
 
 
 def _refuse_uninitialized(module: torch.nn.Module, fn: Callable[..., Any], recurse: bool) -> None:

@@ -10,32 +10,46 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch.utils.hooks import warn_if_has_hooks
 
 from lazy_backend.context import contexts
-from lazy_backend.storage import LazyUntypedStorage, untyped_storage
+from lazy_backend.storage import LazyUntypedStorage, data_ptr, untyped_storage
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
 
 
 def reduce_lazy(tensor: LazyTensor, protocol: Any) -> Any:
     """`LazyTensor.__reduce_ex__`."""
+    warn_if_has_hooks(tensor)  # type: ignore[no-untyped-call]
+    attributes = {name: value for name, value in tensor.__dict__.items() if name != "_data"}
     if isinstance(tensor, torch.nn.Parameter):
-        plain = tensor.detach()
-        return torch._utils._rebuild_parameter, (plain, tensor.requires_grad, OrderedDict())
+        arguments: tuple[Any, ...] = (tensor.detach(), tensor.requires_grad, OrderedDict())
+        if not attributes:
+            return torch._utils._rebuild_parameter, arguments
+        return torch._utils._rebuild_parameter_with_state, (*arguments, attributes)
+    rebuild, arguments = _reduce_plain(tensor)
+    if not attributes:
+        return rebuild, arguments
+    # the class named is the one a file loads without this package
+    return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
+
+
+def _reduce_plain(tensor: LazyTensor) -> tuple[Any, tuple[Any, ...]]:
     data = tensor._data
+    if data.meta.conj or data.meta.neg:
+        data = tensor.detach().clone()._data  # type: ignore[attr-defined]
     executor.read(data.storage, "save")
     storage = LazyUntypedStorage.of(data.storage)
-    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
     meta = data.meta
-    arguments: tuple[Any, ...] = (
-        typed,
-        meta.storage_offset,
-        meta.shape,
-        meta.stride,
-        tensor.requires_grad,
-        OrderedDict(),
-    )
-    return torch._utils._rebuild_tensor_v2, arguments
+    hooks: OrderedDict[str, Any] = OrderedDict()
+    geometry = (meta.storage_offset, meta.shape, meta.stride, tensor.requires_grad, hooks)
+    if tensor.dtype in torch.storage._new_dtypes():
+        # uint16, float8: no typed storage; and torch.save takes no subclass of the untyped one: a plain one says whose
+        plain: Any = storage.plain
+        plain.lazy_device = storage.device
+        return torch._utils._rebuild_tensor_v3, (plain, *geometry, tensor.dtype)
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
+    return torch._utils._rebuild_tensor_v2, (typed, *geometry)
 
 
 def dlpack(tensor: LazyTensor, **options: Any) -> Any:
@@ -46,7 +60,8 @@ def dlpack(tensor: LazyTensor, **options: Any) -> Any:
 
 
 def _location(storage: Any) -> str | None:
-    return str(storage.device) if isinstance(storage, LazyUntypedStorage) else None
+    device = getattr(storage, "lazy_device", None)
+    return None if device is None else str(device)
 
 
 def _restore(storage: Any, location: str) -> Any:
@@ -59,6 +74,7 @@ def _restore(storage: Any, location: str) -> Any:
 
 def install_serialization() -> None:
     LazyTensor.untyped_storage = untyped_storage  # type: ignore[method-assign, assignment]
+    LazyTensor.data_ptr = LazyTensor.const_data_ptr = data_ptr  # type: ignore[method-assign, attr-defined, assignment]
     LazyTensor.__dlpack__ = dlpack  # type: ignore[method-assign, assignment]
     LazyTensor.__reduce_ex__ = reduce_lazy  # type: ignore[method-assign, assignment]
     # before CPU (10) and CUDA (20): our storages look like CPU ones to the others

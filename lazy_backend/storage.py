@@ -113,6 +113,10 @@ class LazyUntypedStorage(torch.UntypedStorage):
 
     __setitem__ = fill_ = copy_ = resize_ = byteswap = share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _refuse
 
+    def __reduce__(self) -> Any:  # type: ignore[override]
+        # torch's would save a file that refers to this very object; multiprocessing sends tensors so
+        return _load_storage, (self.plain.cpu(), str(self.lazy_device))
+
     def _write_file(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain.cpu()._write_file(*args, **kwargs)
 
@@ -123,6 +127,18 @@ class LazyUntypedStorage(torch.UntypedStorage):
         if loaded is not None:
             loaded.untyped_storage().copy_(self.plain)
         return self
+
+
+def data_ptr(tensor: LazyTensor) -> int:
+    """`LazyTensor.data_ptr`: where the tensor's first element is on the backing device. Reads, that is, cuts the graph.
+
+    Good for telling which tensors share memory. What is recorded later and writes the tensor writes there.
+    """
+    return executor.read(tensor._data, "data_ptr").data_ptr()
+
+
+def _load_storage(plain: torch.UntypedStorage, device: str) -> LazyUntypedStorage:
+    return LazyUntypedStorage.loaded(plain, torch.device(device))
 
 
 def untyped_storage(tensor: LazyTensor) -> LazyUntypedStorage:

@@ -162,6 +162,8 @@ class LazyTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
         if not isinstance(value, LazyTensor):
             raise RuntimeError(
                 f"a lazy tensor's data cannot be set to a tensor on {value.device}\n"
@@ -221,7 +223,7 @@ class LazyTensor(torch.Tensor):
 
     def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
         if issubclass(LazyTensor, cls):
-            return torch.ops.aten.alias.default(self)
+            return self
         raise RuntimeError(
             f"a lazy tensor cannot become a {cls.__name__}: a tensor has one Python class\n"
             f"  use it as a plain tensor, as in tensor.as_subclass(torch.Tensor).to({str(self.device)!r})"
@@ -260,14 +262,6 @@ class LazyTensor(torch.Tensor):
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy().__array__(dtype)
-
-    def data_ptr(self) -> int:
-        raise RuntimeError(
-            "a lazy tensor has no data pointer: what it stands for may not have been computed\n"
-            "  copy it first, as in tensor.cpu().data_ptr()"
-        )
-
-    const_data_ptr = data_ptr
 
 
 # make(), not the class: 0.9 µs against 1.6 µs through a Python __new__

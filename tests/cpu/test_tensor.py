@@ -139,9 +139,10 @@ def test_numpy_array_raises_like_cudas() -> None:
         numpy.asarray(grid("lazy", 3))
 
 
-def test_data_ptr_raises() -> None:
-    with pytest.raises(RuntimeError, match="a lazy tensor has no data pointer"):
-        grid("lazy", 3).data_ptr()
+def test_data_ptr_tells_which_tensors_share_memory() -> None:
+    base = grid("lazy", 3)
+    assert base.data_ptr() == base[:2].data_ptr() == base[1:].data_ptr() - 4
+    assert base.data_ptr() != base.clone().data_ptr()
 
 
 def test_the_class_is_not_called() -> None:
