@@ -13,7 +13,7 @@ import torch
 from lazy_backend.at_once import run_at_once
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError, LazyBackendError
-from lazy_backend.lowering.ir import contiguous_stride, empty_of, intern_meta
+from lazy_backend.lowering.ir import contiguous_stride, empty_of, extent, intern_meta
 from lazy_backend.operators import learn
 from lazy_backend.outside import new_data, new_unwritten, upload
 from lazy_backend.record import add_handler, record, record_factory
@@ -153,6 +153,15 @@ def _lazy_copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bo
     return _copy(aten.copy_.default, (target, source), {})  # type: ignore[no-any-return]
 
 
+# Operators with kernels for CPU and CUDA as well as a composite one, which PyTorch would take for a device without
+# kernels. That they exist is enough: calls arrive in __torch_dispatch__ whole.
+_KERNELS_BESIDE_COMPOSITES = ("silu_backward", "mish_backward", "native_channel_shuffle")
+
+
+def _record_kernel(op: Op) -> Callable[..., Any]:
+    return lambda *args, **kwargs: record(op, args, kwargs)
+
+
 # ----- reads
 
 
@@ -160,6 +169,10 @@ def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
     real = executor.read(args[0]._data, "item()")
     with clean_thread_state():
         return aten._local_scalar_dense.default(real)
+
+
+def _lazy_local_scalar(tensor: torch.Tensor) -> Any:
+    return _local_scalar(aten._local_scalar_dense.default, (tensor,), {})
 
 
 def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
@@ -187,6 +200,25 @@ def _pack_padded_sequence(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """The batch sizes it returns are on the CPU on every device."""
     data, sizes = run_at_once(args[0]._data.context, op, args, kwargs, "it reads lengths on the CPU")
     return data, executor.read(sizes._data, "batch sizes").to("cpu", copy=True)
+
+
+# ----- questions about geometry
+
+
+def _is_same_size(op: Op, args: Args, kwargs: Kwargs) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _has_same_storage_numel(op: Op, args: Args, kwargs: Kwargs) -> bool:
+    one, other = (_storage_numel(arg) for arg in args)
+    return one == other
+
+
+def _storage_numel(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, LazyTensor):
+        base = tensor._data.storage.meta
+        return extent(base) * base.dtype.itemsize // tensor.dtype.itemsize
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 # ----- ops rewritten before they are recorded
@@ -269,12 +301,17 @@ def install_handlers() -> None:
     add_handler(aten._to_copy.default, _to_copy)
     add_handler(aten.copy_.default, _copy)
     add_handler(aten._local_scalar_dense.default, _local_scalar)
+    add_handler(aten.is_same_size.default, _is_same_size)
+    add_handler(aten._has_same_storage_numel.default, _has_same_storage_numel)
     add_handler(aten.equal.default, _equal)
     for op in (aten.resize_.default, aten.resize_as_.default):
         add_handler(op, _run_at_once("it resizes an operand"))
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
     add_handler(aten.native_batch_norm.default, _native_batch_norm)
     add_handler(aten.view_as_real.default, _view_as_real)
+    # in inference mode composite operators arrive whole
+    add_handler(aten.real.default, lambda op, args, kwargs: _real(args[0]))
+    add_handler(aten.imag.default, lambda op, args, kwargs: _imag(args[0]))
     for op in _LIKE_OPS:
         add_handler(op, _other_device)
 
@@ -368,11 +405,53 @@ _FACTORIES = (
 )  # fmt: skip
 
 
+def _matmul_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """`aten::matmul.out` on the AutogradLazy key: PyTorch's asks whether wrappers share memory, which they never do."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, out)):
+        raise RuntimeError(
+            "matmul(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    result = torch.matmul(a, b)
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """`aten::real` on the AutogradLazy key: PyTorch's asks a wrapper for its conjugate bit, which a lazy one hides."""
+    return torch.view_as_real(_physical(tensor)).select(-1, 0) if tensor.is_complex() else tensor
+
+
+def _imag(tensor: torch.Tensor) -> torch.Tensor:
+    """aten/src/ATen/native/UnaryOps.cpp, `imag`."""
+    if not tensor.is_complex():
+        raise RuntimeError("imag is not implemented for tensors with non-complex dtypes.")
+    part = torch.view_as_real(_physical(tensor)).select(-1, 1)
+    return torch._neg_view(part) if _is_conj(tensor) else part
+
+
+def _is_conj(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, LazyTensor) and tensor._data.meta.conj
+
+
+def _physical(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its conjugate bit, as a view."""
+    return torch._conj(tensor) if _is_conj(tensor) else tensor
+
+
 def install_factories(library: torch.library.Library) -> None:
     """Register the factories on the Lazy key; `library` keeps them registered."""
     library.impl("empty.memory_format", _empty_memory_format, "Lazy")
     library.impl("empty_strided", _empty_strided, "Lazy")
     library.impl("_copy_from", _lazy_copy_from, "Lazy")
+    # torch.tensor([loss, other_loss]) asks below __torch_dispatch__
+    library.impl("_local_scalar_dense", _lazy_local_scalar, "Lazy")
+    library.impl("matmul.out", _matmul_out, "AutogradLazy")
+    library.impl("real", _real, "AutogradLazy")
+    library.impl("imag", _imag, "AutogradLazy")
+    for name in _KERNELS_BESIDE_COMPOSITES:
+        library.impl(name, _record_kernel(getattr(aten, name).default), "Lazy")
     # zeros that autograd makes up; a lazy one costs nothing until it is used
     library.impl("_efficientzerotensor", _factory(aten.zeros.default), "Lazy")
     for name in _FACTORIES:

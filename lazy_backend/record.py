@@ -20,7 +20,7 @@ import torch
 from lazy_backend.at_once import run_at_once
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
-from lazy_backend.describe import check_recordable, describe, flat, num_slots_of, operand_at
+from lazy_backend.describe import check_recordable, describe, flat, mutated_arguments, num_slots_of, operand_at
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.inference import Inference
 from lazy_backend.lowering.ir import TensorMeta
@@ -94,6 +94,8 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
     handler: Handler = _decompose if op._can_decompose() else record
     if op._schema.name.startswith("aten::_nested_"):
         handler = _refuse_nested
+    elif any(arg.is_write and str(arg.type) == "List[Tensor]" for arg in op._schema.arguments):
+        handler = _record_list_write
     learn(op)
     add_handler(op, handler)
     return handler
@@ -107,7 +109,19 @@ def _refuse_nested(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappi
 
 
 def _decompose(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # eager's own composite kernel: PyTorch also has Python decompositions, which differ here and there (an LSTM's
+    # dropout in 2.13). Internal, checked on 2.13: no public way to call one kernel of an operator
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
     return op.decompose(*args, **kwargs)
+
+
+def _record_list_write(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An in-place foreach op: autograd leaves it to the kernel to raise the version counters."""
+    result = record(op, args, kwargs)
+    written = [t for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor) and not t.is_inference()]
+    torch.autograd.graph.increment_version(written)
+    return result
 
 
 def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

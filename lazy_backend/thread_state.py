@@ -4,14 +4,14 @@ Note [Runs are clean]
 A run computes what was recorded. Modes of the thread that happens to run it (inference mode, autocast, the user's
 dispatch and function modes, functorch levels) were seen by the operators when they were recorded, above this package;
 they must not act a second time. The device's own thread carries none of them; a run within `mark_step`, a read and an
-upload happen on the user's thread, so they step out of its modes.
+upload happen on the user's thread, so they step out of its modes. Within `__torch_dispatch__` the thread moreover skips
+the dispatch keys above it, those that resolve conjugated and negated tensors among them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -19,6 +19,10 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
+
+# The dispatch keys of a thread that is not within a dispatch.
+_INCLUDED = torch._C._dispatch_tls_local_include_set()
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
 def _has_modes() -> bool:
@@ -32,9 +36,15 @@ def _has_modes() -> bool:
     )
 
 
-def clean_thread_state() -> AbstractContextManager[object]:
-    """No gradients, and none of the thread's modes, for a block. See Note [Runs are clean]."""
-    return _without_modes() if _has_modes() else torch.no_grad()
+@contextlib.contextmanager
+def clean_thread_state() -> Iterator[None]:
+    """No gradients, no skipped dispatch keys, none of the thread's modes, for a block. See Note [Runs are clean].
+
+    6 µs: for runs and reads, not for recorded calls.
+    """
+    outside = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+    with outside, _without_modes() if _has_modes() else torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager
