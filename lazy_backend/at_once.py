@@ -59,13 +59,15 @@ class _RunAtOnce:
             if meta is lazy._data.meta:
                 continue
             storage = lazy._data.storage
-            if lazy._data is storage:
-                moved = LazyStorage(self.context, None, None, meta)
-                moved.tensor = real
-                self.context.register_tensor(moved)
-                assign(lazy, moved)
+            if lazy._data is storage or not self._still_in(storage, real):
+                assign(lazy, new_data(self.context, real))
             else:
                 assign(lazy, ViewData(self.context, None, None, meta, storage))
+
+    @staticmethod
+    def _still_in(storage: LazyStorage, real: torch.Tensor) -> bool:
+        assert storage.tensor is not None
+        return real.untyped_storage()._cdata == storage.tensor.untyped_storage()._cdata
 
     def to_lazy(self, output: Any) -> Any:
         if isinstance(output, torch.Tensor):

@@ -14,6 +14,8 @@ import torch
 import torch.optim.optimizer
 import torch.optim.swa_utils
 import torch.utils._foreach_utils as foreach_utils
+import torch.utils.data
+import torch.utils.dlpack
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from lazy_backend.errors import DeviceError, LazyBackendError
@@ -72,6 +74,43 @@ def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
         original(d)
 
     torch.set_default_dtype = set_default_dtype
+    original_type = torch.set_default_tensor_type
+
+    @functools.wraps(original_type)
+    def set_default_tensor_type(t: Any) -> None:
+        finish()
+        original_type(t)
+
+    torch.set_default_tensor_type = set_default_tensor_type
+
+
+def support_fused_optimizers() -> None:
+    """Let torch.optim take `fused=True`: the backing device has the kernels, and a call is recorded as it is."""
+    optimizer: Any = sys.modules["torch.optim.optimizer"]
+    original = optimizer._get_fused_kernels_supported_devices
+    # imported there by name
+    optimizer._get_fused_kernels_supported_devices = lambda: [*original(), "lazy"]
+
+
+def export_to_dlpack() -> None:
+    """`torch.utils.dlpack.to_dlpack` is a C function that does not ask the tensor's `__dlpack__`."""
+    module: Any = torch.utils.dlpack
+    original = module.to_dlpack
+
+    @functools.wraps(original)
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return tensor.__dlpack__() if isinstance(tensor, LazyTensor) else original(tensor)
+
+    module.to_dlpack = to_dlpack
+
+
+def collate_by_stacking() -> None:
+    """A DataLoader's worker collates tensors in shared memory, which lazy ones have none of."""
+
+    def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        return torch.stack(batch)
+
+    torch.utils.data._utils.collate.default_collate_fn_map[LazyTensor] = stack
 
 
 def keep_parameters_when_moved() -> None:

@@ -134,6 +134,9 @@ def install() -> None:
     install_attention(_library[0])
     install_serialization()
     compat.support_foreach()
+    compat.support_fused_optimizers()
+    compat.export_to_dlpack()
+    compat.collate_by_stacking()
     compat.keep_parameters_when_moved()
     compat.finish_before_default_dtype_changes(_finish_everything)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ In: the same calls as `record`. Out: `install_handlers` and `install_factories`,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -59,6 +59,9 @@ def _set_tensor(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(source, LazyTensor) or not isinstance(target, LazyTensor):
         raise DeviceError(f"set_ takes tensors of one device\n  at {user_site()}\n  copy the source with .to() first")
+    # the memory, without the bits
+    source = record(aten._conj.default, (source,), {}) if source._data.meta.conj else source
+    source = record(aten._neg_view.default, (source,), {}) if source._data.meta.neg else source
     assign(target, source._data)
     return target
 
@@ -68,8 +71,14 @@ def _set_storage(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, storage = args[0], args[1]
     offset, size, stride = args[2:5] if len(args) > 2 else (0, (storage.nbytes() // target.element_size(),), (1,))
     base = _uploaded_storage(target._data.context, storage, target.dtype)
-    meta = intern_meta(tuple(size), tuple(stride) or contiguous_stride(tuple(size)), int(offset), target.dtype)
-    assign(target, ViewData(base.context, None, None, meta, base))
+    stride = tuple(stride) or contiguous_stride(tuple(size))
+    if base.tensor is None:  # recorded or scheduled: the view has to be recorded too
+        flat = wrap(base).as_strided((extent(base.meta),), (1,), 0)
+        flat = flat if flat.dtype == target.dtype else flat.view(target.dtype)
+        assign(target, cast("LazyTensor", flat.as_strided(size, stride, offset))._data)
+    else:
+        meta = intern_meta(tuple(size), stride, int(offset), target.dtype)
+        assign(target, ViewData(base.context, None, None, meta, base))
     return target
 
 
@@ -233,12 +242,10 @@ def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return record(aten._native_batch_norm_legit.default, args, {})
 
 
-def _view_as_real(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Of a conjugated view, which eager resolves first where it sees the bit; a lazy tensor does not show it."""
-    source = args[0]
-    if source._data.meta.conj:
-        source = record(aten.conj_physical.default, (record(aten._conj.default, (source,), {}),), {})
-    return record(op, (source,), {})
+def _native_dropout(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`train` None means True; PyTorch's decomposition, which fake tensors use, takes it for False."""
+    input, p, train = args
+    return record(op, (input, p, train is not False), {})
 
 
 def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -308,10 +315,7 @@ def install_handlers() -> None:
         add_handler(op, _run_at_once("it resizes an operand"))
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
     add_handler(aten.native_batch_norm.default, _native_batch_norm)
-    add_handler(aten.view_as_real.default, _view_as_real)
-    # in inference mode composite operators arrive whole
-    add_handler(aten.real.default, lambda op, args, kwargs: _real(args[0]))
-    add_handler(aten.imag.default, lambda op, args, kwargs: _imag(args[0]))
+    add_handler(aten.native_dropout.default, _native_dropout)
     for op in _LIKE_OPS:
         add_handler(op, _other_device)
 
@@ -405,39 +409,35 @@ _FACTORIES = (
 )  # fmt: skip
 
 
-def _matmul_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """`aten::matmul.out` on the AutogradLazy key: PyTorch's asks whether wrappers share memory, which they never do."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, out)):
-        raise RuntimeError(
-            "matmul(): functions with out=... arguments don't support automatic differentiation, but one of the "
-            "arguments requires grad."
-        )
-    result = torch.matmul(a, b)
-    if out.shape != result.shape:
-        out.resize_(result.shape)
-    return out.copy_(result)
+# Composite operators whose `out` forms ask whether wrappers share memory, which they never do, or replace `out` in C++.
+_OUT_BY_COPY = {
+    "matmul.out": aten.matmul.default,
+    "linear.out": aten.linear.default,
+    "linalg_matrix_rank.out": aten.linalg_matrix_rank.default,
+    "linalg_matrix_rank.out_tol_tensor": aten.linalg_matrix_rank.tol_tensor,
+    "linalg_matrix_rank.atol_rtol_tensor_out": aten.linalg_matrix_rank.atol_rtol_tensor,
+    "linalg_matrix_rank.atol_rtol_float_out": aten.linalg_matrix_rank.atol_rtol_float,
+}
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """`aten::real` on the AutogradLazy key: PyTorch's asks a wrapper for its conjugate bit, which a lazy one hides."""
-    return torch.view_as_real(_physical(tensor)).select(-1, 0) if tensor.is_complex() else tensor
+def _out_by_copy(op: Op) -> Callable[..., torch.Tensor]:
+    """The `out` form of `op`, for the AutogradLazy key."""
 
+    def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        tensors = [arg for arg in (*args, *kwargs.values(), out) if isinstance(arg, torch.Tensor)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(
+                f"{op._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
+                "differentiation, but one of the arguments requires grad."
+            )
+        result = op(*args, **kwargs)
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {out.dtype}")
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
 
-def _imag(tensor: torch.Tensor) -> torch.Tensor:
-    """aten/src/ATen/native/UnaryOps.cpp, `imag`."""
-    if not tensor.is_complex():
-        raise RuntimeError("imag is not implemented for tensors with non-complex dtypes.")
-    part = torch.view_as_real(_physical(tensor)).select(-1, 1)
-    return torch._neg_view(part) if _is_conj(tensor) else part
-
-
-def _is_conj(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, LazyTensor) and tensor._data.meta.conj
-
-
-def _physical(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its conjugate bit, as a view."""
-    return torch._conj(tensor) if _is_conj(tensor) else tensor
+    return kernel
 
 
 def install_factories(library: torch.library.Library) -> None:
@@ -447,9 +447,8 @@ def install_factories(library: torch.library.Library) -> None:
     library.impl("_copy_from", _lazy_copy_from, "Lazy")
     # torch.tensor([loss, other_loss]) asks below __torch_dispatch__
     library.impl("_local_scalar_dense", _lazy_local_scalar, "Lazy")
-    library.impl("matmul.out", _matmul_out, "AutogradLazy")
-    library.impl("real", _real, "AutogradLazy")
-    library.impl("imag", _imag, "AutogradLazy")
+    for name, op in _OUT_BY_COPY.items():
+        library.impl(name, _out_by_copy(op), "AutogradLazy")
     for name in _KERNELS_BESIDE_COMPOSITES:
         library.impl(name, _record_kernel(getattr(aten, name).default), "Lazy")
     # zeros that autograd makes up; a lazy one costs nothing until it is used

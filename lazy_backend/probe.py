@@ -24,7 +24,7 @@ _CHECKING = frozenset(
     f"aten::{name}"
     for name in (
         "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr",
-        "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "linear",
+        "rsub", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "linear",
     )
 )  # fmt: skip
 

@@ -39,6 +39,7 @@ from lazy_backend.tensor import (
     make,
     make_view,
     poisoned,
+    set_bits,
     wrapper_arguments,
 )
 from lazy_backend.trace import Trace
@@ -92,13 +93,19 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
     """How to treat an operator that arrives for the first time."""
     # composite operators arrive whole only where autograd is off altogether, in inference mode
     handler: Handler = _decompose if op._can_decompose() else record
-    if op._schema.name.startswith("aten::_nested_"):
+    if op is aten._nested_tensor_from_mask_left_aligned.default:
+        handler = _ask  # whether a mask could become a nested tensor: a bool
+    elif op._schema.name.startswith("aten::_nested_"):
         handler = _refuse_nested
     elif any(arg.is_write and str(arg.type) == "List[Tensor]" for arg in op._schema.arguments):
         handler = _record_list_write
     learn(op)
     add_handler(op, handler)
     return handler
+
+
+def _ask(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it returns a bool")
 
 
 def _refuse_nested(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -194,7 +201,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
         elif kind is View:
             of = first if result.of_first else operand_at(result.path, args, kwargs)
             data = ViewData(context, epoch, result.token, result.meta, of._data.storage)
-            if is_inference_mode_enabled():  # 30 ns
+            if is_inference_mode_enabled() is not of.is_inference():  # 70 ns
                 tensor = make_view(of, result.wrapper)
                 tensor._data = data
                 return tensor
@@ -301,6 +308,7 @@ def _make_result(
         of = operand_at(result.path, args, kwargs)
         data = ViewData(context, trace.epoch, result.token, result.meta, of._data.storage)
         tensor = make_view(of, result.wrapper)
+        set_bits(tensor, result.meta)
         tensor._data = data
         return tensor
     elif kind is Same:
@@ -339,10 +347,14 @@ def _add_node(
     context: DeviceContext, cursor: TrieNode[Call | Cut], key: tuple[Any, ...], call: Call | Cut
 ) -> TrieNode[Call | Cut]:
     node = context.trie.add(cursor, key, call)
-    if isinstance(call, Call) and not call.seeded:
+    if isinstance(call, Call) and not call.seeded and not _has_bits(call.single):
         # most calls have one result: with it on the node, a hit does not touch the call (a cache line or two)
         node.shortcut = call.single
     return node
+
+
+def _has_bits(result: Fresh | View | Same | None) -> bool:
+    return isinstance(result, View) and (result.meta.conj or result.meta.neg)
 
 
 def _entered(context: DeviceContext, key: tuple[Any, ...]) -> tuple[Entered, ...]:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from lazy_backend.lowering.ir import extent
 from lazy_backend.sites import user_site
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor
@@ -76,7 +77,10 @@ class LazyUntypedStorage(torch.UntypedStorage):
         return self.plain.data_ptr()
 
     def nbytes(self) -> int:
-        return self.plain.nbytes()
+        if self.lazy_storage is None:
+            return self.plain.nbytes()
+        meta = self.lazy_storage.meta
+        return extent(meta) * meta.dtype.itemsize
 
     def size(self) -> int:
         return self.nbytes()

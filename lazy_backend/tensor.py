@@ -169,7 +169,7 @@ class LazyTensor(torch.Tensor):
                 f"a lazy tensor's data cannot be set to a tensor on {value.device}\n"
                 f"  move it first, as in tensor.to({str(self.device)!r})"
             )
-        assign(self, value._data)
+        assign(self, value._data, like=value)
 
     def set_(self, source: Any = None, *geometry: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         geometry = (*geometry, *kwargs.values())
@@ -191,6 +191,15 @@ class LazyTensor(torch.Tensor):
         places = [default if _is_lazy_without_index(arg) else arg for arg in args]
         named = {name: default if _is_lazy_without_index(arg) else arg for name, arg in kwargs.items()}
         return super().to(*places, **named)  # type: ignore[arg-type]
+
+    def __copy__(self) -> LazyTensor:
+        """Another tensor for the same memory. Torch's goes through pickle, which would read."""
+        copied = wrap(self._data, view_of=self)
+        if isinstance(self, torch.nn.Parameter):
+            copied = cast("LazyTensor", torch.nn.Parameter(copied, self.requires_grad))
+        copied.requires_grad_(self.requires_grad)
+        copied.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_data"})
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         """As of a strided tensor: storages stay shared among what is copied together; nothing is run."""
@@ -278,17 +287,27 @@ def wrap(data: TensorData, view_of: LazyTensor | None = None) -> LazyTensor:
     """A new tensor that stands for `data`."""
     arguments = wrapper_arguments(data.context, data.meta)
     tensor: LazyTensor = make(LazyTensor, *arguments) if view_of is None else make_view(view_of, arguments)
+    set_bits(tensor, data.meta)
     tensor._data = data
     return tensor
 
 
-def make_view(source: LazyTensor, arguments: tuple[Any, ...]) -> LazyTensor:
-    """A wrapper for a view of `source`: in inference mode too, views of a normal tensor are normal tensors.
+def set_bits(tensor: LazyTensor, meta: TensorMeta) -> None:
+    """Show the conjugate and negative bits of a view: operators that do not know them then get resolved operands."""
+    # internal, checked on 2.13; torch.fx's meta converter does the same
+    if meta.conj:
+        torch._C._set_conj(tensor, True)
+    if meta.neg:
+        torch._C._set_neg(tensor, True)
 
-    Autograd's kernel, above us, gives them the version counter of their base, which an inference tensor refuses.
+
+def make_view(source: LazyTensor, arguments: tuple[Any, ...]) -> LazyTensor:
+    """A wrapper for a view of `source`: an inference tensor if `source` is one, whatever the mode now.
+
+    Autograd's kernel, above us, gives views of normal tensors their version counter, which an inference tensor refuses.
     """
-    if torch.is_inference_mode_enabled() and not source.is_inference():
-        with torch.inference_mode(False):
+    if torch.is_inference_mode_enabled() is not source.is_inference():
+        with torch.inference_mode(source.is_inference()):
             return cast("LazyTensor", make(LazyTensor, *arguments))
     return cast("LazyTensor", make(LazyTensor, *arguments))
 
@@ -319,9 +338,9 @@ def _copy_view(data: TensorData, base: LazyTensor) -> LazyTensor:
     return cast("LazyTensor", base.as_strided(meta.shape, meta.stride, meta.storage_offset))
 
 
-def assign(tensor: LazyTensor, data: TensorData) -> None:
+def assign(tensor: LazyTensor, data: TensorData, like: LazyTensor | None = None) -> None:
     """Make `tensor` stand for `data`, as `tensor.data = ...`, `set_` and `t_` do; sizes, strides and dtype follow."""
     # shallow_copy_from keeps the object, its autograd history and its version counter
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        _set_data(tensor, wrap(data))
+        _set_data(tensor, wrap(data, view_of=tensor if like is None else like))
     tensor._data = data

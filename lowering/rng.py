@@ -48,7 +48,7 @@ def takes_generator(op: torch._ops.OpOverload) -> bool:
 
 def _native_dropout(generator: torch.Generator, input: torch.Tensor, p: float, train: bool | None) -> Any:
     """aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`, with a generator."""
-    if train is False or p == 0:  # None means True
+    if not train or p == 0:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     scale = 0.0 if p == 1 else 1.0 / (1 - p)

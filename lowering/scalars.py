@@ -26,7 +26,14 @@ def _scaled(tensor: Any, alpha: Any) -> Any:
 
 
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """aten/src/ATen/native/Lerp.h: two forms, so that weight 1 gives exactly `end`."""
+    """aten/src/ATen/native/cpu/LerpKernel.cpp: two forms, so that weight 1 gives exactly `end`."""
+    near_start = start + weight * (end - start)
+    near_end = end + (end - start) * (weight - 1)
+    return aten.where.self(abs(weight) < 0.5, near_start, near_end)
+
+
+def _lerp_reduced(start: Any, end: Any, weight: Any) -> Any:
+    """aten/src/ATen/native/Lerp.h, for float16 and bfloat16: the same but for the sign of zeros."""
     near_start = start + weight * (end - start)
     near_end = end - (end - start) * (1 - weight)
     return aten.where.self(abs(weight) < 0.5, near_start, near_end)
@@ -114,6 +121,9 @@ _GEOMETRY_OPTIONS = frozenset(("dtype", "layout", "device", "pin_memory", "memor
 
 def _formula(node: Node) -> Callable[..., Any]:
     name = _base_name(node)
+    target = _targets(node)[0]
+    if name == "lerp" and target is not None and _compute_dtype(target.meta.dtype) is not target.meta.dtype:
+        return _lerp_reduced
     # of a power the base or the exponent is the tensor
     return _power if name == "pow" and isinstance(node.args[0], Value | tuple) else _FORMULAS[name]
 
