@@ -198,11 +198,13 @@ def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
         return bool(op(one, other))
 
 
-def _run_at_once(reason: str) -> Callable[[Op, Args, Kwargs], Any]:
-    def handler(op: Op, args: Args, kwargs: Kwargs) -> Any:
-        return run_at_once(args[0]._data.context, op, args, kwargs, reason)
-
-    return handler
+def _resize(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`resize_` and `resize_as_`; nothing at all if the size stays."""
+    target, size = args[0], args[1]
+    shape = tuple(size.shape if isinstance(size, torch.Tensor) else size)
+    if shape == tuple(target.shape) and kwargs.get("memory_format") is None:
+        return target
+    return run_at_once(target._data.context, op, args, kwargs, "it resizes an operand")
 
 
 def _pack_padded_sequence(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -311,8 +313,8 @@ def install_handlers() -> None:
     add_handler(aten.is_same_size.default, _is_same_size)
     add_handler(aten._has_same_storage_numel.default, _has_same_storage_numel)
     add_handler(aten.equal.default, _equal)
-    for op in (aten.resize_.default, aten.resize_as_.default):
-        add_handler(op, _run_at_once("it resizes an operand"))
+    add_handler(aten.resize_.default, _resize)
+    add_handler(aten.resize_as_.default, _resize)
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
     add_handler(aten.native_batch_norm.default, _native_batch_norm)
     add_handler(aten.native_dropout.default, _native_dropout)

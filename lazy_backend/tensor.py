@@ -169,7 +169,7 @@ class LazyTensor(torch.Tensor):
                 f"a lazy tensor's data cannot be set to a tensor on {value.device}\n"
                 f"  move it first, as in tensor.to({str(self.device)!r})"
             )
-        assign(self, value._data, like=value)
+        assign(self, value._data)
 
     def set_(self, source: Any = None, *geometry: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         geometry = (*geometry, *kwargs.values())
@@ -338,9 +338,9 @@ def _copy_view(data: TensorData, base: LazyTensor) -> LazyTensor:
     return cast("LazyTensor", base.as_strided(meta.shape, meta.stride, meta.storage_offset))
 
 
-def assign(tensor: LazyTensor, data: TensorData, like: LazyTensor | None = None) -> None:
+def assign(tensor: LazyTensor, data: TensorData) -> None:
     """Make `tensor` stand for `data`, as `tensor.data = ...`, `set_` and `t_` do; sizes, strides and dtype follow."""
     # shallow_copy_from keeps the object, its autograd history and its version counter
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        _set_data(tensor, wrap(data, view_of=tensor if like is None else like))
+        _set_data(tensor, wrap(data, view_of=tensor))
     tensor._data = data

@@ -275,7 +275,8 @@ INFERENCE = {
     "expand": lambda x: x.expand(2, 3),
     "transpose": lambda x: x.view(3, 1).t(),
     "data": lambda x: x.data,
-    "set_data": lambda x: (setattr(x, "data", x * 2), x)[1],
+    # a lazy tensor stays normal, where eager's becomes an inference tensor: only the values are compared
+    "set_data": lambda x: (setattr(x, "data", x * 2), x.tolist())[1],
     "a_parameter": lambda x: nn.Parameter(x),
     "in_place": lambda x: x.add_(1),
     "in_place_of_a_view": lambda x: (x[1:].add_(1), x)[1],
