@@ -54,6 +54,10 @@ class _Writer:
         self.values: dict[Value, fx.Node] = {
             value: self.fx_graph.placeholder(f"input_{place}") for place, value in enumerate(graph.inputs)
         }
+        made = [value for node in graph.nodes for value in node.outputs if value is not None]
+        self.base_dtypes: dict[int, torch.dtype] = {}
+        for value in (*graph.inputs, *made):
+            self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # the base comes first
         self.signature = Signature(
             scalars=() if numbers else tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=numbers
         )
@@ -83,12 +87,28 @@ class _Writer:
         if node.seed is not None:
             args, kwargs = (*seeded_arguments(op, args, kwargs), self.seeds, node.seed), {}
             op = seeded_op(op)
+        copies = self._copies_of_recast_targets(node) if op.namespace not in ("aten", "prims") else {}
+        if copies:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda arg: copies.get(arg, arg))
         call = self.fx_graph.call_function(op, args, kwargs)
         call.meta["site"] = node.site
+        for target, copy in copies.items():
+            self.fx_graph.call_function(aten.copy_.default, (target, copy))
         single = len(node.outputs) == 1 and not node.returns_list
         for place, value in enumerate(node.outputs):
             if value is not None and value not in self.values:
                 self.values[value] = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
+
+    def _copies_of_recast_targets(self, node: Node) -> dict[Any, fx.Node]:
+        """Copies of what a custom operator writes, where that is a view of another dtype than its storage's.
+
+        AOTAutograd makes such a view again by `as_strided`, which loses the dtype (auto_functionalized_v2 of 2.13).
+        """
+        recast = [value for value in node.mutates if value.meta.dtype != self.base_dtypes[value.storage]]
+        return {
+            self.values[value]: self.fx_graph.call_function(aten.clone.default, (self.values[value],))
+            for value in recast
+        }
 
     def _add_promoted(self, node: Node) -> None:
         """See Note [Promoted scalars]."""
