@@ -1,146 +1,84 @@
-"""Random programs of views, writes and reads, with cuts at random places, against eager."""
+"""Random programs of views, writes, reads and gradients, with cuts at random places, against eager.
+
+The programs come from `tests/random_programs.py`. `tools/fuzz.py` runs as many of them as wanted, and makes one that
+fails smaller.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-
 import pytest
 import torch
-from harness import assert_same, count
+from harness import NoSync, assert_same, count
+from random_programs import RandomProgram, minimize, random_program
 
 import lazy_backend
 from lazy_backend import config
 
-Tensors = list[torch.Tensor]
-Choose = random.Random
 
-
-def a_view(choose: Choose, x: torch.Tensor) -> torch.Tensor:
-    """A random view of `x`; its shape depends on `x`'s only."""
-    dim = choose.randrange(max(x.dim(), 1))
-    if not x.dim() or not x.numel():
-        return x.unsqueeze(0)
-    size = x.shape[dim]
-    kinds: list[Callable[[], torch.Tensor]] = [
-        lambda: x.transpose(0, dim),
-        lambda: x.narrow(dim, choose.randrange(size), 1) if size else x.detach(),
-        lambda: x.select(dim, choose.randrange(size)),
-        lambda: x[choose.randrange(size) if dim == 0 else slice(None)],
-        lambda: x.unsqueeze(dim),
-        lambda: x.squeeze(),
-        lambda: x.detach(),
-        lambda: x.view(x.shape),
-        lambda: x.flatten() if x.is_contiguous() else x.t() if x.dim() <= 2 else x.permute(*reversed(range(x.dim()))),
-        lambda: x.as_strided((2,), (1,), x.storage_offset()) if x.numel() > 1 and x.is_contiguous() else x.view_as(x),
-        lambda: x.diagonal() if x.dim() == 2 else x.movedim(0, -1),
-        lambda: choose.choice(x.split(max(1, size // 2), dim)),
-        lambda: choose.choice(x.unbind(dim)),
-        lambda: x[::2] if x.dim() else x,
-        lambda: x.unfold(dim, 2, 1).select(dim, 0) if size >= 2 else x.expand_as(x),
-        lambda: x.view(torch.int32).view(torch.float32),
-    ]
-    return choose.choice(kinds)()
-
-
-def a_write(choose: Choose, x: torch.Tensor, other: torch.Tensor) -> None:
-    """Write into `x` in a random way."""
-    scalar = choose.choice([0.5, 2.0, -1.25, 3])
-    kinds: list[Callable[[], object]] = [
-        lambda: x.add_(scalar),
-        lambda: x.mul_(scalar),
-        lambda: x.copy_(other.detach().clone().sum()),
-        lambda: x.zero_(),
-        lambda: x.fill_(scalar),
-        lambda: x.clamp_(-5, 5),
-        lambda: x.masked_fill_(x > 1, scalar),
-        lambda: x.copy_(x.clone().neg()),
-        lambda: x.add_(x.detach().clone(), alpha=scalar),
-        lambda: torch._foreach_add_([x], [scalar]),
-        lambda: torch.mul(x.clone(), scalar, out=x),
-        lambda: x.__setitem__(..., scalar),
-        lambda: x.data.add_(scalar),
-        lambda: x.tanh_(),
-    ]
-    choose.choice(kinds)()
-
-
-def a_result(choose: Choose, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    kinds: list[Callable[[], torch.Tensor]] = [
-        lambda: x * 2,
-        lambda: x + other.sum(),
-        lambda: x.clone(),
-        lambda: torch.cat([x.reshape(-1), other.reshape(-1)])[:6],
-        lambda: x.contiguous(),
-        lambda: x.reshape(-1),
-        lambda: x.cumsum(0) if x.dim() else x.exp(),
-        lambda: torch.where(x > 0, x, 0.5),
-        lambda: x.new_zeros(2, 3),
-        lambda: x.to(torch.float64).to(torch.float32),
-        lambda: torch.stack([x, x]) if x.numel() < 30 else x.abs(),
-    ]
-    return choose.choice(kinds)()
-
-
-def run_program(seed: int, device: str, sync: Callable[[], None], steps: int = 24) -> Tensors:
-    """Every random choice depends on the seed and on shapes, so both devices run the same program."""
-    choose = random.Random(seed)
-    pool: Tensors = [
-        torch.arange(12.0).reshape(3, 4).to(device, copy=True),
-        torch.arange(6.0).to(device, copy=True),
-        torch.ones(2, 3, device=device),
-    ]
-    for _ in range(steps):
-        x, other = choose.choice(pool), choose.choice(pool)
-        action = choose.random()
-        if action < 0.4:
-            pool.append(a_view(choose, x))
-        elif action < 0.75:
-            a_write(choose, x, other)
-        elif action < 0.88:
-            pool.append(a_result(choose, x, other))
-        elif len(pool) > 3:
-            pool.pop(choose.randrange(len(pool)))
-        if choose.random() < 0.3:
-            sync()
-        del x, other
-    return pool
-
-
-def both(seed: int, sync: Callable[[], None]) -> tuple[Tensors, Tensors]:
-    return run_program(seed, "lazy", sync), run_program(seed, "cpu", lambda: None)
+def assert_runs_like_eager(program: RandomProgram, sync=lazy_backend.mark_step) -> None:
+    assert_same(program.run("lazy", sync), program.run("cpu", NoSync()))
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_random_programs_equal_eager(seed: int) -> None:
-    assert_same(*both(seed, lazy_backend.mark_step))
+    assert_runs_like_eager(random_program(seed))
 
 
 @pytest.mark.parametrize("seed", range(150, 200))
 def test_random_programs_in_one_trace_equal_eager(seed: int) -> None:
-    assert_same(*both(seed, lambda: None))
+    assert_runs_like_eager(random_program(seed), NoSync())
 
 
 # AOTAutograd refuses some writes to overlapping windows; then the graph is interpreted
 @pytest.mark.filterwarnings("ignore::lazy_backend.CompileWarning")
-@pytest.mark.parametrize("seed", range(200, 260))
+@pytest.mark.parametrize("seed", range(200, 240))
 def test_random_programs_compiled_equal_eager(seed: int) -> None:
     config.backend = "aot_eager"
+    program = random_program(seed)
     for _ in range(3):
-        assert_same(*both(seed, lazy_backend.mark_step))
+        assert_runs_like_eager(program)
 
 
-@pytest.mark.parametrize("seed", range(260, 300))
+@pytest.mark.parametrize("seed", range(240, 280))
 def test_random_programs_run_again_hit_the_cache(seed: int) -> None:
-    run_program(seed, "lazy", lazy_backend.mark_step)
+    program = random_program(seed)
+    program.run("lazy", lazy_backend.mark_step)
     lazy_backend.mark_step()
     with count("UncachedCompile") as misses:
-        assert_same(*both(seed, lazy_backend.mark_step))
+        assert_runs_like_eager(program)
     assert misses() <= 1  # the read at the end cuts what the first run ended with mark_step
+
+
+@pytest.mark.parametrize("seed", range(280, 320))
+def test_random_programs_run_within_mark_step_equal_eager(seed: int) -> None:
+    config.run_in_background = "never"
+    assert_runs_like_eager(random_program(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(20))
 def test_many_random_programs_equal_eager(block: int) -> None:
     for seed in range(1000 + 100 * block, 1100 + 100 * block):
-        assert_same(*both(seed, lazy_backend.mark_step))
+        assert_runs_like_eager(random_program(seed))
+
+
+# ----- the generator
+
+
+def test_a_seed_makes_one_program() -> None:
+    assert random_program(7) == random_program(7)
+    assert random_program(7) != random_program(8)
+
+
+def test_a_failing_program_is_made_smaller() -> None:
+    smaller = minimize(random_program(7), lambda program: any("v2" in line for line in program.statements))
+    assert len(smaller.statements) == 1
+
+
+def test_a_program_is_a_script_that_runs(capsys) -> None:
+    program = random_program(7)
+    exec(program.script(), {"__name__": "script"})
+    out = capsys.readouterr().out
+    assert out.count("\n") >= 3
+    assert "DIFFERS" not in out
+    assert torch.is_grad_enabled()

@@ -1,0 +1,114 @@
+"""Random programs on the lazy device and in eager, compared bit by bit.
+
+    python tools/fuzz.py --programs 10000 --seed 0
+    python tools/fuzz.py --programs 1000 --backend aot_eager
+
+In: flags. Out: a summary on stdout, after each program that differs, made as small as it still fails, as a script that
+runs by itself. The exit status is 1 if any did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from harness import NoSync, assert_same, reset_state, settle
+from random_programs import RandomProgram, minimize, random_program
+
+import lazy_backend
+from lazy_backend import config, metrics
+
+_COUNTERS = ("GraphCut", "UncachedCompile", "Compile", "CompileFailed")
+
+Sync = Callable[[], None]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=1000, help="how many (default 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the next ones follow (default 0)")
+    parser.add_argument("--backend", default="interpreted", help="'interpreted' (default), or a torch.compile backend")
+    parser.add_argument("--steps", type=int, default=24, help="statements tried per program (default 24)")
+    parser.add_argument("--failures", type=int, default=10, help="stop after so many (default 10)")
+    return parser.parse_args()
+
+
+def failure(program: RandomProgram, backend: str, sync: Sync) -> str | None:
+    """What differs, as text; None if nothing does, or if the program does not run in eager either."""
+    try:
+        expected = program.run("cpu", NoSync())
+    except Exception:
+        return None  # minimising took something it needs
+    reset_state()
+    if backend == "interpreted":
+        config.compile = "off"
+    else:
+        config.backend = backend
+    try:
+        # the second run compiles, the third uses what was compiled
+        for _ in range(1 if backend == "interpreted" else 3):
+            difference = _difference(program.run("lazy", sync), expected)
+            if difference:
+                return difference
+    except Exception as error:
+        return "".join(traceback.format_exception_only(error)).strip()
+    finally:
+        unraised = settle()
+    return f"nobody was told of {unraised}" if unraised else None
+
+
+def _difference(found: list[Any], expected: list[Any]) -> str | None:
+    for one, other in zip(found, expected, strict=True):
+        try:
+            assert_same(one, other)
+        except AssertionError:
+            return f"differs: {one}, in eager {other}"
+    return None
+
+
+def alike(text: str, backend: str, sync: Sync) -> Callable[[RandomProgram], bool]:
+    """Whether a smaller program fails in the same way."""
+
+    def fails(program: RandomProgram) -> bool:
+        found = failure(program, backend, sync)
+        return found is not None and found.split(":")[0] == text.split(":")[0]
+
+    return fails
+
+
+def report(program: RandomProgram, text: str, backend: str, sync: Sync) -> None:
+    smaller = minimize(program, alike(text, backend, sync))
+    print(f"----- program {program.seed}: {failure(smaller, backend, sync)}\n{smaller.script(backend)}", flush=True)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    warnings.simplefilter("ignore")  # of compilers that refuse a graph: it is interpreted, and counted below
+    start, failures, totals = time.perf_counter(), 0, Counter[str]()
+    for seed in range(arguments.seed, arguments.seed + arguments.programs):
+        program = random_program(seed, arguments.steps)
+        sync = lazy_backend.mark_step if seed % 4 else NoSync()  # every fourth is one trace
+        text = failure(program, arguments.backend, sync)
+        totals.update({"programs": 1, "statements": len(program.statements)})
+        totals.update({name: metrics.counter_value(name) for name in _COUNTERS})
+        if text is not None:
+            failures += 1
+            report(program, text, arguments.backend, sync)
+            if failures >= arguments.failures:
+                break
+    counts = ", ".join(f"{count} {name}" for name, count in totals.items())
+    print(f"{failures} failures, {counts}, {time.perf_counter() - start:.0f} s")
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
