@@ -1,4 +1,7 @@
-"""Calls that are not recorded: they run on the backing device at once, after everything recorded before them."""
+"""Calls on real tensors: those that cannot be recorded, and those seen for the first time.
+
+In: a call with lazy arguments, all of which have their values. Out: what the operator gives on the backing device.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import torch
 from lazy_backend import metrics
 from lazy_backend.context import DeviceContext
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import meta_of
 from lazy_backend.outside import new_data
 from lazy_backend.sites import user_site
 from lazy_backend.sync import executor
-from lazy_backend.tensor import LazyStorage, LazyTensor, ViewData, assign, backing_tensor, wrap
+from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, assign, backing_tensor, wrap
 from lazy_backend.thread_state import clean_thread_state
 
 
@@ -22,37 +26,60 @@ def run_at_once(
     context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str
 ) -> Any:
     """Run a call on the backing device, after everything recorded before it. Counted with op, reason and line."""
+    count_fallback(op, reason)
+    executor.cut(context, f"{op}: {reason}")
+    call = RealCall(context)
+    return call.to_lazy(call.run(op, args, kwargs, None))
+
+
+def count_fallback(op: torch._ops.OpOverload, reason: str) -> None:
     metrics.increment(op._schema.name)
     metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
-    executor.cut(context, f"{op}: {reason}")
-    runner = _RunAtOnce(context)
-    with clean_thread_state():
-        output = op(
-            *(runner.to_real(arg) for arg in args), **{name: runner.to_real(arg) for name, arg in kwargs.items()}
-        )
-    runner.update_operands()
-    return runner.to_lazy(output)
 
 
-class _RunAtOnce:
-    """Lazy arguments as real ones and real results as lazy ones, with their aliasing."""
+class RealCall:
+    """One call with real arguments for lazy ones, and lazy results for real ones, with their aliasing."""
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
         self.operands: list[tuple[LazyTensor, torch.Tensor]] = []
 
-    def to_real(self, arg: Any) -> Any:
+    def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
+        """What the operator gives, with its random numbers drawn from `seed` if there is one."""
+        with clean_thread_state():
+            real_args = [self._to_real(arg) for arg in args]
+            real_kwargs = {name: self._to_real(arg) for name, arg in kwargs.items()}
+            if seed is None:
+                return op(*real_args, **real_kwargs)
+            return rng.run_seeded(op, seed, self.context.backing, real_args, real_kwargs)
+
+    def source_of(self, real: torch.Tensor) -> TensorData | None:
+        """The operand whose memory a result shares, if any."""
+        for lazy, operand in self.operands:
+            # internal, checked on 2.13: 0.2 µs, where comparing two storage objects takes 3
+            if torch._C._is_alias_of(real, operand):  # type: ignore[attr-defined]
+                return lazy._data
+        return None
+
+    def resized(self) -> bool:
+        """Whether the call gave an operand another geometry."""
+        return any(meta_of(real) is not lazy._data.meta for lazy, real in self.operands)
+
+    def _to_real(self, arg: Any) -> Any:
         if isinstance(arg, LazyTensor):
             real = backing_tensor(arg._data)
             self.operands.append((arg, real))
             return real
+        if isinstance(arg, torch.Tensor):
+            outside = self.context.outside.get(arg)
+            return arg if outside is None else backing_tensor(outside)
         if isinstance(arg, list | tuple):
-            return [self.to_real(item) for item in arg]
+            return [self._to_real(item) for item in arg]
         if isinstance(arg, torch.device) and arg.type == "lazy":
             return self.context.backing
         return arg
 
-    def update_operands(self) -> None:
+    def _update_operands(self) -> None:
         """Follow operands that were resized."""
         for lazy, real in self.operands:
             meta = meta_of(real)
@@ -70,12 +97,17 @@ class _RunAtOnce:
         return real.untyped_storage()._cdata == storage.tensor.untyped_storage()._cdata
 
     def to_lazy(self, output: Any) -> Any:
+        """The results as lazy tensors that no trace has recorded; operands that were resized follow."""
+        self._update_operands()
+        return self._convert(output)
+
+    def _convert(self, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return self._wrap(output)
         if isinstance(output, list):
-            return [self.to_lazy(item) for item in output]
+            return [self._convert(item) for item in output]
         if isinstance(output, tuple):
-            return tuple(self.to_lazy(item) for item in output)
+            return tuple(self._convert(item) for item in output)
         return output
 
     def _wrap(self, real: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,13 @@ anything but its own tokens. It allocates a key (a tuple), a tensor and a `LazyS
 Note [What is in a key]
 Operator, tokens of tensors, structural arguments (ints, bools, dtypes, strings) and, at a tensor's first use, its
 geometry and alias group. Not in it: floats (placeholders, the values go to the trace's constants), seeds, user lines.
+
+Note [First sight runs]
+A call never seen at its place runs at once, on real tensors, as in eager, and is recorded with the geometry it really
+gave: no inference, and eager's own errors. Since a trace that has left the known paths never comes back to one, the
+whole rest of it runs so; only what was recorded before has to be run first, without ending the trace. Its sync has
+nothing to run. So the first step of a program costs what eager costs plus the recording, and from the second step on
+everything is deferred. `config.first_sight = "record"` defers unseen calls too, after inferring what they will give.
 """
 
 from __future__ import annotations
@@ -17,19 +24,21 @@ from weakref import ref
 
 import torch
 
-from lazy_backend.at_once import run_at_once
+from lazy_backend.at_once import RealCall, count_fallback, run_at_once
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.describe import check_recordable, describe, flat, mutated_arguments, num_slots_of, operand_at
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.inference import Inference
-from lazy_backend.lowering.ir import TensorMeta
+from lazy_backend.lowering import rng
+from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, View
+from lazy_backend.lowering.schema import schema_of
 from lazy_backend.operators import HOST_OPERAND_OPS, INDEX_OPS, NotRecordable, float_shaped_ops, learn, scalar_list_ops
 from lazy_backend.outside import operand_from_outside
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site
-from lazy_backend.sync import executor
+from lazy_backend.sync import conform, executor
 from lazy_backend.tensor import (
     UNWRITTEN,
     LazyStorage,
@@ -42,6 +51,7 @@ from lazy_backend.tensor import (
     set_bits,
     wrapper_arguments,
 )
+from lazy_backend.thread_state import clean_thread_state
 from lazy_backend.trace import Trace
 
 aten = torch.ops.aten
@@ -174,6 +184,8 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             else:
                 node = cursor.children.get(full_key)
                 if node is None:
+                    if config.first_sight == "run":
+                        return _run_unseen(context, full_key, op, args, kwargs)
                     node = _add_unseen(context, cursor, full_key, op, args, kwargs)
                 cursor.next_key, cursor.next = full_key, node
             result = node.shortcut
@@ -320,6 +332,65 @@ def _make_result(
     return tensor
 
 
+# ----- an unseen call: run it and describe what it gave
+
+
+def _run_unseen(
+    context: DeviceContext,
+    key: tuple[Any, ...],
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a call seen for the first time at this place, and record it. See Note [First sight runs]."""
+    entered = _entered(context, key)
+    try:
+        check_recordable(context, op, args, kwargs)
+    except NotRecordable as reason:
+        _add_node(context, context.trace.cursor, key, Cut(str(reason)))
+        raise
+    executor.catch_up(context)
+    trace = context.trace
+    real = RealCall(context)
+    seed = contexts.get_rng_seed() if rng.draws_random_numbers(op, args) else None
+    output = real.run(op, args, kwargs, seed)
+    try:
+        if schema_of(op).mutates and real.resized():
+            raise NotRecordable("it resizes an operand")
+        call = describe(context, op, args, kwargs, output, real.source_of, entered)
+    except NotRecordable as reason:
+        return _end_after(context, key, op, str(reason), real.to_lazy(output))
+    trace.cursor = _add_node(context, trace.cursor, key, call)
+    if seed is not None:
+        trace.seeds.append(seed)
+    results = _make_results(context, trace, call, args, kwargs)
+    _give_values(call, results, output)
+    context.outside.clear()
+    return results
+
+
+def _end_after(
+    context: DeviceContext, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str, results: Any
+) -> Any:
+    """A call that turned out not to be recordable has run already: the trace ends before it, as it will next time."""
+    _add_node(context, context.trace.cursor, key, Cut(reason))
+    _undo(context, context.trace)
+    count_fallback(op, reason)
+    executor.cut(context, f"{op}: {reason}")
+    return results
+
+
+def _give_values(call: Call, results: Any, output: Any) -> None:
+    """Put the memory of real results behind the lazy ones that have memory of their own."""
+    made, real = ([results], [output]) if call.single is not None else (results or (), output or ())
+    taken: set[int] = set()
+    for result, tensor, value in zip(call.results, made, real, strict=True):
+        if isinstance(result, Fresh):
+            place = value.untyped_storage()._cdata
+            tensor._data.tensor = conform(value.clone() if place in taken else value, result.meta)
+            taken.add(place)
+
+
 # ----- an unseen call: infer, describe, add to the trie
 
 
@@ -394,6 +465,9 @@ def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) ->
         node = context.trie.add(cursor, key, _empty_call(context, cursor, meta))
     made: Any = node.call
     trace.cursor = node
+    if trace.computed:
+        with clean_thread_state():
+            storage.tensor = empty_of(meta, context.backing)
     storage.epoch = trace.epoch
     storage.token = made.single.token
     trace.pending.append(ref(storage))

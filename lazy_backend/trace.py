@@ -17,10 +17,22 @@ class Trace:
 
     The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
     path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time;
-    `default_dtype` holds for the whole trace.
+    `default_dtype` holds for the whole trace. `computed`: whether everything recorded has its value already, and what
+    comes is computed when it is recorded (Note [First sight runs]).
     """
 
-    __slots__ = ("epoch", "cursor", "inputs", "groups", "constants", "seeds", "pending", "start", "default_dtype")
+    __slots__ = (
+        "epoch",
+        "cursor",
+        "inputs",
+        "groups",
+        "constants",
+        "seeds",
+        "pending",
+        "start",
+        "default_dtype",
+        "computed",
+    )
 
     def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
         self.epoch = object()
@@ -32,6 +44,7 @@ class Trace:
         self.pending: list[weakref.ref[LazyStorage]] = []
         self.start = start
         self.default_dtype = torch.get_default_dtype()
+        self.computed = False
 
     def is_empty(self) -> bool:
         return self.cursor.depth == 0

@@ -35,6 +35,9 @@ def reset_state() -> None:
         object.__setattr__(config, name, value)
     config.backend = "eager"
     config.check_graphs = True
+    config.first_sight = "record"  # more is deferred; test_first_sight.py runs the tables the other way
+    config.compile = "foreground"
+    config.cache = False
     config.run_in_background = "always"  # the harder case; a few files run in both
     contexts.current = 0
     ir_cache.reset()
