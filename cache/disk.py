@@ -1,0 +1,404 @@
+"""The disk cache: what was compiled once is there for the next process.
+
+In: a canonical key and the bytes made for it. Out: the same bytes for exactly that key, or None.
+One entry is one file, named by the key's hash; a hit compares the whole key (see `entry`). `get` and `put` never
+raise and never give a broken entry: what goes wrong is counted, and told by `last_error`.
+
+Note [Bound in bytes]
+All files together are never larger than `max_bytes`. A writer takes the lock to make room, by removing what was used
+least recently, and to create its temporary file at its full length; then it writes without the lock. So what is still
+being written counts, and so does what a killed writer left, until that is old enough to be swept. Names change under
+the lock too, or a file renamed during another process's count could be missed.
+On a file system without locks, processes that write at the same moment can exceed the bound until the next `put`.
+
+Note [Killed at any moment]
+An entry gets its name when all its bytes are on the disk, by `os.replace`. The lock is the kernel's and ends with its
+process. Readers take no lock: a file that was removed or replaced stays as it was for whoever has it open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from lazy_backend.cache.computation import Key
+from lazy_backend.cache.entry import (
+    BrokenEntry,
+    Header,
+    check_payload,
+    decode_key,
+    encode_key,
+    make_head,
+    read_header,
+    read_payload,
+)
+from lazy_backend.cache.folder import CacheRefused, Folder, Stored, open_folder
+
+# A hit moves an entry's time of use if it is older than this, so that a loop over hits writes nothing. Seconds.
+TOUCH_AFTER = 60.0
+# A temporary file not written to for so long belongs to a dead process. Seconds; a write takes a few at most.
+STALE_AFTER = 600.0
+# The lock is held for milliseconds. Whoever holds it for so long was stopped, and `put` gives up. Seconds.
+LOCK_TIMEOUT = 2.0
+LOCK_FILE = ".lock"
+
+_ENTRY = re.compile(r"[0-9a-f]{32}\.entry")
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.tmp")
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """What one process did. Every `get` is a hit or a miss; `corrupt`, `errors` and `refused` say why, in addition."""
+
+    hits: int = 0
+    misses: int = 0
+    writes: int = 0
+    evictions: int = 0  # entries removed to keep the bound
+    corrupt: int = 0  # broken entries met by `get`
+    errors: int = 0  # calls that the operating system failed
+    refused: int = 0  # not private to the user, too large, or readonly
+
+
+Count = Literal["hits", "misses", "writes", "evictions", "corrupt", "errors", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry without its payload."""
+
+    hash: str  # 32 hexadecimal digits, the name of its file
+    key: Key
+    size: int  # bytes of the file
+    payload_size: int  # bytes
+    created: float  # seconds since the epoch
+    last_used: float  # likewise, at most `TOUCH_AFTER` too early
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """An entry that `verify` found broken."""
+
+    hash: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What `prune` or `clear` removed."""
+
+    entries: int = 0
+    bytes: int = 0  # temporary files included
+
+
+class DiskCache:
+    """Bytes by `Key` in one directory, shared by any number of threads and processes, least recently used first out.
+
+    Raises CacheRefused if the directory is not private to the user (see Note [Private folder]) or cannot be made.
+    With `readonly` nothing is ever written, touched or removed, and a missing directory is an empty cache.
+    `clock` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        max_bytes: int,
+        readonly: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        # absolute: the process may change its working directory
+        self.directory = Path(directory).absolute()
+        self.max_bytes = max_bytes
+        self.readonly = readonly
+        self.last_error: str | None = None  # the latest thing counted as corrupt, errors or refused
+        self._clock = clock
+        self._counts = DiskCounts()
+        self._counting = threading.Lock()
+        self._folder = open_folder(self.directory, create=not readonly)
+
+    def counts(self) -> DiskCounts:
+        """A copy of the counters."""
+        with self._counting:
+            return replace(self._counts)
+
+    # ----- reading
+
+    def get(self, key: Key) -> bytes | None:
+        """The bytes last put for exactly this key. Never raises."""
+        payload = None
+        with self._counted_failures():
+            folder = self._current_folder()
+            if folder is not None:
+                payload = self._get(folder, key)
+        self._count("misses" if payload is None else "hits")
+        return payload
+
+    def _get(self, folder: Folder, key: Key) -> bytes | None:
+        name = _entry_name(key)
+        try:
+            file = folder.open(name)
+        except FileNotFoundError:
+            return None
+        with file:
+            try:
+                payload = _read(file, key)
+            except BrokenEntry as error:
+                self._fail("corrupt", f"{folder.path / name}: {error}")
+                self._discard(folder, name, file)
+                return None
+            if payload is not None:
+                self._touch(folder, name, file)
+            return payload
+
+    def _discard(self, folder: Folder, name: str, file: BinaryIO) -> None:
+        # another process may have written it anew by now
+        if not self.readonly and folder.holds(name, os.fstat(file.fileno())):
+            folder.remove(name)
+
+    def _touch(self, folder: Folder, name: str, file: BinaryIO) -> None:
+        now = self._clock()
+        # abs(): a time in the future, from before the clock was set right, would keep the entry for ever
+        if self.readonly or abs(now - os.fstat(file.fileno()).st_mtime) < TOUCH_AFTER:
+            return
+        folder.set_time(name, file.fileno(), now)
+
+    # ----- writing
+
+    def put(self, key: Key, payload: bytes) -> bool:
+        """Keep `payload` for `key`, in place of what was there. Whether it was kept; never raises."""
+        if self.readonly:
+            self._fail("refused", f"{self.directory}: the cache is readonly")
+            return False
+        kept = False
+        with self._counted_failures():
+            folder = self._current_folder()
+            assert folder is not None, "a writable cache makes its directory"
+            head = make_head(encode_key(key), payload, self._clock())
+            if len(head) + len(payload) > self.max_bytes:
+                size = len(head) + len(payload)
+                self._fail("refused", f"{_entry_name(key)}: {size} bytes do not fit into a cache of {self.max_bytes}")
+            else:
+                self._put(folder, _entry_name(key), (head, payload))
+                kept = True
+        if kept:
+            self._count("writes")
+        return kept
+
+    def _put(self, folder: Folder, name: str, content: tuple[bytes, ...]) -> None:
+        temporary = f"{name.partition('.')[0]}.{uuid.uuid4().hex}.tmp"
+        try:
+            descriptor = self._create(folder, name, temporary, sum(map(len, content)))
+            try:
+                _write(descriptor, content)
+                folder.set_time(temporary, descriptor, self._clock())
+            finally:
+                os.close(descriptor)
+            with self._locked(folder):
+                folder.replace(name, by=temporary)
+        except BaseException:
+            folder.remove(temporary)
+            raise
+
+    def _create(self, folder: Folder, name: str, temporary: str, size: int) -> int:
+        """The descriptor of a new file of `size` bytes. See Note [Bound in bytes]."""
+        with self._locked(folder):
+            self._make_room(folder, name, size)
+            descriptor = folder.create(temporary)
+            try:
+                os.ftruncate(descriptor, size)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
+
+    def _make_room(self, folder: Folder, name: str, size: int) -> None:
+        files = self._swept(folder)
+        excess = sum(file.size for file in files) + size - self.max_bytes
+        if excess <= 0:
+            return
+        # what is about to be replaced anyway goes first
+        for file in sorted(_entries(files), key=lambda file: (file.name != name, file.modified)):
+            if folder.remove(file.name):
+                self._count("evictions")
+                excess -= file.size
+            if excess <= 0:
+                return
+        raise OSError(errno.ENOSPC, "other writers' temporary files take all of the cache", str(folder.path))
+
+    def _swept(self, folder: Folder) -> list[Stored]:
+        """Our files, after removing those of dead writers."""
+        now = self._clock()
+        files = [file for file in folder.files() if _is_ours(file)]
+        stale = {f for f in files if _TEMPORARY.fullmatch(f.name) and abs(now - f.modified) > STALE_AFTER}
+        return [file for file in files if file not in stale or not folder.remove(file.name)]
+
+    @contextlib.contextmanager
+    def _locked(self, folder: Folder) -> Iterator[None]:
+        from filelock import FileLock  # 30 ms, and not needed to read
+
+        # a new one each time, 30 µs: a lock object does not survive a fork.
+        # Not the soft lock, which is a file that a dead process leaves behind; see Note [Bound in bytes] instead
+        lock = FileLock(folder.path / LOCK_FILE, LOCK_TIMEOUT, 0o600, poll_interval=0.002, fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # ----- for people and tools: these raise CacheRefused and OSError
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Every entry that can be read, the most recently used first. Reads keys, no payloads."""
+        folder = self._current_folder()
+        if folder is None:
+            return
+        for file in sorted(_entries(folder.files()), key=lambda file: -file.modified):
+            with contextlib.suppress(OSError, BrokenEntry, CacheRefused), folder.open(file.name) as opened:
+                header = read_header(opened, os.fstat(opened.fileno()).st_size)
+                if header is not None:
+                    yield _entry(file, header)
+
+    def total_bytes(self) -> int:
+        """The size of all files, temporary ones included."""
+        folder = self._current_folder()
+        return sum(file.size for file in folder.files() if _is_ours(file)) if folder is not None else 0
+
+    def prune(self, max_bytes: int | None = None, max_age: float | None = None) -> Removed:
+        """Remove entries unused for more than `max_age` seconds, then the least recently used beyond `max_bytes`."""
+        now = self._clock()
+
+        def goes(file: Stored, total: int) -> bool:
+            too_old = max_age is not None and now - file.modified > max_age
+            return too_old or (max_bytes is not None and total > max_bytes)
+
+        return self._remove(goes)
+
+    def clear(self) -> Removed:
+        """Remove everything, also what is being written: those writers fail, and count it."""
+        return self._remove(lambda file, total: True, temporaries=True)
+
+    def _remove(self, goes: Callable[[Stored, int], bool], temporaries: bool = False) -> Removed:
+        """Remove the entries that should go, asked for one by one with the bytes that are left."""
+        folder = self._current_folder()
+        if folder is None or self.readonly:
+            return Removed()
+        entries, freed = 0, 0
+        with self._locked(folder):
+            before = sum(file.size for file in folder.files() if _is_ours(file))
+            files = self._swept(folder)
+            freed = before - sum(file.size for file in files)
+            candidates = files if temporaries else _entries(files)
+            for file in sorted(candidates, key=lambda file: file.modified):
+                if goes(file, before - freed) and folder.remove(file.name):
+                    entries += bool(_ENTRY.fullmatch(file.name))
+                    freed += file.size
+        return Removed(entries, freed)
+
+    def verify(self, remove: bool = False) -> list[Broken]:
+        """Read every entry from end to end, a megabyte at a time; the broken ones, removed if so wanted."""
+        folder = self._current_folder()
+        if folder is None:
+            return []
+        broken = []
+        for file in _entries(folder.files()):
+            fault = _fault(folder, file.name)
+            if fault is not None:
+                broken.append(Broken(_hash(file.name), fault))
+                if remove and not self.readonly:
+                    folder.remove(file.name)
+        return broken
+
+    # ----- inside
+
+    def _current_folder(self) -> Folder | None:
+        """The open directory, checked; made anew if somebody removed it. None if it is missing and we only read."""
+        folder = self._folder
+        if folder is None or folder.is_gone():
+            # files being read or written keep the old one open until they are done
+            folder = self._folder = open_folder(self.directory, create=not self.readonly)
+        else:
+            folder.check()
+        return folder
+
+    @contextlib.contextmanager
+    def _counted_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except CacheRefused as error:
+            self._fail("refused", str(error))
+        except (OSError, MemoryError) as error:
+            self._fail("errors", f"{self.directory}: {error}")
+
+    def _fail(self, count: Count, message: str) -> None:
+        self.last_error = message
+        self._count(count)
+
+    def _count(self, name: Count) -> None:
+        with self._counting:
+            setattr(self._counts, name, getattr(self._counts, name) + 1)
+
+
+def _read(file: BinaryIO, key: Key) -> bytes | None:
+    """The payload; None if the entry is of another key with the same hash, or of another format."""
+    header = read_header(file, os.fstat(file.fileno()).st_size)
+    if header is None or header.key != encode_key(key):
+        return None
+    return read_payload(file, header)
+
+
+def _write(descriptor: int, content: tuple[bytes, ...]) -> None:
+    """All of `content`, down to the disk: after a power cut no name leads to bytes that were never written."""
+    for part in content:
+        left = memoryview(part)
+        while left:
+            left = left[os.write(descriptor, left) :]
+    os.fsync(descriptor)
+
+
+def _fault(folder: Folder, name: str) -> str | None:
+    """What is wrong with an entry. None if nothing is, or if another process removed it."""
+    try:
+        with folder.open(name) as file:
+            header = read_header(file, os.fstat(file.fileno()).st_size)
+            if header is None:
+                return None
+            check_payload(file, header)
+    except FileNotFoundError:
+        return None
+    except (BrokenEntry, CacheRefused, OSError) as error:
+        return str(error)
+    return None if decode_key(header.key).hash_hex() == _hash(name) else "named by another hash than its key's"
+
+
+def _entry(file: Stored, header: Header) -> Entry:
+    key = decode_key(header.key)
+    return Entry(_hash(file.name), key, file.size, header.payload_bytes, header.created, file.modified)
+
+
+def _entry_name(key: Key) -> str:
+    return f"{key.hash_hex()}.entry"
+
+
+def _hash(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _entries(files: list[Stored]) -> list[Stored]:
+    return [file for file in files if _ENTRY.fullmatch(file.name)]
+
+
+def _is_ours(file: Stored) -> bool:
+    return bool(_ENTRY.fullmatch(file.name) or _TEMPORARY.fullmatch(file.name))

@@ -1,0 +1,238 @@
+"""A directory that only its user can write.
+
+In: a path. Out: `Folder`, through which files in it are opened, listed and removed, or `CacheRefused`.
+What is loaded from a cache ends up as code, so nothing is opened in a directory, or in a file, that belongs to someone
+else or that others may write. See Note [Private folder].
+
+Note [Private folder]
+The directory is opened once; owner and mode are asked of the open directory, and every file is opened relative to it.
+So whoever can rename or link directories above it cannot slip in another between the check and the use.
+Windows has neither owners as numbers nor such relative names: there nothing is checked, and the directory is as
+private as the user's profile that it is in by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shlex
+import stat
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+VARIABLE = "LAZY_BACKEND_CACHE_DIR"
+
+_ELSEWHERE = f"set {VARIABLE} to a directory of your own"
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# not in every system's os: O_DIRECTORY, O_NOFOLLOW and O_NONBLOCK on POSIX, O_BINARY on Windows
+_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+# O_NONBLOCK: opening a pipe that lies where an entry should must not wait for its writer
+_FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+class CacheRefused(Exception):
+    """Not to be loaded from: says what is wrong, where, and what mends it."""
+
+    def __init__(self, what: str, path: Path | str, remedy: str) -> None:
+        super().__init__(f"disk cache not used: {what}\n  at {path}\n  to mend it: {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One file, without having opened it."""
+
+    name: str
+    size: int  # bytes
+    modified: float  # seconds since the epoch
+
+
+def default_directory() -> Path:
+    """The cache directory of this package within the user's: `~/.cache/lazy_backend` on Linux."""
+    from platformdirs import user_cache_path  # 7 ms, and not needed where a directory is configured
+
+    path = user_cache_path("lazy_backend", appauthor=False)
+    if not path.is_absolute():
+        raise CacheRefused("the user has no home directory", path, _ELSEWHERE)
+    return path
+
+
+class Folder:
+    """An open directory. Made by `open_folder`."""
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        self.path = path
+        self._descriptor = descriptor  # None on Windows
+        if descriptor is not None:
+            # not at exit: a thread may still be writing
+            weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def check(self) -> None:
+        """Raise `CacheRefused` if others may write here by now. 1 µs."""
+        if self._descriptor is not None:
+            _check_directory(os.fstat(self._descriptor), self.path)
+
+    def is_gone(self) -> bool:
+        """Whether the directory was removed since it was opened."""
+        if self._descriptor is None:
+            return not self.path.is_dir()
+        try:
+            return os.fstat(self._descriptor).st_nlink == 0
+        except OSError:
+            # NFS
+            return True
+
+    def open(self, name: str) -> BinaryIO:
+        """Raises FileNotFoundError; CacheRefused if the file is not a plain file that only the user can write."""
+        path = self.path / name
+        try:
+            descriptor = os.open(self._at(name), os.O_RDONLY | _FILE, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CacheRefused("an entry is a symbolic link", path, _removing(path)) from None
+            raise
+        try:
+            _check_file(os.fstat(descriptor), path)
+        except CacheRefused:
+            os.close(descriptor)
+            raise
+        return os.fdopen(descriptor, "rb")
+
+    def create(self, name: str) -> int:
+        """A descriptor of a new file that only the user can read or write."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
+        return os.open(self._at(name), flags, 0o600, dir_fd=self._descriptor)
+
+    def replace(self, name: str, by: str) -> None:
+        """Let `by` take the name `name`, at once for every reader."""
+        os.replace(self._at(by), self._at(name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def remove(self, name: str) -> bool:
+        """Whether the file is gone now, by us or by another process."""
+        try:
+            os.unlink(self._at(name), dir_fd=self._descriptor)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            # Windows: a file that another process reads
+            return False
+        return True
+
+    def holds(self, name: str, file: os.stat_result) -> bool:
+        """Whether `name` still is that very file."""
+        try:
+            found = os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(found, file)
+
+    def set_time(self, name: str, descriptor: int, seconds: float) -> None:
+        """Set an open file's time of modification, where the file system has one that can be set."""
+        with contextlib.suppress(OSError):
+            os.utime(descriptor if os.utime in os.supports_fd else self._at(name), (seconds, seconds))
+
+    def files(self) -> list[Stored]:
+        """Every plain file."""
+        with self._listable() as place, os.scandir(place) as found:
+            return [stored for entry in found if (stored := _stored(entry)) is not None]
+
+    @contextlib.contextmanager
+    def _listable(self) -> Iterator[int | Path]:
+        if self._descriptor is None:
+            yield self.path
+            return
+        # opened anew: scans of one open directory share their position, and so would those of two threads
+        descriptor = os.open(".", _DIRECTORY, dir_fd=self._descriptor)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _at(self, name: str) -> str:
+        return name if self._descriptor is not None else str(self.path / name)
+
+
+def open_folder(path: Path, create: bool) -> Folder | None:
+    """The directory at `path`, made for the user alone if it is to be made; None if it is missing."""
+    try:
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _opened(path)
+    except FileNotFoundError:
+        if not create:
+            return None
+        raise CacheRefused("its directory was removed while it was made", path, "try again") from None
+    except (NotADirectoryError, FileExistsError):
+        raise CacheRefused("its directory is no directory", path, _removing(path)) from None
+    except OSError as error:
+        raise CacheRefused(f"its directory cannot be opened: {error.strerror}", path, _ELSEWHERE) from None
+
+
+def _opened(path: Path) -> Folder:
+    if sys.platform == "win32":
+        os.listdir(path)
+        return Folder(path, None)
+    folder = Folder(path, os.open(path, _DIRECTORY))
+    folder.check()
+    _check_links(path)
+    return folder
+
+
+def _check_directory(status: os.stat_result, path: Path) -> None:
+    _check_owner(status, "its directory", path, _ELSEWHERE)
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        remedy = f"chmod 700 {shlex.quote(str(path))}"
+        raise CacheRefused(f"other users may write its directory, mode {_mode(status)}", path, remedy)
+
+
+def _check_file(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise CacheRefused("an entry is no plain file", path, _removing(path))
+    if sys.platform == "win32":
+        return
+    _check_owner(status, "an entry", path, _removing(path))
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        raise CacheRefused(f"other users may write an entry, mode {_mode(status)}", path, _removing(path))
+
+
+def _check_links(path: Path) -> None:
+    """Links on the way are the user's own or the system's: nobody else says where the cache is."""
+    for link in _links(path):
+        status = link.lstat()
+        if status.st_uid != 0:
+            _check_owner(status, "a symbolic link to its directory", link, _ELSEWHERE)
+
+
+def _check_owner(status: os.stat_result, what: str, path: Path, remedy: str) -> None:
+    if sys.platform != "win32" and status.st_uid != os.geteuid():
+        raise CacheRefused(f"{what} belongs to user {status.st_uid}, not to user {os.geteuid()}", path, remedy)
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """Every symbolic link on the way to `path`, which was opened: the links make no circle."""
+    for part in [*reversed(path.parents), path]:
+        if part.is_symlink():
+            yield part
+            yield from _links(part.parent / os.readlink(part) / path.relative_to(part))
+            return
+
+
+def _stored(entry: os.DirEntry[str]) -> Stored | None:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except OSError:
+        # removed since it was listed
+        return None
+    return Stored(entry.name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
+
+
+def _mode(status: os.stat_result) -> str:
+    return f"{stat.S_IMODE(status.st_mode):o}"
+
+
+def _removing(path: Path) -> str:
+    return f"rm -r {shlex.quote(str(path))}"
