@@ -29,10 +29,12 @@ from lazy_backend.api import (
     sync_multi,
     to_cpu,
     wait_device_ops,
+    wait_for_compiles,
 )
 from lazy_backend.compat import redirect_torch_lazy
 from lazy_backend.device import install
 from lazy_backend.errors import (
+    CacheWarning,
     CompileWarning,
     DeviceError,
     ExecutionError,
@@ -48,6 +50,7 @@ from lazy_backend.tensor import LazyTensor
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheWarning",
     "CompileWarning",
     "DeviceError",
     "ExecutionError",
@@ -74,6 +77,7 @@ __all__ = [
     "sync_multi",
     "to_cpu",
     "wait_device_ops",
+    "wait_for_compiles",
 ]
 
 install()

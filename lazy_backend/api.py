@@ -13,6 +13,7 @@ from lazy_backend import closures, metrics
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.device import Device, context_of
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.lowering import profiling
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
 
@@ -36,6 +37,14 @@ def _devices(device: Device) -> list[DeviceContext]:
     if device is None or device == "":
         return contexts.get_active_devices()
     return [context_of(device)]
+
+
+def wait_for_compiles(timeout: float | None = None) -> bool:
+    """Wait until no graph is being compiled in the background, as for a benchmark.
+
+    Returns False if `timeout` seconds were not enough. Training need not wait: graphs are interpreted meanwhile.
+    """
+    return profiling.wait_for_compiles(timeout)
 
 
 def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:

@@ -31,5 +31,9 @@ class GraphCutWarning(LazyBackendWarning):
     """A graph was cut for a reason the user may want to know: too long, or an op that cannot be recorded."""
 
 
+class CacheWarning(LazyBackendWarning):
+    """The disk cache is not used."""
+
+
 class CompileWarning(LazyBackendWarning):
     """A graph could not be compiled and is interpreted instead."""

@@ -72,9 +72,10 @@ FLAGS: dict[str, Flag] = {
         "inductor", _backend, "torch.compile backend, by name or as a callable.", "LAZY_BACKEND_BACKEND", in_key=True
     ),
     "compile": Flag(
-        "foreground",
-        _choice("foreground", "off"),
-        "'foreground': compile a graph when it recurs. 'off': interpret every graph.",
+        "background",
+        _choice("background", "foreground", "off"),
+        "'background': compile a graph when it recurs, in a process of its own, and interpret it meanwhile. "
+        "'foreground': wait for the compiler. 'off': interpret every graph.",
         "LAZY_BACKEND_COMPILE",
     ),
     "device": Flag(
@@ -96,6 +97,13 @@ FLAGS: dict[str, Flag] = {
         "operators use one thread; with more, two OpenMP teams would share the cores and runs take twice as long.",
         "LAZY_BACKEND_RUN_IN_BACKGROUND",
     ),
+    "first_sight": Flag(
+        "run",
+        _choice("run", "record"),
+        "What happens to a call that was never seen at its place in a program. 'run': it runs at once, as in eager, "
+        "while it is recorded. 'record': it is deferred like any other, after inferring what it will give.",
+        "LAZY_BACKEND_FIRST_SIGHT",
+    ),
     "num_profiled_runs": Flag(1, _count, "Interpreted runs of a graph before it is compiled."),
     "max_specializations": Flag(4, _positive, "Compiled plans per graph, for floats that cannot be inputs."),
     "max_compiled_nodes": Flag(
@@ -107,6 +115,23 @@ FLAGS: dict[str, Flag] = {
     "trie_limit": Flag(1_000_000, _positive, "Recorded calls remembered per device; beyond it the trie starts afresh."),
     "computation_cache_size": Flag(
         1024, _positive, "Computations kept, least recently used first out. Read at import."
+    ),
+    "cache": Flag(True, _boolean, "Keep compiled graphs on disk for the next process.", "LAZY_BACKEND_CACHE"),
+    "cache_dir": Flag(
+        None,
+        lambda value: None if value in (None, "") else str(value),
+        "Where compiled graphs are kept: a directory of the user's own. None takes one in the user's cache directory.",
+        "LAZY_BACKEND_CACHE_DIR",
+    ),
+    "cache_bytes": Flag(4 << 30, _positive, "Bytes of compiled graphs on disk; least recently used go first."),
+    "cache_readonly": Flag(
+        False, _boolean, "Take compiled graphs from disk but never write there.", "LAZY_BACKEND_CACHE_READONLY"
+    ),
+    "progress": Flag(
+        None,
+        lambda value: None if value is None else _boolean(value),
+        "Say on standard error what is being compiled; None does if that is a terminal.",
+        "LAZY_BACKEND_PROGRESS",
     ),
     "constants_cache_entries": Flag(128, _positive, "Host constants kept per device. Read at import."),
     "constants_cache_bytes": Flag(1 << 24, _positive, "Bytes of host constants kept per device. Read at import."),

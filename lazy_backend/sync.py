@@ -20,16 +20,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import cast
+from typing import Any
 
 import torch
 
 from lazy_backend import metrics
 from lazy_backend.cache.computation import ComputationCache
 from lazy_backend.context import DeviceContext, lockers
+from lazy_backend.disk_cache import current_store
 from lazy_backend.errors import (
     CompileWarning,
     ExecutionError,
@@ -40,6 +41,7 @@ from lazy_backend.errors import (
 )
 from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
+from lazy_backend.lowering.compiler import CompiledPlan
 from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
 from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ExecutionPlan
@@ -76,6 +78,13 @@ class SyncTensorCollection:
     site: str
     hash: str = ""  # of the computation's key, once it is known
     unlocker: list[Callable[[BaseException | None], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRun:
+    """What stands for the computation of a path that ran once, while it was recorded."""
+
+    constants: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -209,16 +218,14 @@ class LazyGraphExecutor:
         key = make_key(data.graph, settings)
         found = self._cache.get(key)
         if found is not None:
-            metrics.increment("CachedCompile")
             return found
-        metrics.increment("UncachedCompile")
         metrics.observe("TensorsGraphSize", len(data.graph.nodes))
         return self._cache.add(key, Computation(key, data.graph, self._report_compile))
 
     def try_run_cached_sync(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation | None:
         """What this path was bound to before with the same live set and settings, if it was."""
         found = collection.context.trace.cursor.bindings.get((collection.indices, settings))
-        return cast("CachedComputation | None", found)
+        return found if isinstance(found, CachedComputation) else None
 
     def compile(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation:
         """Bind a path seen for the first time to its computation."""
@@ -227,9 +234,13 @@ class LazyGraphExecutor:
         computation = self.lookup_cached_compile(data, settings)
         bound = CachedComputation(computation, data.parameters, data.constants, data.seeds)
         bindings = context.trace.cursor.bindings
-        if len(bindings) >= _MAX_BINDINGS:
-            bindings.clear()
-        bindings[(collection.indices, settings)] = bound
+        key = (collection.indices, settings)
+        first = bindings.get(key)
+        if isinstance(first, FirstRun):
+            computation.executor.note_run([first.constants[i] for i in bound.constants])
+        is_known = isinstance(first, FirstRun) or computation.executor.runs > 0
+        metrics.increment("CachedCompile" if is_known else "UncachedCompile")
+        self._bind(bindings, key, bound)
         return bound
 
     def _policy(self) -> tuple[CompilePolicy, Environment]:
@@ -240,19 +251,17 @@ class LazyGraphExecutor:
             num_profiled_runs=config.num_profiled_runs,
             max_specializations=config.max_specializations,
             max_compiled_nodes=config.max_compiled_nodes,
+            background=config.compile == "background",
+            store=current_store(),
         )
         return policy, environment(policy)
 
     def _report_compile(self, report: CompileReport) -> None:
-        metrics.observe("CompileTime", report.seconds)
         nodes = len(report.graph.nodes)
         if report.error is None:
-            metrics.increment("Compile")
-            if config.debug:
-                print(f"lazy_backend: compiled {nodes} nodes in {report.seconds:.1f} s", file=sys.stderr)
-            if config.debug >= 4 and report.plan is not None:
-                print(report.plan.code, file=sys.stderr)
+            self._tell_of_compile(report)
             return
+        metrics.observe("CompileTime", report.seconds)
         metrics.increment("CompileFailed")
         cause = str(report.error).strip() or type(report.error).__name__
         warn_user(
@@ -261,6 +270,19 @@ class LazyGraphExecutor:
             'lazy_backend.config.compile = "off" asks for no compiler',
             CompileWarning,
         )
+
+    def _tell_of_compile(self, report: CompileReport) -> None:
+        if report.stage == "compiled":
+            metrics.increment("Compile")
+            metrics.observe("CompileTime", report.seconds)
+        elif report.stage == "loaded":
+            metrics.observe("LoadTime", report.seconds)
+        shown = sys.stderr.isatty() if config.progress is None else config.progress
+        if shown or config.debug:
+            what = {"started": "compiling in the background", "loaded": "found compiled on disk"}
+            seconds = f" in {report.seconds:.1f} s" if report.seconds else ""
+            done = what.get(report.stage, "compiled") + seconds
+            print(f"lazy_backend: a graph of {len(report.graph.nodes)} nodes: {done}", file=sys.stderr)
 
     # ----- running
 
@@ -276,6 +298,9 @@ class LazyGraphExecutor:
                 return None
             policy, settings = self._policy()
             collection = self.collect_sync_tensors(context, sync_config, cause)
+            if trace.computed:
+                self._end_computed_trace(collection, settings, start)
+                return None
             counters: tuple[str, ...] = ("SyncTensorsGraph", "CachedCompile")
             bound = self.try_run_cached_sync(collection, settings)
             if bound is None:
@@ -310,10 +335,64 @@ class LazyGraphExecutor:
             scheduled.run()
             context.trace.start = perf_counter()  # the run is no part of the next step's recording
         if config.debug:
-            self._print_sync(collection, bound, plan, seconds)
+            self._print_sync(collection, bound, plan, constants, seconds)
         if sync_config.force_ltc_data:
             context.locker.barrier()
         return scheduled
+
+    def catch_up(self, context: DeviceContext) -> None:
+        """Give everything recorded so far its value, without ending the trace. See Note [First sight runs].
+
+        The caller holds the context's lock. If that run fails, or an earlier one did, the trace is dropped.
+        """
+        trace = context.trace
+        if trace.computed:
+            return
+        if trace.is_empty():
+            context.locker.barrier()
+            trace.computed = True
+            return
+        policy, settings = self._policy()
+        collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call")
+        with clean_thread_state():
+            bound = self.try_run_cached_sync(collection, settings) or self.compile(collection, settings)
+            parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
+            plan = bound.computation.executor.plan_for(constants, policy)
+        self.tensor_collection_barrier(collection)
+        Async(collection, parameters, list(collection.storages), constants, seeds, bound, plan).run()
+        try:
+            context.locker.barrier()
+        except BaseException:
+            context.new_trace()
+            raise
+        trace.computed = True
+
+    def _end_computed_trace(self, collection: SyncTensorCollection, settings: Environment, start: float) -> None:
+        """End a trace that ran while it was recorded. Its graph is made when the path is taken again."""
+        context = collection.context
+        cursor = context.trace.cursor
+        key = (collection.indices, settings)
+        is_known = key in cursor.bindings
+        if not is_known:
+            self._bind(cursor.bindings, key, FirstRun(tuple(context.trace.constants)))
+        context.count_path(cursor)
+        trace_start = context.trace.start
+        self.set_tensor_data(collection)
+        counters = ("SyncTensorsGraph", "CachedCompile" if is_known else "UncachedCompile")
+        metrics.observe_step(counters, TraceTime=start - trace_start, SyncTime=perf_counter() - start)
+        if config.debug:
+            nodes = cursor.depth
+            print(
+                f"lazy_backend: {context.device} {nodes} calls seen for the first time, run as they were recorded, "
+                f"{collection.cause} at {collection.site}",
+                file=sys.stderr,
+            )
+
+    @staticmethod
+    def _bind(bindings: dict[Hashable, Any], key: Hashable, value: CachedComputation | FirstRun) -> None:
+        if len(bindings) >= _MAX_BINDINGS:
+            bindings.clear()
+        bindings[key] = value
 
     def extract_ir_and_prepare_tensor_data(
         self, context: DeviceContext, bound: CachedComputation
@@ -429,7 +508,8 @@ class LazyGraphExecutor:
             trace = context.trace
             # an input may be without its value as well, while the run that makes it is under way: that needs no cut
             made_here = [s for s in storages if s.epoch is trace.epoch and s not in trace.groups]
-            needs_cut = any(map(self.should_sync_tensor, made_here))
+            # a trace whose calls run as they are recorded ends where a deferred one would: it names the same program
+            needs_cut = any(trace.computed or self.should_sync_tensor(storage) for storage in made_here)
             used = {trace.groups[s] for s in storages if s in trace.groups}
             if used and not needs_cut:
                 needs_cut = not used.isdisjoint(trace.written_groups())
@@ -472,7 +552,12 @@ class LazyGraphExecutor:
         return make_key(data.graph, self._policy()[1]).hash_hex()
 
     def _print_sync(
-        self, collection: SyncTensorCollection, bound: CachedComputation, plan: ExecutionPlan, seconds: float
+        self,
+        collection: SyncTensorCollection,
+        bound: CachedComputation,
+        plan: ExecutionPlan,
+        constants: Sequence[float],
+        seconds: float,
     ) -> None:
         graph = bound.computation.graph
         line = (
@@ -482,6 +567,8 @@ class LazyGraphExecutor:
         print(line, file=sys.stderr)
         if config.debug >= 3:
             print(graph, file=sys.stderr)
+        if config.debug >= 4 and isinstance(plan, CompiledPlan):
+            print(plan.code(constants), file=sys.stderr)
 
 
 executor = LazyGraphExecutor()

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.aliasing import OutputAliases, storages_of
+from lazy_backend.lowering.artefact import load
 from lazy_backend.lowering.fx import Signature, to_fx
 from lazy_backend.lowering.ir import Graph, Node, empty_of
 
@@ -94,14 +95,16 @@ class CompiledPlan:
         signature: Signature,
         specialised: dict[int, float],
         call: Callable[[list[Any]], Sequence[torch.Tensor]],
-        code: str,
     ) -> None:
         self.graph = graph
-        self.code = code  # the FX module, as the backend got it
         self.signature = signature
         self.specialised = specialised
         self._call = call
         self._aliases = OutputAliases()
+
+    def code(self, constants: Sequence[float]) -> str:
+        """The FX module, as the backend got it, for constants this plan accepts."""
+        return str(to_fx(self.graph, constants, frozenset(self.signature.scalars), self.signature.numbers)[0].code)
 
     def accepts(self, constants: Sequence[float]) -> bool:
         """Whether every constant that was compiled in has the same bits now."""
@@ -138,13 +141,20 @@ def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[
     """Compile `graph`. Raises whatever the backend raises."""
     numbers = runs_module_as_is(backend)
     module, signature = to_fx(graph, constants, promoted, numbers)
-    inputs = _example_inputs(graph, signature)
-    code = str(module.code)
+    inputs = example_inputs(graph, signature)
     with torch.no_grad(), quiet_fake_tensors():
         call = _run_as_it_is(module) if numbers else _boxed(lookup_backend(backend)(module, inputs))
-    inputs_as_literals = frozenset(range(len(constants))) if numbers else promoted
-    specialised = {place: value for place, value in enumerate(constants) if place not in inputs_as_literals}
-    return CompiledPlan(graph, signature, specialised, call, code)
+    return CompiledPlan(graph, signature, {} if numbers else _specialised(constants, promoted), call)
+
+
+def load_graph(data: bytes, graph: Graph, constants: Sequence[float], promoted: frozenset[int]) -> CompiledPlan:
+    """The plan whose artefact was made from these. Raises `BadArtefact`."""
+    signature = Signature(scalars=tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=False)
+    return CompiledPlan(graph, signature, _specialised(constants, promoted), _boxed(load(data, graph)))
+
+
+def _specialised(constants: Sequence[float], promoted: frozenset[int]) -> dict[int, float]:
+    return {place: value for place, value in enumerate(constants) if place not in promoted}
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -162,7 +172,7 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     inner: Any = compiled
     while not getattr(inner, "_boxed_call", False) and getattr(inner, "__wrapped__", None) is not None:
         inner = inner.__wrapped__
-    if inner is not compiled and getattr(inner, "_boxed_call", False):
+    if getattr(inner, "_boxed_call", False):
         return inner  # type: ignore[no-any-return]
 
     def unboxed(arguments: list[Any]) -> Any:
@@ -173,7 +183,7 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return unboxed
 
 
-def _example_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
+def example_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

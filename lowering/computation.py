@@ -30,7 +30,7 @@ class Computation:
         self.key = key
         self.hash = key.hash_hex()
         self.graph = graph
-        self.executor = ProfilingGraphExecutor(graph, report)
+        self.executor = ProfilingGraphExecutor(graph, report, key)
         self.number = next(_numbers)
 
     def __repr__(self) -> str:

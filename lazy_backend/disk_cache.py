@@ -1,0 +1,77 @@
+"""Compiled graphs on disk, so that the next process does not compile them again.
+
+In: the settings `cache`, `cache_dir`, `cache_bytes`, `cache_readonly`. Out: the store that compiles use, or None.
+A directory that cannot be trusted or used is refused with one warning, and everything works without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+from lazy_backend import metrics
+from lazy_backend.cache.disk import DiskCache
+from lazy_backend.cache.folder import CacheRefused, default_directory
+from lazy_backend.errors import CacheWarning
+from lazy_backend.settings import config
+from lazy_backend.sites import warn_user
+
+Settings = tuple[bool, str | None, int, bool]
+
+_lock = threading.Lock()
+_opened: tuple[Settings, DiskCache | None] | None = None
+
+
+def current_store() -> DiskCache | None:
+    """The disk cache that the settings ask for; opened when it is first asked for."""
+    global _opened
+    settings = (config.cache, config.cache_dir, config.cache_bytes, config.cache_readonly)
+    with _lock:
+        if _opened is None or _opened[0] != settings:
+            _opened = (settings, _open(settings))
+        return _opened[1]
+
+
+def _open(settings: Settings) -> DiskCache | None:
+    wanted, directory, max_bytes, readonly = settings
+    if not wanted:
+        return None
+    try:
+        place = default_directory() if directory is None else Path(directory).expanduser()
+        return DiskCache(place, max_bytes, readonly)
+    except CacheRefused as refused:
+        warn_user(f"{refused}\n  compiled graphs last as long as this process", CacheWarning)
+        return None
+
+
+def _counters() -> Counter[str]:
+    store = _opened[1] if _opened else None
+    if store is None:
+        return Counter()
+    counts = store.counts()
+    return Counter(
+        DiskCacheHit=counts.hits,
+        DiskCacheMiss=counts.misses,
+        DiskCacheWrite=counts.writes,
+        DiskCacheEviction=counts.evictions,
+        DiskCacheCorrupt=counts.corrupt,
+        DiskCacheError=counts.errors + counts.refused,
+    )
+
+
+_before: Counter[str] = Counter()
+
+
+def _read_counters() -> Counter[str]:
+    counted = _counters()
+    counted.subtract(_before)
+    return counted
+
+
+def _reset_counters() -> None:
+    _before.clear()
+    _before.update(_counters())
+
+
+metrics.add_source(metrics.Source(_read_counters, _reset_counters))

@@ -1,0 +1,154 @@
+"""A compiled graph as bytes: what the compiler's process sends and the disk keeps.
+
+In: the bytes that `lowering/build.py` makes. Out: a callable that takes one list and empties it.
+
+Note [Light and bundled artefacts]
+Inductor's result is a Python module that allocates buffers and calls C++ kernels. All that a loader needs is the module
+without the kernels' sources, and the kernels as one shared object: a light artefact. It loads in 15 ms (a GPT's step)
+and imports neither torch._dynamo nor torch._inductor nor sympy, where PyTorch's own artefacts take five seconds, most
+of it with the GIL held. It is right only if AOTAutograd wraps nothing around the module and the module needs nothing of
+torch._inductor; what does not hold up is sent as a bundled artefact, PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import marshal
+import os
+import platform
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.rng import seeded_op
+
+# Raise it when what is written changes: artefacts on disk are found by it.
+FORMAT = 1
+
+
+class BadArtefact(ValueError):
+    """Bytes that are no artefact, or were made by another PyTorch, Python or processor."""
+
+
+def made_for() -> dict[str, Any]:
+    """What must be the same in the process that makes an artefact and in one that loads it."""
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "python": importlib.util.MAGIC_NUMBER.hex(),
+        "abi": importlib.machinery.EXTENSION_SUFFIXES[0],
+        "processor": processor(),
+        # inductor's kernels have arrays with one place for each thread
+        "threads": torch.get_num_threads(),
+    }
+
+
+@functools.cache
+def processor() -> str:
+    """Kernels are built with -march=native: what they use depends on more than `get_cpu_capability` tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    wanted = sorted(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features", "CPU ")))
+    return hashlib.blake2b("\n".join(wanted).encode(), digest_size=8).hexdigest()
+
+
+# ----- the container: length and text of a header, then blobs
+
+
+def pack(header: dict[str, Any], blobs: Sequence[bytes]) -> bytes:
+    text = json.dumps({**header, "made_for": made_for(), "sizes": [len(blob) for blob in blobs]}).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(blobs)
+
+
+def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """Header and blobs. Raises `BadArtefact`."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+    except (struct.error, ValueError) as error:
+        raise BadArtefact(f"not an artefact: {error}") from error
+    if header["made_for"] != made_for():
+        raise BadArtefact(f"made for {header['made_for']}, but this is {made_for()}")
+    blobs, place = [], 8 + length
+    for size in header["sizes"]:
+        blobs.append(data[place : place + size])
+        place += size
+    return header, blobs
+
+
+# ----- loading
+
+
+def load(data: bytes, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+    """The compiled form of `graph`. Raises `BadArtefact`."""
+    header, blobs = unpack(data)
+    for node in graph.nodes:
+        if node.seed is not None:
+            seeded_op(node.op)  # the code calls it by name
+    if header["kind"] == "bundled":
+        return _load_bundled(blobs[0])
+    space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}
+    # shared objects stay mapped after their files are gone
+    with tempfile.TemporaryDirectory(prefix="lazy_backend_") as folder:
+        for names, blob in zip(header["kernels"], blobs[1:], strict=True):
+            kernels = _load_kernels(blob, folder)
+            space.update((name, getattr(kernels, name)) for name in names)
+    space["extern_kernels"] = SimpleNamespace(**{name: _resolve(path) for name, path in header["externs"].items()})
+    exec(marshal.loads(blobs[0]), space)
+    return _boxed(space["call"])
+
+
+def _boxed(call: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """`call`, marked as AOTAutograd marks functions that take one list and empty it."""
+
+    def run(arguments: list[Any]) -> Sequence[Any]:
+        return call(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _resolve(path: str) -> Any:
+    if path.startswith("torch."):
+        return getattr(torch, path.removeprefix("torch."))
+    namespace, name, overload = path.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _load_kernels(blob: bytes, folder: str) -> ModuleType:
+    digest = hashlib.blake2b(blob, digest_size=16).hexdigest()
+    name = f"_lazy_backend_{digest}.kernels"  # PyInit_kernels; CPython and the linker know a library by this name
+    module = sys.modules.get(name)
+    if module is None:
+        file = os.path.join(folder, f"{digest}.so")
+        Path(file).write_bytes(blob)
+        # internal, checked on 2.13: the address through which kernels read a tensor's data pointer
+        address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+        os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return module
+
+
+def _load_bundled(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    compiled: Any = AOTCompiledArtifact.deserialize(data)
+    return compiled.inner_fn.compiled_fn  # type: ignore[no-any-return]

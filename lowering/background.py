@@ -1,0 +1,263 @@
+"""The training process's side of the compiler's process.
+
+In: graphs to compile. Out: jobs that are done some time later, with the bytes of an artefact or an error.
+
+Note [Compiles happen elsewhere]
+Beside a compile in a thread of the same process, training ran at half its speed and stood still for seconds at a time:
+the compiler is Python and holds the GIL, and importing it beside a busy thread took 16 s instead of one. So a process
+of its own compiles, at low priority, and what comes back loads in milliseconds. There is no thread on this side: who
+wants a plan asks whether it is there, which costs one system call per step and nothing when nothing is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.portable import to_bytes
+
+
+class WorkerDied(RuntimeError):
+    """The compiler's process ended in the midst of a compile: killed for its memory, say."""
+
+
+class RemoteCompileError(RuntimeError):
+    """A compile failed in the compiler's process. The text is that of the exception there."""
+
+
+class NotPortableThere(RemoteCompileError):
+    """The compiler's process does not know an operator: one that the user's program has registered."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One compile. Once `done`, either `result` (an artefact's bytes) or `error` is there."""
+
+    id: int
+    folder: Path
+    done: bool = False
+    result: bytes | None = None
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+class CompileWorker:
+    """A process that compiles one graph after the other; started with the first. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._to = self._from = -1
+        self._rest = b""
+        self._log: IO[bytes] | None = None
+        self._jobs: dict[int, Job] = {}
+        self._count = 0
+
+    def submit(self, graph: Graph, constants: Sequence[float], promoted: frozenset[int]) -> Job:
+        """Have `graph` compiled; a later `poll` or `wait` finishes the job. Raises `NotPortable`."""
+        request = {
+            "state": process_state(),
+            "settings": compiler_settings(),
+            "constants": [constant.hex() for constant in constants],
+            "promoted": sorted(promoted),
+        }
+        data = json.dumps(request).encode() + b"\n" + to_bytes(graph)
+        with self._lock:
+            self._count += 1
+            job = Job(self._count, Path(tempfile.mkdtemp(prefix="lazy_backend_")))
+            (job.folder / "request").write_bytes(data)
+            self._jobs[job.id] = job
+            if self._process is None:
+                self._start()
+            line = {"id": job.id, "request": str(job.folder / "request"), "result": str(job.folder / "result")}
+            try:
+                os.write(self._to, json.dumps(line).encode() + b"\n")
+            except BrokenPipeError:
+                self._fail_all()
+            return job
+
+    def poll(self) -> None:
+        """Take the answers that are there. 1 µs if there is none."""
+        if self._jobs:
+            with self._lock:
+                self._receive(0.0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no compile is under way; False if `timeout` seconds were not enough."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._jobs:
+            if end is not None and time.monotonic() >= end:
+                return False
+            with self._lock:
+                self._receive(0.05)
+        return True
+
+    def wait_for(self, job: Job) -> None:
+        while not job.done:
+            with self._lock:
+                self._receive(0.05)
+
+    def close(self) -> None:
+        """End the process at once; compiles under way fail."""
+        with self._lock:
+            self._kill()
+            self._fail_all()
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: the process is the parent's. Our ends of its pipes would keep it from seeing that end."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.returncode = 0  # not ours to wait for
+            os.close(self._to)
+            os.close(self._from)
+        self._lock = threading.RLock()
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.done = True  # with neither result nor error: whoever wants the plan asks again
+
+    def _start(self) -> None:
+        to_child, self._to = os.pipe()
+        self._from, from_child = os.pipe()
+        os.set_blocking(self._from, False)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
+        # -c, not -m or a file: those put a folder first on sys.path, where somebody's `random.py` may be
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from lazy_backend.lowering.worker import main\n"
+            f"main({to_child}, {from_child}, {os.getpid()})"
+        )
+        environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-Wignore", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(to_child, from_child),
+                env=environment,
+            )
+        finally:
+            os.close(to_child)
+            os.close(from_child)
+
+    def _receive(self, timeout: float) -> None:
+        if self._process is None:
+            return
+        ready, _, _ = select.select([self._from], [], [], timeout)
+        if not ready:
+            return
+        data = os.read(self._from, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._finish(json.loads(line))
+        if not data:
+            self._fail_all()
+
+    def _finish(self, reply: dict[str, Any]) -> None:
+        job = self._jobs.pop(reply["id"])
+        job.seconds = reply["seconds"]
+        if "error" in reply:
+            kind = NotPortableThere if reply["error"] == "NotPortable" else RemoteCompileError
+            job.error = kind(f"{reply['error']}: {reply['message']}")
+        else:
+            job.result = (job.folder / "result").read_bytes()
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        for name in ("request", "partial", "result"):
+            (job.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            job.folder.rmdir()
+        job.done = True
+
+    def _fail_all(self) -> None:
+        """The process is gone."""
+        text = self._last_words()
+        status = self._kill()
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.error = WorkerDied(f"the compiler's process ended with status {status}{text}")
+            self._end(job)
+
+    def _last_words(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        text = self._log.read().decode(errors="replace").strip()
+        return f":\n{text[-2000:]}" if text else ""
+
+    def _kill(self) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the C++ compilers under it
+        process.kill()  # it may not have made its group yet
+        status = process.wait()
+        os.close(self._to)
+        os.close(self._from)
+        assert self._log is not None
+        self._log.close()
+        self._log, self._rest = None, b""
+        return status
+
+
+worker = CompileWorker()
+atexit.register(worker.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=worker.reset_after_fork)
+
+
+def process_state() -> dict[str, Any]:
+    """What code generation reads from the process."""
+    return {
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+
+
+def compiler_settings() -> dict[str, dict[str, Any]]:
+    """The settings of the compiler that this process changed. Imports nothing: who changed one has imported it."""
+    return {
+        "inductor": _changed_settings("torch._inductor.config"),
+        "functorch": _changed_settings("torch._functorch.config"),
+    }
+
+
+def _changed_settings(module_name: str) -> dict[str, Any]:
+    module: Any = sys.modules.get(module_name)
+    if module is None:
+        return {}
+    portable = module.save_config_portable(ignore_private_configs=True)
+    # internal, checked on 2.13: torch.utils._config_module has no public way to ask what was changed
+    changed = {name: value for name, value in portable.items() if not module._is_default(name)}
+    return {name: value for name, value in changed.items() if _has_text(value)}
+
+
+def _has_text(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""The compiler's own process.
+
+In: requests, one line of JSON each on a pipe, that name a file with a graph. Out: a file with an artefact, and one line
+of JSON: {"id", "seconds"} or {"id", "seconds", "error", "message"}.
+
+It dies with its parent and takes along the C++ compilers it started: it leads a process group of its own, and a thread
+kills the group when the pipe closes or the parent is another process. A thread, as prctl's PDEATHSIG comes when the
+*thread* that forked ends. Not a session of its own: the kernel would schedule it as a group with the same share of the
+cores as the parent's session, however nice it is (sched_autogroup).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazy_backend.lowering.build import compile_to_bytes
+from lazy_backend.lowering.compiler import example_inputs
+from lazy_backend.lowering.fx import to_fx
+from lazy_backend.lowering.portable import from_bytes
+
+
+def main(read_fd: int, write_fd: int, parent: int) -> None:
+    """Serve until the parent closes the pipe or dies."""
+    os.setpgid(0, 0)  # Ctrl-C in the terminal is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getppid() != parent:
+        return
+    os.nice(5)  # 10 is a ninth of a core beside a busy thread
+    inbox = _Inbox(read_fd)
+    threading.Thread(target=_watch, args=(inbox, parent), daemon=True).start()
+    while True:
+        _answer(write_fd, json.loads(inbox.get()))
+
+
+class _Inbox:
+    """Lines that came through the pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._rest = b""
+
+    def get(self) -> bytes:
+        return self._lines.get()
+
+    def read(self) -> bool:
+        """Take what is there; False at the end."""
+        data = os.read(self.fd, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._lines.put(line)
+        return bool(data)
+
+
+def _watch(inbox: _Inbox, parent: int) -> None:
+    # a process forked from the parent may hold the pipe open: hence the look at who the parent is
+    while os.getppid() == parent:
+        ready, _, _ = select.select([inbox.fd], [], [], 1.0)
+        if ready and not inbox.read():
+            break
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(write_fd: int, request: dict[str, Any]) -> None:
+    reply: dict[str, Any] = {"id": request["id"]}
+    start = time.perf_counter()
+    try:
+        _compile(Path(request["request"]), Path(request["result"]))
+    except BaseException as error:
+        reply.update(error=type(error).__name__, message=str(error)[:4000])
+    reply["seconds"] = time.perf_counter() - start
+    os.write(write_fd, json.dumps(reply).encode() + b"\n")
+
+
+def _compile(request: Path, result: Path) -> None:
+    # here, not above: the first import of the compiler takes seconds, and whoever asked may be gone by then
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    text, graph_bytes = request.read_bytes().split(b"\n", 1)
+    data = json.loads(text)
+    _follow(data["state"])
+    graph = from_bytes(graph_bytes)
+    constants = [float.fromhex(constant) for constant in data["constants"]]
+    promoted = frozenset(data["promoted"])
+    _, signature = to_fx(graph, constants, promoted, False)
+    settings = {**data["settings"]["inductor"], "cpp.threads": torch.get_num_threads()}
+    # cpp.threads: without it, where it equals the number of cores, parallel regions have as many threads as the process
+    # that *runs* them, while their arrays of partial sums have as many places as the one that compiled
+    with inductor_config.patch(settings), functorch_config.patch(data["settings"]["functorch"]):
+        artefact = compile_to_bytes(
+            lambda: to_fx(graph, constants, promoted, False)[0], example_inputs(graph, signature)
+        )
+    partial = result.with_name("partial")
+    partial.write_bytes(artefact)
+    partial.replace(result)
+
+
+def _follow(state: dict[str, Any]) -> None:
+    """Set what code generation reads from the process as it is in the parent."""
+    torch.set_num_threads(state["threads"])
+    torch.set_float32_matmul_precision(state["matmul_precision"])
+    torch.set_default_dtype(getattr(torch, state["default_dtype"]))
+    torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["deterministic_warn_only"])
+    torch.backends.mkldnn.enabled = state["mkldnn"]  # type: ignore[assignment]
