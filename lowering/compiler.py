@@ -124,9 +124,9 @@ class CompiledPlan:
         if self.signature.numbers:
             arguments.extend(constants)
         taken = frozenset[int]() if self._aliases.is_known() else storages_of(arguments)
-        # Autograd runs above us: nothing here may record
+        # autograd and autocast act above us: nothing here may record, and all casts are in the graph
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch._C._DisableAutocast():
                 return self._aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
             raise PlanError(self.graph, error) from error
@@ -142,7 +142,7 @@ def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[
     numbers = runs_module_as_is(backend)
     module, signature = to_fx(graph, constants, promoted, numbers)
     inputs = example_inputs(graph, signature)
-    with torch.no_grad(), quiet_fake_tensors():
+    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors():
         call = _run_as_it_is(module) if numbers else _boxed(lookup_backend(backend)(module, inputs))
     return CompiledPlan(graph, signature, {} if numbers else _specialised(constants, promoted), call)
 

@@ -573,3 +573,17 @@ def test_synchronize_runs_what_is_pending() -> None:
     with count("GraphCut") as cuts:
         x.tolist()
     assert cuts() == 0
+
+
+@pytest.mark.parametrize("where", ["always", "never"])
+@pytest.mark.parametrize("backend", ["interpreted", "eager", "aot_eager"])
+def test_autocast_for_the_cpu_does_not_reach_into_a_run(backend: str, where: str) -> None:
+    lazy_backend.config.run_in_background = where
+    lazy_backend.config.compile = "off" if backend == "interpreted" else "foreground"
+    lazy_backend.config.backend = "eager" if backend == "interpreted" else backend
+    x = grid("cpu", 2, 2)
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = x.to("lazy") @ x.to("lazy")
+            lazy_backend.mark_step()
+        assert_same(made, x @ x)
