@@ -1,21 +1,21 @@
 """The graph: what is compiled, interpreted, printed and compared.
 
-In: nothing of ours. Out: `TensorMeta`, `Value`, `Node`, `Graph`, `check_graph`.
+In: nothing of ours. Out: `TensorMeta`, `Value`, `Node`, `Graph`, `check_graph`, `dependencies`.
 A graph is a program: its nodes stand in program order and mutate their operands as the recorded calls did. Two values
 with the same `storage` share memory.
 
 Note [Program order and effects]
-A mutation keeps the number of the value it mutates, so data edges alone do not order a program. `Graph.effects` gives
-the further edges: read after write, write after write and write after read, per storage. Any order that keeps data
-and effect edges computes the same; program order is one of them.
+A mutation keeps the number of the value it mutates, so data edges alone do not order a program. `effects` gives the
+further edges: read after write, write after write and write after read, per storage. Any order that keeps data and
+effect edges (`dependencies`) computes the same; program order is one of them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -272,27 +272,56 @@ class Graph:
         return tuple(place for place, value in enumerate(self.inputs) if value.storage in written)
 
     def effects(self) -> list[set[int]]:
-        """For each node, the earlier nodes it must follow beyond its data edges.
+        """`effects` of the nodes."""
+        return effects(self.nodes)
 
-        See Note [Program order and effects].
-        """
-        last_write: dict[int, int] = {}
-        reads_since: dict[int, list[int]] = {}
-        edges: list[set[int]] = []
-        for place, node in enumerate(self.nodes):
-            after: set[int] = set()
-            written = {value.storage for value in node.mutates}
-            for storage in {value.storage for value in node.inputs()} | written:
-                if storage in last_write:
-                    after.add(last_write[storage])
-                if storage in written:
-                    after.update(reads_since.pop(storage, ()))
-                    last_write[storage] = place
-                else:
-                    reads_since.setdefault(storage, []).append(place)
-            after.discard(place)
-            edges.append(after)
-        return edges
+
+class Step(Protocol):
+    """What a node and a kernel of many nodes have in common: operands, results, and operands it writes."""
+
+    @property
+    def outputs(self) -> tuple[Value | None, ...]: ...
+
+    @property
+    def mutates(self) -> tuple[Value, ...]: ...
+
+    def inputs(self) -> Sequence[Value]: ...
+
+
+def effects(steps: Sequence[Step]) -> list[set[int]]:
+    """For each step, the earlier steps it must follow beyond its data edges.
+
+    See Note [Program order and effects].
+    """
+    last_write: dict[int, int] = {}
+    reads_since: dict[int, list[int]] = {}
+    edges: list[set[int]] = []
+    for place, step in enumerate(steps):
+        after: set[int] = set()
+        written = {value.storage for value in step.mutates}
+        for storage in {value.storage for value in step.inputs()} | written:
+            if storage in last_write:
+                after.add(last_write[storage])
+            if storage in written:
+                after.update(reads_since.pop(storage, ()))
+                last_write[storage] = place
+            else:
+                reads_since.setdefault(storage, []).append(place)
+        after.discard(place)
+        edges.append(after)
+    return edges
+
+
+def dependencies(steps: Sequence[Step]) -> list[set[int]]:
+    """For each step, the earlier steps it must follow: those that make its operands, and `effects`."""
+    makers: dict[Value, int] = {}
+    edges = effects(steps)
+    for place, step in enumerate(steps):
+        edges[place].update(makers[value] for value in step.inputs() if value in makers)
+        for value in step.outputs:
+            if value is not None:
+                makers.setdefault(value, place)
+    return edges
 
 
 class MalformedGraph(AssertionError):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ class Program:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.reals: dict[Token, torch.Tensor] = {}
+        self.originals: dict[Token, torch.Tensor] = {}  # inputs as they were given
         self.constants: list[float] = []
         self._inputs = 0
         self._slots = 0
@@ -36,6 +41,7 @@ class Program:
         token = INPUTS[self._inputs]
         self._inputs += 1
         self.reals[token] = tensor
+        self.originals[token] = tensor.clone()
         self._entering[token] = Entered(token, meta_of(tensor), group, base_meta)
         return token
 
@@ -124,3 +130,154 @@ def _real(args: Any, reals: dict[Token, torch.Tensor]) -> list[Any]:
         _real(arg, reals) if isinstance(arg, list | tuple) else reals[arg] if isinstance(arg, Token) else arg
         for arg in args
     ]
+
+
+# ----- graphs of a known form
+
+
+@dataclass
+class Built:
+    """A graph, the tensors and constants it runs on, and what eager made of them."""
+
+    graph: Graph
+    inputs: list[torch.Tensor]  # as they were before eager wrote them
+    constants: list[float]
+    outputs: list[torch.Tensor]
+    inputs_after: list[torch.Tensor]
+
+    def fresh(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self.inputs]
+
+    def seeds(self) -> list[int]:
+        return list(range(7, 7 + self.graph.num_seeds))
+
+
+def built(program: Program, *wanted: Token) -> Built:
+    """`program` with the storages of `wanted` as outputs; its inputs must be whole tensors."""
+    data = program.canonical(*wanted)
+    taken = [INPUTS[parameter.index] for parameter in data.parameters]
+    fresh = [result.token for call in program.calls for result in call.results if isinstance(result, Fresh)]
+    return Built(
+        graph=data.graph,
+        inputs=[program.originals[token] for token in taken],
+        constants=[program.constants[place] for place in data.constants],
+        outputs=[program.reals[token] for token in sorted(wanted, key=fresh.index)],
+        inputs_after=[program.reals[token] for token in taken],
+    )
+
+
+def chain(length: int, size: int = 4) -> Built:
+    """One node after the other."""
+    program = Program()
+    token = program.input(torch.ones(size))
+    for place in range(length):
+        token = program.call(aten.add.Tensor, token, place)
+    return built(program, token)
+
+
+def wide(width: int) -> Built:
+    """Many nodes that depend on the input alone, and a sum of all."""
+    program = Program()
+    x = program.input(torch.ones(4))
+    return built(program, program.call(aten.cat.default, [program.call(aten.mul.Tensor, x, i) for i in range(width)]))
+
+
+def branches(count: int, length: int, size: int) -> Built:
+    """Independent chains of matrix products."""
+    program = Program()
+    x = program.input(torch.randn(size, size) / size**0.5)
+    ends = []
+    for _ in range(count):
+        token = x
+        for _ in range(length):
+            token = program.call(aten.mm.default, token, x)
+        ends.append(token)
+    return built(program, *ends)
+
+
+def random_graph(seed: int, length: int = 40) -> Built:
+    """Results, views, writes through both, lists, floats and random numbers, over tensors of 4 by 4."""
+    choose, program = random.Random(seed), Program()
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [program.input(torch.randn(4, 4, generator=generator)) for _ in range(3)]
+    pool = [*inputs, *program.call(aten._foreach_tanh.default, inputs)]
+    for _ in range(length):
+        x, y = choose.choice(pool), choose.choice(pool)
+        pool += choose.choice(_RANDOM_CALLS)(program, x, y)
+    fresh = [result.token for call in program.calls for result in call.results if isinstance(result, Fresh)]
+    return built(program, *choose.sample(fresh, min(4, len(fresh))))
+
+
+def _halves(program: Program, x: Token, y: Token) -> list[Token]:
+    top, bottom = program.call(aten.split.Tensor, x, 2)
+    program.call(aten.mul_.Tensor, top, 0.5)
+    return [program.call(aten.cat.default, [bottom, top])]
+
+
+def _lists(program: Program, x: Token, y: Token) -> list[Token]:
+    return list(program.call(aten._foreach_mul.Scalar, [x, y], 1.25))
+
+
+def _write(op: torch._ops.OpOverload, *args: Any) -> Callable[[Program, Token, Token], list[Token]]:
+    def write(program: Program, x: Token, y: Token) -> list[Token]:
+        program.call(op, x, *(args or (program.call(aten.tanh.default, y),)))
+        return []
+
+    return write
+
+
+_RANDOM_CALLS: list[Callable[[Program, Token, Token], list[Token]]] = [
+    lambda program, x, y: [program.call(aten.add.Tensor, x, y)],
+    lambda program, x, y: [program.call(aten.sub.Tensor, x, y, alpha=0.5)],
+    lambda program, x, y: [program.call(aten.mm.default, x, y)],
+    lambda program, x, y: [program.call(aten.tanh.default, x)],
+    lambda program, x, y: [program.call(aten.t.default, x)],
+    lambda program, x, y: [program.call(aten.mul.Tensor, x, 0.75)],
+    lambda program, x, y: [program.call(aten.rand_like.default, x)],
+    lambda program, x, y: [program.call(aten._softmax.default, x, 1, False)],
+    _halves,
+    _lists,
+    _write(aten.add_.Tensor),
+    _write(aten.copy_.default),
+    _write(aten.mul_.Tensor, 0.5),
+    _write(aten.clamp_.default, -2, 2),
+]
+
+
+# ----- kernels that do what a test says
+
+visitors: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+
+
+@torch.library.custom_op("lazy_test::visit", mutates_args=())
+def visit(x: torch.Tensor, who: int) -> torch.Tensor:
+    """What `visitors[who]` does; a copy if there is none."""
+    return visitors.get(who, torch.clone)(x)
+
+
+@visit.register_fake
+def _(x: torch.Tensor, who: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+VISIT = torch.ops.lazy_test.visit.default
+
+
+@contextmanager
+def visiting(functions: dict[int, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
+    """Let the calls of `VISIT` do this within the block."""
+    visitors.update(functions)
+    try:
+        yield
+    finally:
+        visitors.clear()
+
+
+def visits(count: int, chained: bool = False) -> Built:
+    """Calls of `VISIT` with numbers from 0, independent or one after the other, and then the sum of their results."""
+    program = Program()
+    x = program.input(torch.ones(2))
+    made: list[Token] = []
+    for who in range(count):
+        made.append(program.call(VISIT, made[-1] if chained and made else x, who))
+    return built(program, program.call(aten.sum.default, program.call(aten.cat.default, made)))

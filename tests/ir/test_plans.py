@@ -14,9 +14,10 @@ from harness import as_bytes, assert_same
 from lazy_backend.lowering.compiler import compile_graph, lookup_backend
 from lazy_backend.lowering.fx import to_fx
 from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.kernels import NodeError
 from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ProfilingGraphExecutor
 from lazy_backend.lowering.scalars import can_promote
-from lazy_backend.lowering.serial import NodeError, SerialGraphExecutor
+from lazy_backend.lowering.serial import SerialGraphExecutor
 
 
 def scaled(op=aten.mul.Tensor) -> tuple[Graph, torch.Tensor]:

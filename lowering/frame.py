@@ -1,0 +1,118 @@
+"""The values of one run, and where they are kept between runs.
+
+In: a template, and what one run brings. Out: `ExecutionFrame`; `FramePool`, with one frame per run in flight.
+Seed: nativert Executor (`ExecutionFrame`, `getExecutorFrameFromPool`, `clearStaleExecutionFrames`).
+
+Note [Slots]
+A frame is one list. Its first slots hold the graph's values by their numbers, then come the constants, then the literal
+arguments of all kernels: so a kernel gathers its arguments with one call, whatever they are. Literals and constants
+stay for the whole run; a value's slot is emptied after its last use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrameTemplate:
+    """What every run of a graph starts from. See Note [Slots]."""
+
+    values: list[Any]  # never written once the template is made
+    inputs: tuple[int, ...]  # slots of the tensors that a run brings
+    first_constant: int
+
+    def holding(self, held: Mapping[int, torch.Tensor]) -> FrameTemplate:
+        """This template with tensors in some slots, which a run then need not bring."""
+        values = self.values.copy()
+        for slot, tensor in held.items():
+            values[slot] = tensor
+        return replace(self, values=values, inputs=tuple(slot for slot in self.inputs if slot not in held))
+
+
+class ExecutionFrame:
+    """The values of one run, by slot. `buffers` are memory of its own, each with the slot it is wanted in."""
+
+    __slots__ = ("values", "constants", "seeds", "buffers")
+
+    def __init__(self, buffers: Sequence[tuple[int, torch.Tensor]] = ()) -> None:
+        self.values: list[Any] = []
+        self.constants: Sequence[float] = ()
+        self.seeds: Sequence[int] = ()
+        self.buffers = buffers
+
+    def fill(
+        self,
+        template: FrameTemplate,
+        inputs: Sequence[torch.Tensor],
+        constants: Sequence[float],
+        seeds: Sequence[int],
+    ) -> None:
+        """Make ready for a run: `inputs` go to the template's input slots, in that order."""
+        values = self.values
+        values[:] = template.values
+        for slot, tensor in zip(template.inputs, inputs, strict=True):
+            values[slot] = tensor
+        values[template.first_constant : template.first_constant + len(constants)] = constants
+        for slot, buffer in self.buffers:
+            values[slot] = buffer
+        self.constants = constants
+        self.seeds = seeds
+
+    def clear(self) -> None:
+        """Let go of everything but the buffers."""
+        self.values.clear()
+
+
+class FramePool:
+    """The frames of one executor: one per run in flight, kept for the next and dropped when unused for `max_age`.
+
+    `clock` gives seconds. Safe from any thread.
+    """
+
+    def __init__(self, new_frame: Callable[[], ExecutionFrame], max_age: float, clock: Callable[[], float]) -> None:
+        self._new_frame = new_frame
+        self._max_age = max_age
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_in_use = 0
+        # the frame used last is taken first, so that the others grow stale: the oldest stand on the left
+        self._idle: deque[tuple[float, ExecutionFrame]] = deque()
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in use and idle."""
+        with self._lock:
+            return self._num_in_use + len(self._idle)
+
+    @contextmanager
+    def frame(self) -> Iterator[ExecutionFrame]:
+        """A frame for one run. After an error it is dropped: a kernel under way elsewhere may still write to it."""
+        with self._lock:
+            self._num_in_use += 1
+            taken = self._idle.pop()[1] if self._idle else None
+        try:
+            if taken is None:
+                taken = self._new_frame()
+            yield taken
+            taken.clear()
+            with self._lock:
+                self._idle.append((self._clock(), taken))
+        finally:
+            with self._lock:
+                self._num_in_use -= 1
+        self.clear_stale()
+
+    def clear_stale(self) -> None:
+        """Drop the frames that nobody used for `max_age` seconds."""
+        with self._lock:
+            oldest_kept = self._clock() - self._max_age
+            while self._idle and self._idle[0][0] < oldest_kept:
+                self._idle.popleft()
