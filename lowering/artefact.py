@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import marshal
 import os
@@ -108,17 +109,31 @@ def load(data: bytes, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
             space.update((name, getattr(kernels, name)) for name in names)
     space["extern_kernels"] = SimpleNamespace(**{name: _resolve(path) for name, path in header["externs"].items()})
     exec(marshal.loads(blobs[0]), space)
-    return _boxed(space["call"])
+    return space["call"]  # type: ignore[no-any-return]
 
 
-def _boxed(call: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
-    """`call`, marked as AOTAutograd marks functions that take one list and empty it."""
+def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """`compiled` as a function that takes one list and empties it, where the backend offers that."""
+    # internal, checked on 2.13: AOTAutograd's result takes *args, whose tuple would keep every input alive during the
+    # run. It wraps (functools, which copies the mark `_boxed_call` to all of them) a function that takes a list; deeper
+    # ones take a list too, but lack some of AOTAutograd's own wrappers
+    inner: Any = compiled
+    while inner is not None:
+        if getattr(inner, "_boxed_call", False) and _takes_one_list(inner):
+            return inner  # type: ignore[no-any-return]
+        inner = getattr(inner, "__wrapped__", None)
 
-    def run(arguments: list[Any]) -> Sequence[Any]:
-        return call(arguments)
+    def unboxed(arguments: list[Any]) -> Any:
+        taken = tuple(arguments)
+        arguments.clear()
+        return compiled(*taken)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return unboxed
+
+
+def _takes_one_list(function: Any) -> bool:
+    parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _resolve(path: str) -> Any:
@@ -151,4 +166,4 @@ def _load_bundled(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
     compiled: Any = AOTCompiledArtifact.deserialize(data)
-    return compiled.inner_fn.compiled_fn  # type: ignore[no-any-return]
+    return boxed(compiled.inner_fn.compiled_fn)

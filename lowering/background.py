@@ -81,15 +81,19 @@ class CompileWorker:
         with self._lock:
             self._count += 1
             job = Job(self._count, Path(tempfile.mkdtemp(prefix="lazy_backend_")))
-            (job.folder / "request").write_bytes(data)
-            self._jobs[job.id] = job
-            if self._process is None:
-                self._start()
-            line = {"id": job.id, "request": str(job.folder / "request"), "result": str(job.folder / "result")}
             try:
+                (job.folder / "request").write_bytes(data)
+                if self._process is None:
+                    self._start()
+                line = {"id": job.id, "request": str(job.folder / "request"), "result": str(job.folder / "result")}
+                self._jobs[job.id] = job
                 os.write(self._to, json.dumps(line).encode() + b"\n")
             except BrokenPipeError:
                 self._fail_all()
+            except OSError as error:  # no memory for a process, no room for the request
+                self._jobs.pop(job.id, None)
+                job.error = WorkerDied(f"the compiler's process could not be started: {error}")
+                self._end(job)
             return job
 
     def poll(self) -> None:
@@ -126,16 +130,17 @@ class CompileWorker:
             process.returncode = 0  # not ours to wait for
             os.close(self._to)
             os.close(self._from)
+        self._rest, self._log = b"", None
         self._lock = threading.RLock()
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             job.done = True  # with neither result nor error: whoever wants the plan asks again
 
     def _start(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
         to_child, self._to = os.pipe()
         self._from, from_child = os.pipe()
         os.set_blocking(self._from, False)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
         # -c, not -m or a file: those put a folder first on sys.path, where somebody's `random.py` may be
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -153,6 +158,10 @@ class CompileWorker:
                 pass_fds=(to_child, from_child),
                 env=environment,
             )
+        except OSError:
+            os.close(self._to)
+            os.close(self._from)
+            raise
         finally:
             os.close(to_child)
             os.close(from_child)

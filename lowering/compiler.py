@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.aliasing import OutputAliases, storages_of
-from lazy_backend.lowering.artefact import load
+from lazy_backend.lowering.artefact import boxed, load
 from lazy_backend.lowering.fx import Signature, to_fx
 from lazy_backend.lowering.ir import Graph, Node, empty_of
 
@@ -143,14 +143,14 @@ def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[
     module, signature = to_fx(graph, constants, promoted, numbers)
     inputs = example_inputs(graph, signature)
     with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors():
-        call = _run_as_it_is(module) if numbers else _boxed(lookup_backend(backend)(module, inputs))
+        call = _run_as_it_is(module) if numbers else boxed(lookup_backend(backend)(module, inputs))
     return CompiledPlan(graph, signature, {} if numbers else _specialised(constants, promoted), call)
 
 
 def load_graph(data: bytes, graph: Graph, constants: Sequence[float], promoted: frozenset[int]) -> CompiledPlan:
     """The plan whose artefact was made from these. Raises `BadArtefact`."""
     signature = Signature(scalars=tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=False)
-    return CompiledPlan(graph, signature, _specialised(constants, promoted), _boxed(load(data, graph)))
+    return CompiledPlan(graph, signature, _specialised(constants, promoted), load(data, graph))
 
 
 def _specialised(constants: Sequence[float], promoted: frozenset[int]) -> dict[int, float]:
@@ -163,24 +163,6 @@ def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     module.graph.set_codegen(fx.graph._BoxedCodeGen())
     module.recompile()
     return module.forward  # type: ignore[no-any-return]
-
-
-def _boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """`compiled` as a function that takes one list and empties it, where the backend offers that."""
-    # internal, checked on 2.13: AOTAutograd's result takes *args, whose tuple would keep every input alive during the
-    # run; it wraps (functools) a function with the boxed convention
-    inner: Any = compiled
-    while not getattr(inner, "_boxed_call", False) and getattr(inner, "__wrapped__", None) is not None:
-        inner = inner.__wrapped__
-    if getattr(inner, "_boxed_call", False):
-        return inner  # type: ignore[no-any-return]
-
-    def unboxed(arguments: list[Any]) -> Any:
-        taken = tuple(arguments)
-        arguments.clear()
-        return compiled(*taken)
-
-    return unboxed
 
 
 def example_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
