@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint ruff-check ruff-format mypy bench clean
+.PHONY: help demo test lint ruff-check ruff-format mypy bench conformance clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -14,6 +14,7 @@ help:
 	@echo "make test    run the tests; ARGS are passed to pytest, as in: make test ARGS='-k views'"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   time per recorded operator, per sync and per step, next to eager and torch.compile"
+	@echo "make conformance  PyTorch's own tests of operators, modules and optimizers; ARGS='--help' tells more"
 	@echo "make clean   remove the environment and everything built"
 
 demo: $(VENV)/demo.installed
@@ -39,6 +40,9 @@ mypy: $(VENV)/dev.installed
 
 bench: $(VENV)/test.installed
 	$(BIN)/python tools/bench.py $(ARGS)
+
+conformance: $(VENV)/test.installed
+	$(BIN)/python tools/conformance.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .typed build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache

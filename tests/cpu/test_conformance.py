@@ -1,0 +1,114 @@
+"""The conformance tool: a subset of PyTorch's databases agrees with eager, and differences do not go unnoticed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_python
+
+TOOLS = Path(__file__).parents[2] / "tools"
+# unary, binary, reduction, view, random, linear algebra, list, index, data-dependent shape, factory, module, optimizer
+NAMES = ("exp", "add", "sum", "transpose", "nn.functional.dropout", "linalg.solve", "_foreach_mul", "gather", "nonzero",
+         "zeros", "nn.Linear", "SGD: default")  # fmt: skip
+SUBSET = ("--ops", f"^({'|'.join(NAMES)})$", "--modes", "interpreted,twice")
+
+
+def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOLS / "conformance.py"), *arguments], capture_output=True, text=True, timeout=300
+    )
+
+
+def records(path: Path) -> dict[str, dict[str, Any]]:
+    return {record["case"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that a run over the subset leaves."""
+    path = tmp_path_factory.mktemp("conformance") / "results.jsonl"
+    done = conformance(*SUBSET, "--results", str(path))
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_the_subset_agrees_with_eager(results: Path) -> None:
+    found = records(results)
+    assert len(found) > 50
+    assert not [record for record in found.values() if record["status"] not in ("pass", "skip")]
+
+
+def test_data_dependent_shapes_are_told(results: Path) -> None:
+    cuts = records(results)["op/nonzero/forward/float32/interpreted"]["cuts"]
+    assert any("its output depends on values" in cause for cause in cuts)
+
+
+def test_a_finished_run_is_not_repeated(results: Path) -> None:
+    before = results.read_text()
+    done = conformance(*SUBSET, "--results", str(results), "--resume")
+    assert done.returncode == 0
+    assert results.read_text() == before
+    assert "op_db, gradients" in done.stdout
+
+
+def test_the_document_has_a_line_per_entry(results: Path, tmp_path: Path) -> None:
+    page = tmp_path / "support.md"
+    conformance(*SUBSET, "--results", str(results), "--resume", "--write", str(page))
+    assert page.read_text().startswith("<!-- Generated")
+    assert "| `nn.functional.dropout` | ✓ |" in page.read_text()
+
+
+def test_a_misspelt_case_is_explained() -> None:
+    done = conformance("--show", "op/add")
+    assert done.returncode == 2
+    assert "expected database/name/variant/dtype/mode" in done.stderr
+
+
+def test_differences_are_noticed() -> None:
+    run_python(
+        """
+import torch
+from conformance_checks import same_bits
+nan, zero = float("nan"), 0.0
+assert same_bits(torch.tensor([nan, 1.0]), torch.tensor([-nan, 1.0]))
+assert not same_bits(torch.tensor([nan, 1.0]), torch.tensor([1.0, nan]))
+assert not same_bits(torch.tensor([zero]), torch.tensor([-zero]))
+assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]))
+""",
+        cwd=TOOLS,
+    )
+
+
+def test_a_program_that_does_something_else_is_noticed() -> None:
+    run_python(
+        """
+import torch
+from conformance_checks import Mismatch, Tolerance, _check_program
+from conformance_cases import parse_case
+from conformance_programs import Program
+from conformance_targets import TARGETS
+from collections import Counter
+
+case, lazy = parse_case("op/add/forward/float32/interpreted"), TARGETS["lazy"]()
+wrong = {
+    "values": lambda t: t.move(torch.ones(3)) + (t.device == "lazy"),
+    "strides": lambda t: torch.empty_strided((2, 2), (1, 2) if t.device == "lazy" else (2, 1), device=t.device).zero_(),
+    "requires_grad": lambda t: t.move(torch.ones(3)).requires_grad_(t.device == "lazy"),
+    "memory": lambda t: (lambda x: [x, x[:] if t.device == "lazy" else x + 0])(t.move(torch.ones(3))),
+    "no error": lambda t: t.move(torch.ones(3)).reshape(3 if t.device == "lazy" else 2),
+}
+for text, run in wrong.items():
+    try:
+        _check_program(case, Program("", run), lazy, Counter())
+    except Mismatch as mismatch:
+        assert text in str(mismatch), mismatch
+    else:
+        raise AssertionError(f"{text} not noticed")
+""",
+        cwd=TOOLS,
+    )
