@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cachetools import LRUCache
 
 C = TypeVar("C")
+H = TypeVar("H", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,25 @@ class Key:
     def part_hashes(self) -> dict[str, str]:
         """Each part's own hash: when two processes disagree, this names the part."""
         return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in self.parts}
+
+
+class BoundedTable(Generic[H, C]):
+    """Least-recently-used table whose entries are made when they are first asked for. Safe from any thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._entries: LRUCache[H, C] = LRUCache(maxsize=capacity)
+        self._lock = threading.Lock()
+
+    def get_or_add(self, key: H, make: Callable[[], C]) -> C:
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                found = self._entries[key] = make()
+            return found
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
 
 
 class ComputationCache(Generic[C]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
-from lazy_backend.context import DeviceContext
+from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import meta_of
@@ -29,7 +29,14 @@ def run_at_once(
     count_fallback(op, reason)
     executor.cut(context, f"{op}: {reason}")
     call = RealCall(context)
-    return call.to_lazy(call.run(op, args, kwargs, None))
+    return call.to_lazy(call.run(op, args, kwargs, draw_seed_for(op, args, kwargs)))
+
+
+def draw_seed_for(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """A seed for a call that draws random numbers; None for others, and if the user's own generator is to be used."""
+    if not rng.draws_random_numbers(op, args) or not rng.can_seed(op) or kwargs.get("generator") is not None:
+        return None
+    return contexts.get_rng_seed()
 
 
 def count_fallback(op: torch._ops.OpOverload, reason: str) -> None:

@@ -29,6 +29,7 @@ def current_store() -> DiskCache | None:
     settings = (config.cache, config.cache_dir, config.cache_bytes, config.cache_readonly)
     with _lock:
         if _opened is None or _opened[0] != settings:
+            _earlier.update(_counts_of_store())
             _opened = (settings, _open(settings))
         return _opened[1]
 
@@ -45,7 +46,15 @@ def _open(settings: Settings) -> DiskCache | None:
         return None
 
 
+# What the stores counted that were open before.
+_earlier: Counter[str] = Counter()
+
+
 def _counters() -> Counter[str]:
+    return _earlier + _counts_of_store()
+
+
+def _counts_of_store() -> Counter[str]:
     store = _opened[1] if _opened else None
     if store is None:
         return Counter()

@@ -320,6 +320,8 @@ def install_handlers() -> None:
     add_handler(aten.native_dropout.default, _native_dropout)
     for op in _LIKE_OPS:
         add_handler(op, _other_device)
+    for name in _KERNELS_BESIDE_COMPOSITES:
+        add_handler(getattr(aten, name).default, record)
 
 
 # ----- factories: kernels on the Lazy dispatch key

@@ -10,10 +10,11 @@ geometry and alias group. Not in it: floats (placeholders, the values go to the 
 
 Note [First sight runs]
 A call never seen at its place runs at once, on real tensors, as in eager, and is recorded with the geometry it really
-gave: no inference, and eager's own errors. Since a trace that has left the known paths never comes back to one, the
-whole rest of it runs so; only what was recorded before has to be run first, without ending the trace. Its sync has
-nothing to run. So the first step of a program costs what eager costs plus the recording, and from the second step on
-everything is deferred. `config.first_sight = "record"` defers unseen calls too, after inferring what they will give.
+gave: no inference, and eager's own errors. A trace that has left the known paths does not come back to one, so the rest
+of it runs so too; only what was recorded before has to be run first, without ending the trace. Its sync has nothing to
+run. (A call that fails is not recorded, and known calls may follow it: then the trace ends, see `defer_again`.) So the
+first step of a program costs what eager costs plus the recording, and from the second step on everything is deferred.
+`config.first_sight = "record"` defers unseen calls too, after inferring what they will give.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from weakref import ref
 
 import torch
 
-from lazy_backend.at_once import RealCall, count_fallback, run_at_once
+from lazy_backend.at_once import RealCall, count_fallback, draw_seed_for, run_at_once
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.describe import check_recordable, describe, flat, mutated_arguments, num_slots_of, operand_at
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.inference import Inference
-from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, View
 from lazy_backend.lowering.schema import schema_of
@@ -184,7 +184,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             else:
                 node = cursor.children.get(full_key)
                 if node is None:
-                    if config.first_sight == "run":
+                    if trace.computed or config.first_sight == "run":
                         return _run_unseen(context, full_key, op, args, kwargs)
                     node = _add_unseen(context, cursor, full_key, op, args, kwargs)
                 cursor.next_key, cursor.next = full_key, node
@@ -198,6 +198,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             return run_at_once(context, op, args, kwargs, str(reason))
         except BaseException:
             _undo(context, trace)
+            executor.defer_again(context)
             raise
         trace.cursor = node
         if context.outside:
@@ -346,20 +347,29 @@ def _run_unseen(
     entered = _entered(context, key)
     try:
         check_recordable(context, op, args, kwargs)
+        if _fake_decides(op, args):
+            Inference(context).run(op, args, kwargs)
     except NotRecordable as reason:
         _add_node(context, context.trace.cursor, key, Cut(str(reason)))
         raise
     executor.catch_up(context)
     trace = context.trace
     real = RealCall(context)
-    seed = contexts.get_rng_seed() if rng.draws_random_numbers(op, args) else None
-    output = real.run(op, args, kwargs, seed)
+    before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
+    seed = draw_seed_for(op, args, kwargs)
+    try:
+        output = real.run(op, args, kwargs, seed)
+    except BaseException:
+        if before is not None:  # a call that fails draws nothing
+            torch.set_rng_state(before)
+        raise
     try:
         if schema_of(op).mutates and real.resized():
             raise NotRecordable("it resizes an operand")
         call = describe(context, op, args, kwargs, output, real.source_of, entered)
     except NotRecordable as reason:
-        return _end_after(context, key, op, str(reason), real.to_lazy(output))
+        _end_after(context, key, op, str(reason))
+        return real.to_lazy(output)  # after the cut: it changes operands, and with them what is alive
     trace.cursor = _add_node(context, trace.cursor, key, call)
     if seed is not None:
         trace.seeds.append(seed)
@@ -369,15 +379,23 @@ def _run_unseen(
     return results
 
 
-def _end_after(
-    context: DeviceContext, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str, results: Any
-) -> Any:
+def _fake_decides(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether to ask the fake kernel before running: it may say that shapes depend on values, or be wrong about dtypes.
+
+    Custom operators say the former nowhere else; what a compiler would make of powers of booleans is the latter.
+    """
+    if op.namespace not in ("aten", "prims") or op is aten._padded_dense_to_jagged_forward.default:
+        return True
+    is_power = op._schema.name in ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
+    return is_power and any(arg.dtype == torch.bool for arg in flat(list(args)) if isinstance(arg, torch.Tensor))
+
+
+def _end_after(context: DeviceContext, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str) -> None:
     """A call that turned out not to be recordable has run already: the trace ends before it, as it will next time."""
     _add_node(context, context.trace.cursor, key, Cut(reason))
     _undo(context, context.trace)
     count_fallback(op, reason)
     executor.cut(context, f"{op}: {reason}")
-    return results
 
 
 def _give_values(call: Call, results: Any, output: Any) -> None:

@@ -106,6 +106,13 @@ FLAGS: dict[str, Flag] = {
     ),
     "num_profiled_runs": Flag(1, _count, "Interpreted runs of a graph before it is compiled."),
     "max_specializations": Flag(4, _positive, "Compiled plans per graph, for floats that cannot be inputs."),
+    "max_static_shapes": Flag(
+        1, _count, "Shapes of one program that get a compiled plan each, before one plan for many shapes is compiled."
+    ),
+    "max_dynamic_shapes": Flag(
+        3, _count, "Plans for many shapes that a program gets, when sizes vary in another way than was guessed."
+    ),
+    "max_symbols": Flag(4, _positive, "Sizes that vary independently in a plan for many shapes."),
     "max_compiled_nodes": Flag(
         20_000, _positive, "Graphs with more nodes are interpreted, with a warning: compiling them would take hours."
     ),

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
-from lazy_backend.cache.computation import ComputationCache
+from lazy_backend.cache.computation import BoundedTable, ComputationCache
 from lazy_backend.context import DeviceContext, lockers
 from lazy_backend.disk_cache import current_store
 from lazy_backend.errors import (
@@ -43,9 +43,12 @@ from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.compiler import CompiledPlan
 from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
+from lazy_backend.lowering.families import Family
 from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
-from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ExecutionPlan
+from lazy_backend.lowering.profiling import ExecutionPlan
 from lazy_backend.lowering.program import Call, Token
+from lazy_backend.lowering.shapes import skeleton
+from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, FusionStrategy
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site, warn_user
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
@@ -179,8 +182,14 @@ class LazyGraphExecutor:
 
     def __init__(self) -> None:
         self._cache: ComputationCache[Computation] = ComputationCache(config.computation_cache_size)
+        self._families: BoundedTable[Hashable, Family] = BoundedTable(config.computation_cache_size)
         self._strict = threading.local()
         self._trim_warned = False
+
+    def clear_computations(self) -> None:
+        """Forget every computation, and which of them differ in shapes only."""
+        self._cache.clear()
+        self._families.clear()
 
     def get_computation_cache(self) -> ComputationCache[Computation]:
         return self._cache
@@ -220,7 +229,8 @@ class LazyGraphExecutor:
         if found is not None:
             return found
         metrics.observe("TensorsGraphSize", len(data.graph.nodes))
-        return self._cache.add(key, Computation(key, data.graph, self._report_compile))
+        family = self._families.get_or_add((skeleton(data.graph), settings), lambda: Family(self._report_compile))
+        return self._cache.add(key, Computation(key, data.graph, self._report_compile, family))
 
     def try_run_cached_sync(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation | None:
         """What this path was bound to before with the same live set and settings, if it was."""
@@ -253,6 +263,7 @@ class LazyGraphExecutor:
             max_compiled_nodes=config.max_compiled_nodes,
             background=config.compile == "background",
             store=current_store(),
+            strategy=FusionStrategy(config.max_static_shapes, config.max_dynamic_shapes, config.max_symbols),
         )
         return policy, environment(policy)
 
@@ -394,6 +405,17 @@ class LazyGraphExecutor:
             bindings.clear()
         bindings[key] = value
 
+    def defer_again(self, context: DeviceContext) -> None:
+        """After a call that was not recorded in a trace that runs as it is recorded: known calls may follow.
+
+        They are deferred, so the trace ends here, or takes back that it runs if nothing stands in it.
+        """
+        trace = context.trace
+        if trace.computed and trace.is_empty():
+            trace.computed = False
+        elif trace.computed:
+            self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a call that was not recorded")
+
     def extract_ir_and_prepare_tensor_data(
         self, context: DeviceContext, bound: CachedComputation
     ) -> tuple[list[tuple[TensorData, bool]], list[float], list[int]]:
@@ -454,7 +476,9 @@ class LazyGraphExecutor:
                 f"{cause} needs a value and would cut the graph, inside lazy_backend.strict()\n"
                 f"  at {user_site()}\n  move it behind mark_step(), or leave the strict block"
             )
-        if not context.trace.is_empty():
+        if context.trace.is_empty():
+            self.defer_again(context)
+        else:
             metrics.increment("GraphCut")
             metrics.increment(f"GraphCut: {cause} at {user_site()}")
             self.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), cause)

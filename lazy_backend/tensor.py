@@ -223,6 +223,9 @@ class LazyTensor(torch.Tensor):
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # what a read may raise, it raises here: torch prints under a guard that an exception's traceback keeps alive,
+        # and with it functorch stays off for the thread
+        self.detach().cpu()
         printed = super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
         return f"Parameter containing:\n{printed}" if isinstance(self, torch.nn.Parameter) else printed
 

@@ -93,14 +93,17 @@ def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
 # ----- loading
 
 
-def load(data: bytes, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
-    """The compiled form of `graph`. Raises `BadArtefact`."""
+Call = Callable[[list[Any]], Sequence[Any]]
+
+
+def load(data: bytes, graph: Graph) -> tuple[Call, str | None]:
+    """The compiled form of `graph`, and its conditions on symbols if it has any. Raises `BadArtefact`."""
     header, blobs = unpack(data)
     for node in graph.nodes:
         if node.seed is not None:
             seeded_op(node.op)  # the code calls it by name
     if header["kind"] == "bundled":
-        return _load_bundled(blobs[0])
+        return _load_bundled(blobs[0]), header["guards"]
     space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}
     # shared objects stay mapped after their files are gone
     with tempfile.TemporaryDirectory(prefix="lazy_backend_") as folder:
@@ -109,7 +112,7 @@ def load(data: bytes, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
             space.update((name, getattr(kernels, name)) for name in names)
     space["extern_kernels"] = SimpleNamespace(**{name: _resolve(path) for name, path in header["externs"].items()})
     exec(marshal.loads(blobs[0]), space)
-    return space["call"]  # type: ignore[no-any-return]
+    return space["call"], header["guards"]
 
 
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:

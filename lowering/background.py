@@ -31,6 +31,7 @@ import torch
 
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.portable import to_bytes
+from lazy_backend.lowering.shapes import Sizes
 
 
 class WorkerDied(RuntimeError):
@@ -69,13 +70,19 @@ class CompileWorker:
         self._jobs: dict[int, Job] = {}
         self._count = 0
 
-    def submit(self, graph: Graph, constants: Sequence[float], promoted: frozenset[int]) -> Job:
-        """Have `graph` compiled; a later `poll` or `wait` finishes the job. Raises `NotPortable`."""
+    def submit(
+        self, graph: Graph, constants: Sequence[float], promoted: frozenset[int], sizes: Sizes | None = None
+    ) -> Job:
+        """Have `graph` compiled; a later `poll` or `wait` finishes the job. Raises `NotPortable`.
+
+        `sizes`: compile it for all numbers that fit them, `graph` being one sample.
+        """
         request = {
             "state": process_state(),
             "settings": compiler_settings(),
             "constants": [constant.hex() for constant in constants],
             "promoted": sorted(promoted),
+            "sizes": None if sizes is None else sizes.to_json(),
         }
         data = json.dumps(request).encode() + b"\n" + to_bytes(graph)
         with self._lock:

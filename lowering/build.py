@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.artefact import pack
+from lazy_backend.lowering.examples import Examples
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -33,8 +34,8 @@ class NotLight(Exception):
     """Why a compiled graph needs PyTorch's own loader. See Note [Light and bundled artefacts]."""
 
 
-def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Sequence[Any]) -> bytes:
-    """Compile what `make_module` makes. `examples`: fake tensors. Raises what inductor raises."""
+def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Examples) -> bytes:
+    """Compile what `make_module` makes. Raises what inductor raises."""
     try:
         with _kernels_not_built():
             compiled = _compile(make_module(), examples)
@@ -43,18 +44,25 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Sequen
         _require_no_wrappers(entry)
         code, kernels, externs = _light_module(entry.compiled_fw.result.source_code)
         units = _units(kernels)
-        header = {"kind": "light", "kernels": [list(unit) for unit in units], "externs": externs}
+        header = {
+            "kind": "light",
+            "guards": examples.guards(),
+            "kernels": [list(unit) for unit in units],
+            "externs": externs,
+        }
         return pack(header, [marshal.dumps(code), *_build(units)])
     except NotLight as reason:
-        return pack({"kind": "bundled", "reason": str(reason)}, [_compile(make_module(), examples).serialize()])
+        bundled = _compile(make_module(), examples).serialize()
+        return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
 
 
-def _compile(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+def _compile(module: fx.GraphModule, examples: Examples) -> Any:
     from torch._inductor.standalone_compile import standalone_compile
 
-    with torch.no_grad():
+    shapes: Any = "from_tracing_context" if examples.symbols else "from_graph"
+    with torch.no_grad(), examples.tracing():
         return standalone_compile(
-            module, examples, dynamic_shapes="from_graph", options={}, aot=True, donate_graph_module=True
+            module, examples.arguments, dynamic_shapes=shapes, options={}, aot=True, donate_graph_module=True
         )
 
 

@@ -17,8 +17,10 @@ from torch import fx
 
 from lazy_backend.lowering.aliasing import OutputAliases, storages_of
 from lazy_backend.lowering.artefact import boxed, load
+from lazy_backend.lowering.examples import static_examples, symbolic_examples
 from lazy_backend.lowering.fx import Signature, to_fx
-from lazy_backend.lowering.ir import Graph, Node, empty_of
+from lazy_backend.lowering.ir import Graph, Node
+from lazy_backend.lowering.shapes import Sizes, symbolic_graph
 
 Backend: TypeAlias = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
@@ -95,26 +97,43 @@ class CompiledPlan:
         signature: Signature,
         specialised: dict[int, float],
         call: Callable[[list[Any]], Sequence[torch.Tensor]],
+        guards: str | None = None,
     ) -> None:
         self.graph = graph
         self.signature = signature
         self.specialised = specialised
         self._call = call
+        # the compiler's conditions on symbols, in its own words: over `L['t0']`, `L['t1']`, ...
+        self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
 
     def code(self, constants: Sequence[float]) -> str:
         """The FX module, as the backend got it, for constants this plan accepts."""
-        return str(to_fx(self.graph, constants, frozenset(self.signature.scalars), self.signature.numbers)[0].code)
+        signature = self.signature
+        promoted = frozenset(signature.scalars)
+        return str(to_fx(self.graph, constants, promoted, signature.numbers, signature.sizes)[0].code)
 
     def accepts(self, constants: Sequence[float]) -> bool:
         """Whether every constant that was compiled in has the same bits now."""
         return all(_same(constants[place], value) for place, value in self.specialised.items())
 
+    def accepts_sizes(self, sizes: Sequence[int]) -> bool:
+        """Whether the compiled code holds for these values of its symbols."""
+        if self._guards is None:
+            return True
+        # the text comes from the artefact, which is code itself
+        return bool(eval(self._guards, {"L": {f"t{place}": size for place, size in enumerate(sizes)}}))
+
     def execute(
-        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+        self,
+        inputs: list[torch.Tensor],
+        constants: Sequence[float],
+        seeds: Sequence[int],
+        sizes: Sequence[int] = (),
     ) -> list[torch.Tensor]:
         """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees them as they die."""
         arguments: list[Any] = inputs
+        arguments[:0] = sizes
         if self.signature.scalars:
             packed = torch.tensor([constants[place] for place in self.signature.scalars], dtype=torch.float64)
             # one transfer for all scalars of a step
@@ -137,20 +156,36 @@ def _same(a: float, b: float) -> bool:
     return a.hex() == b.hex()
 
 
-def compile_graph(graph: Graph, constants: Sequence[float], promoted: frozenset[int], backend: Backend) -> CompiledPlan:
-    """Compile `graph`. Raises whatever the backend raises."""
+def compile_graph(
+    graph: Graph,
+    constants: Sequence[float],
+    promoted: frozenset[int],
+    backend: Backend,
+    sizes: Sizes | None = None,
+) -> CompiledPlan:
+    """Compile `graph`; with `sizes` for all numbers that fit them. Raises whatever the backend raises."""
     numbers = runs_module_as_is(backend)
-    module, signature = to_fx(graph, constants, promoted, numbers)
-    inputs = example_inputs(graph, signature)
-    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors():
-        call = _run_as_it_is(module) if numbers else boxed(lookup_backend(backend)(module, inputs))
-    return CompiledPlan(graph, signature, {} if numbers else _specialised(constants, promoted), call)
+    symbolic = None if sizes is None else symbolic_graph(graph, sizes)
+    lowered = graph if symbolic is None else symbolic.graph
+    module, signature = to_fx(lowered, constants, promoted, numbers, 0 if symbolic is None else len(symbolic.hints))
+    specialised = {} if numbers else _specialised(constants, promoted)
+    if numbers:
+        return CompiledPlan(lowered, signature, specialised, _run_as_it_is(module))
+    examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
+    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing():
+        call = boxed(lookup_backend(backend)(module, examples.arguments))
+    return CompiledPlan(lowered, signature, specialised, call, examples.guards())
 
 
-def load_graph(data: bytes, graph: Graph, constants: Sequence[float], promoted: frozenset[int]) -> CompiledPlan:
+def load_graph(
+    data: bytes, graph: Graph, constants: Sequence[float], promoted: frozenset[int], sizes: Sizes | None = None
+) -> CompiledPlan:
     """The plan whose artefact was made from these. Raises `BadArtefact`."""
-    signature = Signature(scalars=tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=False)
-    return CompiledPlan(graph, signature, _specialised(constants, promoted), load(data, graph))
+    num_symbols = 0 if sizes is None else len(sizes.symbols)
+    lowered = graph if sizes is None else symbolic_graph(graph, sizes).graph
+    signature = Signature(tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=False, sizes=num_symbols)
+    call, guards = load(data, graph)
+    return CompiledPlan(lowered, signature, _specialised(constants, promoted), call, guards)
 
 
 def _specialised(constants: Sequence[float], promoted: frozenset[int]) -> dict[int, float]:
@@ -163,15 +198,3 @@ def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     module.graph.set_codegen(fx.graph._BoxedCodeGen())
     module.recompile()
     return module.forward  # type: ignore[no-any-return]
-
-
-def example_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        examples = [empty_of(value.meta, graph.device) for value in graph.inputs]
-        if signature.scalars:
-            examples.append(torch.empty(len(signature.scalars), dtype=torch.float64, device=graph.device))
-        if signature.seeds:
-            examples.append(torch.empty(graph.num_seeds, dtype=torch.int64))
-    return examples

@@ -15,8 +15,10 @@ import torch
 from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.canonical import Parameter
 from lazy_backend.lowering.compiler import backend_name
+from lazy_backend.lowering.families import Family
 from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ProfilingGraphExecutor
+from lazy_backend.lowering.profiling import ProfilingGraphExecutor
+from lazy_backend.lowering.specialise import CompilePolicy, CompileReport
 
 _numbers = itertools.count(1)
 
@@ -26,11 +28,13 @@ class Computation:
 
     __slots__ = ("key", "hash", "graph", "executor", "number")
 
-    def __init__(self, key: Key, graph: Graph, report: Callable[[CompileReport], None]) -> None:
+    def __init__(
+        self, key: Key, graph: Graph, report: Callable[[CompileReport], None], family: Family | None = None
+    ) -> None:
         self.key = key
         self.hash = key.hash_hex()
         self.graph = graph
-        self.executor = ProfilingGraphExecutor(graph, report, key)
+        self.executor = ProfilingGraphExecutor(graph, report, key, family)
         self.number = next(_numbers)
 
     def __repr__(self) -> str:
@@ -59,12 +63,13 @@ def environment(policy: CompilePolicy) -> Environment:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
+        torch.get_num_threads(),  # compiled kernels have arrays with one place for each
     )
 
 
 def make_key(graph: Graph, settings: Environment) -> Key:
     """The exact key of `graph` under these settings."""
-    backend, deterministic, precision, dtype = settings
+    backend, deterministic, precision, dtype, _ = settings
     parts = (
         ("torch", torch.__version__),
         ("backend", "interpreted" if backend is None else backend_name(backend)),

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value, constants_of
+from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value, constants_of, map_arg
 from lazy_backend.lowering.rng import seeded_arguments, seeded_op
 from lazy_backend.lowering.scalars import emit_promoted
+from lazy_backend.lowering.shapes import Size
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the module takes beyond the graph's inputs, in this order.
+    """What the module takes beside the graph's inputs, in this order; `sizes` before them, the rest after them.
 
+    `sizes`: how many symbols of a symbolic graph come as ints.
     `scalars`: graph constants packed in one 1-d float64 tensor on the graph's device, if there are any.
     `seeds`: whether a 1-d int64 tensor of all seeds follows, on the CPU.
     `numbers`: whether all constants follow as Python floats instead (for a backend that runs the module as it is).
@@ -33,24 +35,33 @@ class Signature:
     scalars: tuple[int, ...]
     seeds: bool
     numbers: bool
+    sizes: int = 0
 
 
 def to_fx(
-    graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool
+    graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool, sizes: int = 0
 ) -> tuple[fx.GraphModule, Signature]:
-    """Lower `graph`. Constants outside `promoted` become literals, unless `numbers` makes all of them inputs."""
-    writer = _Writer(graph, constants, promoted, numbers)
+    """Lower `graph`. Constants outside `promoted` become literals, unless `numbers` makes all of them inputs.
+
+    `sizes`: the number of symbols in the arguments of a symbolic graph.
+    """
+    writer = _Writer(graph, constants, promoted, numbers, sizes)
     for node in graph.nodes:
         writer.add(node)
     return writer.finish()
 
 
 class _Writer:
-    def __init__(self, graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool) -> None:
+    def __init__(
+        self, graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool, sizes: int
+    ) -> None:
         self.graph = graph
         self.constants = constants
         self.fx_graph = fx.Graph()
         self.tracer = fx.proxy.GraphAppendingTracer(self.fx_graph)
+        symbols = [self.fx_graph.placeholder(f"s{place}") for place in range(sizes)]
+        self.symbols = [fx.Proxy(symbol, self.tracer) for symbol in symbols]
+        self.sizes: dict[Size, fx.Proxy] = {}
         self.values: dict[Value, fx.Node] = {
             value: self.fx_graph.placeholder(f"input_{place}") for place, value in enumerate(graph.inputs)
         }
@@ -59,7 +70,7 @@ class _Writer:
         for value in (*graph.inputs, *made):
             self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # the base comes first
         self.signature = Signature(
-            scalars=() if numbers else tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=numbers
+            scalars=() if numbers else tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=numbers, sizes=sizes
         )
         self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
         self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
@@ -78,7 +89,13 @@ class _Writer:
             return self.numbers[arg.index] if self.signature.numbers else self.constants[arg.index]
         if isinstance(arg, tuple):
             return [self._read(item) for item in arg]
-        return arg
+        return self._size(arg).node if isinstance(arg, Size) else arg
+
+    def _size(self, size: Size) -> fx.Proxy:
+        found = self.sizes.get(size)
+        if found is None:
+            found = self.sizes[size] = size.at(self.symbols)
+        return found
 
     def _add_call(self, node: Node) -> None:
         args = tuple(self._read(arg) for arg in node.args)
@@ -126,6 +143,12 @@ class _Writer:
         def cast(value: Any, dtype: torch.dtype) -> Any:
             return aten._to_copy.default(value, dtype=dtype) if isinstance(value, fx.Proxy) else value
 
+        def size(arg: Arg) -> Any:
+            return self._size(arg) if isinstance(arg, Size) else arg
+
+        if self.symbols:
+            kwargs = tuple((name, map_arg(size, arg)) for name, arg in node.kwargs)
+            node = replace(node, args=tuple(map_arg(size, arg) for arg in node.args), kwargs=kwargs)
         results = emit_promoted(node, proxy, scalar, cast)
         if node.mutates:
             for target, result in zip(node.mutates, results, strict=True):

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from lazy_backend.lowering.build import compile_to_bytes
-from lazy_backend.lowering.compiler import example_inputs
-from lazy_backend.lowering.fx import to_fx
+from lazy_backend.lowering.examples import static_examples, symbolic_examples
+from lazy_backend.lowering.fx import Signature, to_fx
 from lazy_backend.lowering.portable import from_bytes
+from lazy_backend.lowering.shapes import Sizes, symbolic_graph
 
 
 def main(read_fd: int, write_fd: int, parent: int) -> None:
@@ -93,14 +95,20 @@ def _compile(request: Path, result: Path) -> None:
     graph = from_bytes(graph_bytes)
     constants = [float.fromhex(constant) for constant in data["constants"]]
     promoted = frozenset(data["promoted"])
-    _, signature = to_fx(graph, constants, promoted, False)
+    symbolic = None if data["sizes"] is None else symbolic_graph(graph, Sizes.from_json(data["sizes"]))
+    lowered = graph if symbolic is None else symbolic.graph
+    num_symbols = 0 if symbolic is None else len(symbolic.hints)
+
+    def make_module() -> fx.GraphModule:
+        return to_fx(lowered, constants, promoted, False, num_symbols)[0]
+
+    signature = Signature(tuple(sorted(promoted)), graph.num_seeds > 0, numbers=False, sizes=num_symbols)
     settings = {**data["settings"]["inductor"], "cpp.threads": torch.get_num_threads()}
     # cpp.threads: without it, where it equals the number of cores, parallel regions have as many threads as the process
     # that *runs* them, while their arrays of partial sums have as many places as the one that compiled
     with inductor_config.patch(settings), functorch_config.patch(data["settings"]["functorch"]):
-        artefact = compile_to_bytes(
-            lambda: to_fx(graph, constants, promoted, False)[0], example_inputs(graph, signature)
-        )
+        examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
+        artefact = compile_to_bytes(make_module, examples)
     partial = result.with_name("partial")
     partial.write_bytes(artefact)
     partial.replace(result)

@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # one compiler cache for the run, new each time: neither compiles twice nor profits from an earlier run
     folder = tempfile.TemporaryDirectory(prefix="lazy_backend_inductor_")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+    # and programs that tests start keep out of the user's own cache
+    os.environ["LAZY_BACKEND_CACHE_DIR"] = os.path.join(folder.name, "lazy_backend")
     config.add_cleanup(folder.cleanup)
 
 

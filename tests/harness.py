@@ -41,7 +41,7 @@ def reset_state() -> None:
     config.run_in_background = "always"  # the harder case; a few files run in both
     contexts.current = 0
     ir_cache.reset()
-    executor.get_computation_cache().clear()
+    executor.clear_computations()
     executor._trim_warned = False
     data_cache.clear()
     closures.runner._pending.clear()

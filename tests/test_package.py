@@ -167,7 +167,7 @@ def test_a_wrong_index_says_which_there_are() -> None:
     ("name", "value", "text"),
     [
         ("bakend", "eager", "no setting 'bakend'"),
-        ("compile", "later", "one of 'foreground', 'off'"),
+        ("compile", "later", "one of 'background', 'foreground', 'off'"),
         ("debug", -1, "at least 0"),
     ],
 )

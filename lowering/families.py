@@ -1,0 +1,131 @@
+"""Programs that differ only in shapes, and the plans they share.
+
+In: graphs that recur. Out: `Family`, which says whether a graph gets a plan of its own or the symbolic one.
+See Note [Shapes are checked, not assumed].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from lazy_backend.cache.computation import Key
+from lazy_backend.lowering.compiler import CompiledPlan
+from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.shapes import Sizes, generalise, input_sizes, numbers_of
+from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, GraphCompiler
+
+# Samples a guess is made from; the oldest stay, since every guess has to hold for the first shapes too.
+_MAX_SAMPLES = 16
+
+# Shapes that the compiler's conditions on symbols refuse (a batch of one, say) and that get plans of their own.
+_MAX_REFUSED = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SizedPlan:
+    """A symbolic plan with the values of its symbols."""
+
+    plan: CompiledPlan
+    sizes: tuple[int, ...]
+    kind = "compiled for many shapes"
+
+    def execute(
+        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        return self.plan.execute(inputs, constants, seeds, self.sizes)
+
+
+class Member:
+    """One graph of a family."""
+
+    def __init__(self, graph: Graph, key: Key | None) -> None:
+        self.graph = graph
+        self.key = key
+        self.numbers = numbers_of(graph)
+        self.is_static = False  # has plans of its own
+
+
+class Family:
+    """All graphs of one skeleton and one set of settings. Safe from any thread."""
+
+    def __init__(self, report: Callable[[CompileReport], None]) -> None:
+        self._report = report
+        self._samples: list[tuple[int, ...]] = []
+        self._statics = 0
+        self._refused = 0
+        self._guesses = 0
+        self._changed: set[int] = set()
+        self._sizes: Sizes | None = None
+        self._compiler: GraphCompiler | None = None
+        self._lock = threading.Lock()
+
+    def plan_for(
+        self, member: Member, constants: Sequence[float], changed: Set[int], policy: CompilePolicy
+    ) -> SizedPlan | None:
+        """The symbolic plan for a member that recurs, if there is one that holds for it. May make the member static.
+
+        `changed`: constants that were seen to change in this member.
+        """
+        with self._lock:
+            self._changed |= changed
+            if member.is_static:
+                return None
+            if member.numbers not in self._samples and len(self._samples) < _MAX_SAMPLES:
+                self._samples.append(member.numbers)
+            if self._statics < policy.strategy.static:
+                self._statics += 1
+                member.is_static = True
+                return None
+            return self._symbolic(member, constants, policy)
+
+    def _symbolic(self, member: Member, constants: Sequence[float], policy: CompilePolicy) -> SizedPlan | None:
+        values = None if self._sizes is None else self._sizes.bind(member.numbers)
+        if values is None:
+            values = self._guess(member, policy)
+        if values is None or self._compiler is None:
+            return None
+        if min(values, default=2) < 2:  # compilers take sizes 0 and 1 for constants
+            self._refuse(member)
+            return None
+        self._compiler.observe(constants)
+        self._compiler.changed |= self._changed
+        plan = self._compiler.plan_for(constants, policy)
+        if plan is None:
+            return None
+        if not plan.accepts_sizes(values):
+            self._refuse(member)
+            return None
+        return SizedPlan(plan, values)
+
+    def _guess(self, member: Member, policy: CompilePolicy) -> tuple[int, ...] | None:
+        """Generalise once more, with this member among the samples; its symbols' values."""
+        if self._guesses >= policy.strategy.dynamic:
+            return None
+        samples = self._samples if member.numbers in self._samples else [*self._samples, member.numbers]
+        if len(samples) < 2:
+            return None
+        sizes = generalise(samples, input_sizes(member.graph), policy.strategy.symbols)
+        values = None if sizes is None else sizes.bind(member.numbers)
+        if sizes is None or values is None or min(values, default=2) < 2:
+            return None
+        self._guesses += 1
+        self._sizes = sizes
+        self._compiler = GraphCompiler(member.graph, self._report, member.key, sizes)
+        return values
+
+    def _refuse(self, member: Member) -> None:
+        if self._refused < _MAX_REFUSED:
+            self._refused += 1
+            member.is_static = True
+
+    def adopt_compiled(self) -> None:
+        with self._lock:
+            if self._compiler is not None:
+                self._compiler.adopt()
+
+    def is_compiling(self) -> bool:
+        return self._compiler is not None and self._compiler.is_compiling()

@@ -1,0 +1,169 @@
+"""One compiled plan for many shapes: right for each, or not used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same, count
+from torch import nn
+
+import lazy_backend
+from lazy_backend import computation, config
+from lazy_backend.lowering import shapes
+
+Step = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def background_or_not() -> None:
+    config.first_sight = "run"
+
+
+def each(step: Step, inputs: Sequence[torch.Tensor]) -> None:
+    """The step gives eager's bits for every input, with a sync after each."""
+    for made in inputs:
+        expected = step("cpu", made)
+        actual = step("lazy", made)
+        lazy_backend.mark_step()
+        assert_same(actual, expected)
+
+
+def batches(sizes: Sequence[int], width: int = 6) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, width, generator=generator) for size in sizes]
+
+
+def shuffled(sizes: Sequence[int], times: int) -> list[int]:
+    order = [size for size in sizes for _ in range(times)]
+    random.Random(0).shuffle(order)
+    return order
+
+
+def test_many_sizes_compile_twice() -> None:
+    """Once for the size that recurs first, once for all."""
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device)
+        return (x.reshape(-1) * x.shape[0]).cumsum(0)[: x.shape[0] + 1] + x.T.contiguous().sum()
+
+    with count("Compile") as compiles:
+        each(step, batches(shuffled(range(2, 12), 4)))
+    assert compiles() == 2
+
+
+def test_a_size_of_one_is_right() -> None:
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(device).T @ x.to(device)).softmax(-1)
+
+    each(step, batches(shuffled([1, 2, 3, 4], 4)))
+
+
+def test_training_with_changing_sizes_and_rates() -> None:
+    """AdamW with a schedule: sizes and floats change at once."""
+
+    def losses(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        found = []
+        for x in batches(shuffled(range(2, 8), 6)):
+            loss = model(x.to(device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if device == "lazy":
+                lazy_backend.mark_step()
+            found.append(loss.detach())
+        return [*found, *model.state_dict().values()]
+
+    with count("Compile") as compiles:
+        lazily = losses("lazy")
+    assert compiles() <= 3
+    assert_same(lazily, losses("cpu"))
+
+
+def test_a_position_that_moves_is_a_symbol() -> None:
+    """A cache that is filled place by place."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        cache = torch.zeros(4, 12).to(device)
+        found = []
+        for _ in range(3):
+            for position in range(2, 12):
+                cache[:, position] = cache[:, position - 1] * 0.5 + position
+                found.append(cache[:, :position].sum(1))
+                if device == "lazy":
+                    lazy_backend.mark_step()
+        return [*found, cache]
+
+    expected = run("cpu")
+    with count("Compile") as compiles:
+        assert_same(run("lazy"), expected)
+    assert compiles() <= 3
+
+
+def test_a_wrong_guess_costs_a_compile_and_no_result() -> None:
+    """Batch and length double together at first; then they do not."""
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device)
+        return (x * 2).reshape(-1).cumsum(0)
+
+    inputs = [
+        torch.randn(b, n) for b, n in ((2, 4), (2, 4), (4, 8), (4, 8), (4, 8), (3, 9), (3, 9), (5, 2), (5, 2), (5, 2))
+    ]
+    with count("Compile") as compiles:
+        each(step, inputs)
+    assert compiles() <= 3
+
+
+@pytest.mark.parametrize("wrong", [1, -1, 7])
+def test_planted_wrong_guesses_are_never_used(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every multiple that is guessed is off by `wrong`: no number fits, so no symbolic plan runs."""
+    guessed = shapes._line
+
+    def off(vector: Sequence[int], base: Sequence[int]) -> tuple[int, int] | None:
+        line = guessed(vector, base)
+        return None if line is None else (line[0], line[1] + wrong)
+
+    monkeypatch.setattr(shapes, "_line", off)
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(device).reshape(-1).mul(3).reshape(-1, 2).sum(0)
+
+    each(step, batches(shuffled(range(2, 8), 4)))
+
+
+def test_past_the_limits_graphs_are_interpreted() -> None:
+    config.max_static_shapes = 0
+    config.max_dynamic_shapes = 0
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(device).exp()
+
+    with count("Compile") as compiles:
+        each(step, batches(shuffled([2, 3, 4], 4)))
+    assert compiles() == 0
+    assert {state.plan for state in computation.get_debug_states().values()} == {"profiling"}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compilers_take_symbols(backend: str) -> None:
+    config.backend = backend
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device)
+        return (x.reshape(-1) * 2).reshape(x.shape).softmax(0).sum(1)
+
+    with count("Compile") as compiles, count("CompileFailed") as failures:
+        for x in batches(shuffled([2, 3, 5, 8, 13], 4)):
+            made = step("lazy", x)
+            lazy_backend.mark_step()
+            torch.testing.assert_close(made.cpu(), step("cpu", x))
+    assert (compiles(), failures()) == (2, 0)
