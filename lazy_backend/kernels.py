@@ -444,6 +444,15 @@ def _out_by_copy(op: Op) -> Callable[..., torch.Tensor]:
     return kernel
 
 
+def _max_pool1d(input: torch.Tensor, *window: Any, **options: Any) -> torch.Tensor:
+    """`aten::max_pool1d` on the AutogradLazy key: the composite kernel ends in a view, the CPU's own does not."""
+    op = aten.max_pool1d.default
+    pooled: torch.Tensor = op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, input, *window, **options)
+    if pooled.requires_grad:
+        return pooled
+    return aten._unsafe_view.default(pooled, pooled.shape)  # type: ignore[no-any-return]
+
+
 def install_factories(library: torch.library.Library) -> None:
     """Register the factories on the Lazy key; `library` keeps them registered."""
     library.impl("empty.memory_format", _empty_memory_format, "Lazy")
@@ -451,6 +460,7 @@ def install_factories(library: torch.library.Library) -> None:
     library.impl("_copy_from", _lazy_copy_from, "Lazy")
     # torch.tensor([loss, other_loss]) asks below __torch_dispatch__
     library.impl("_local_scalar_dense", _lazy_local_scalar, "Lazy")
+    library.impl("max_pool1d", _max_pool1d, "AutogradLazy")
     for name, op in _OUT_BY_COPY.items():
         library.impl(name, _out_by_copy(op), "AutogradLazy")
     for name in _KERNELS_BESIDE_COMPOSITES:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import cold
 import torch
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
 from tables import Result, make_tables, render
@@ -230,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=0, help="threads per operator (default: as torch chooses)")
     parser.add_argument("--growth", type=_lengths, help="comma-separated lengths of the long traces; 0 for none")
     parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
+    parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print markdown")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -259,6 +261,9 @@ def main() -> None:
     arguments = _parser().parse_args()
     if arguments.worker:
         serve(arguments.worker, arguments.workload)
+        return
+    if arguments.cold:
+        cold.main(arguments.workloads or ["mlp", "cnn", "gpt-adamw"], arguments.threads)
         return
     results = measure(_plan(arguments))
     if arguments.json:

@@ -112,6 +112,7 @@ def _lazy_backend(backend: str, compile: str) -> Callable[[], Contender]:
 
         lazy_backend.config.backend = backend
         lazy_backend.config.compile = compile
+        lazy_backend.config.cache = False  # each process starts cold
         return Contender(
             "lazy",
             mark=lazy_backend.mark_step,

@@ -34,6 +34,21 @@ class MLP(nn.Module):
         return functional.cross_entropy(self.layers(inputs), targets)
 
 
+class CNN(nn.Module):
+    """Two convolutions with batch norm; `forward` gives the loss."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.BatchNorm2d(2 * channels), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * channels, classes),
+        )  # fmt: skip
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.layers(inputs), targets)
+
+
 @dataclass(frozen=True, slots=True)
 class GPTSize:
     """Sizes of a GPT and of its batches, in tokens."""
@@ -161,6 +176,10 @@ def _mlp_batch() -> Batch:
     return torch.randn(64, 64), torch.randint(10, (64,))
 
 
+def _cnn_batch() -> Batch:
+    return torch.randn(32, 3, 16, 16), torch.randint(10, (32,))
+
+
 def _gpt_batch() -> Batch:
     size = GPTSize()
     tokens = torch.randint(size.vocabulary, (size.batch, size.length + 1))
@@ -185,6 +204,7 @@ def _gpt(title: str, size: GPTSize, optimizer: Callable[[Any], torch.optim.Optim
 
 WORKLOADS: dict[str, Workload] = {
     "mlp": Workload("MLP, 3 layers, SGD", lambda: MLP(64, 256, 10), _sgd, _mlp_batch, 200),
+    "cnn": Workload("CNN, 2 layers, foreach AdamW", lambda: CNN(16, 10), _adamw, _cnn_batch, 100),
     "gpt-sgd": _gpt("foreach SGD with momentum", GPTSize(), _momentum),
     "gpt-adamw": _gpt("foreach AdamW", GPTSize(), _adamw),
     "gpt-slices": _gpt("slices for split, foreach SGD with momentum", GPTSize(slices=True), _momentum),

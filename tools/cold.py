@@ -1,0 +1,107 @@
+"""The first steps of a training in a new process: how long each takes, until the steady state.
+
+In: workloads and who runs them. Out: a table, one process per row, each with compiler caches of its own; then the lazy
+device once more, with the disk cache that it left. Run by `bench.py --cold`. Times are the caller's, runs included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from workloads import WORKLOADS, Training, make_training
+
+KINDS = ("eager", "lazy", "torch.compile")
+
+# Steps after the compiler has finished; their median is the steady state.
+_STEADY_STEPS = 30
+
+# Seconds to go on if nothing ever says that compiling is over.
+_LIMIT = 240.0
+
+
+def measure(kind: str, name: str) -> dict[str, Any]:
+    """Train in this process. Returns seconds: of every step, and until the compiler was done."""
+    step, is_compiled = _starter(kind, make_training(WORKLOADS[name], "lazy" if kind == "lazy" else "cpu"))
+    start = perf_counter()
+    steps: list[float] = []
+    compiled_at: float | None = None
+    left = _STEADY_STEPS
+    while left and perf_counter() - start < _LIMIT:
+        before = perf_counter()
+        step()
+        steps.append(perf_counter() - before)
+        if compiled_at is None and is_compiled(len(steps)):
+            compiled_at = perf_counter() - start
+        left -= compiled_at is not None
+    return {"steps": steps, "compiled_at": compiled_at}
+
+
+def _starter(kind: str, training: Training) -> tuple[Any, Any]:
+    """A step of the contender, and what tells after so many steps that it compiles no more."""
+    if kind == "lazy":
+        import lazy_backend
+
+        def step() -> None:
+            training.step()
+            lazy_backend.mark_step(wait=True)
+
+        return step, lambda count: count > 4 and lazy_backend.wait_for_compiles(timeout=0)
+    if kind == "torch.compile":
+        training.forward = torch.compile(training.forward)
+        training.update = torch.compile(training.optimizer.step)
+    return training.step, lambda count: count > 4
+
+
+def _run(kind: str, name: str, caches: Path, threads: int) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "LAZY_BACKEND_CACHE_DIR": str(caches / "lazy"),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if kind == "lazy" else "0",
+    }
+    if threads:
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    code = f"import json, cold; print(json.dumps(cold.measure({kind!r}, {name!r})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{kind} failed on {name}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _row(label: str, result: dict[str, Any], eager: dict[str, Any]) -> str:
+    steps: list[float] = result["steps"]
+    usual = statistics.median(eager["steps"][-_STEADY_STEPS:])
+    between = steps[2:-_STEADY_STEPS] or steps[2:]
+    figures = (
+        f"{steps[0] * 1e3:8.0f} {steps[0] / eager['steps'][0]:6.2f} {steps[1] * 1e3:8.0f} "
+        f"{statistics.median(between) / usual:8.2f} {max(between) / usual:8.1f} {result['compiled_at'] or 0:9.1f} "
+        f"{statistics.median(steps[-_STEADY_STEPS:]) / usual:8.2f}"
+    )
+    return f"{label:34}{figures}"
+
+
+def main(names: Sequence[str], threads: int) -> None:
+    """Print the table for these workloads."""
+    head = ("first ms", "/eager", "2nd ms", "median", "longest", "compiled s", "steady")
+    print(f"{'':34}{head[0]:>8} {head[1]:>6} {head[2]:>8} {head[3]:>8} {head[4]:>8} {head[5]:>9} {head[6]:>8}")
+    print("(median, longest: later steps while the compiler works, steady: after it; all in eager's usual steps)")
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="lazy_backend_cold_") as folder:
+            eager = _run("eager", name, Path(folder) / "eager", threads)
+            for kind in KINDS:
+                result = eager if kind == "eager" else _run(kind, name, Path(folder) / kind, threads)
+                print(_row(f"{name}, {kind}", result, eager), flush=True)
+            again = _run("lazy", name, Path(folder) / "lazy", threads)
+            print(_row(f"{name}, lazy, second process", again, eager), flush=True)
