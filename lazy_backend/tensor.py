@@ -225,7 +225,8 @@ class LazyTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # what a read may raise, it raises here: torch prints under a guard that an exception's traceback keeps alive,
         # and with it functorch stays off for the thread
-        self.detach().cpu()
+        if not (self._data.meta.conj or self._data.meta.neg):  # resolving those is recorded, and would cut once more
+            self.detach().cpu()
         printed = super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
         return f"Parameter containing:\n{printed}" if isinstance(self, torch.nn.Parameter) else printed
 
