@@ -7,6 +7,12 @@ Note [A read cuts the graph]
 Whatever needs a value runs everything pending on the device, once, and waits. Nothing is ever computed twice: unlike
 in LTC and torch_xla, a read is not a separate graph whose operators stay pending. Every cut is counted with its cause.
 
+Note [Live sets that differ]
+What is alive at a sync becomes an output, so a path is bound once for each live set. A computation with a few outputs
+more than are wanted is as good: it runs, and what nobody holds is dropped at once. Where live sets keep differing, as
+in a loop that keeps another activation each time, the third is bound to a computation with all outputs that were ever
+wanted there, which then serves whatever part of them is alive.
+
 Note [Where a run happens]
 On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU that
 thread would have an OpenMP team of its own beside the main thread's: with more threads than cores, libgomp sleeps
@@ -20,8 +26,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -56,6 +62,33 @@ from lazy_backend.thread_state import clean_thread_state
 
 # Live sets remembered per path. They differ from step to step only in odd programs; without a bound those would grow.
 _MAX_BINDINGS = 64
+
+# Live sets of a path that get computations of their own, before one with all their outputs is made.
+_MAX_LIVE_SETS = 2
+
+# Outputs that nobody holds and that are computed all the same, rather than making another computation.
+_MAX_UNWANTED = 2
+
+# Under this name, instead of a live set, a path keeps the outputs of the computation that serves all of them.
+_UNION = ("union",)
+
+
+def _covering(bindings: Mapping[Any, Any], wanted: tuple[int, ...], settings: Environment) -> tuple[int, ...] | None:
+    """A set of outputs bound here that holds all of `wanted`: the union if there is one, or one with not many more."""
+    needed = set(wanted)
+    union: tuple[int, ...] | None = bindings.get((_UNION, settings))
+    if union is not None:
+        return union if needed.issubset(union) and (union, settings) in bindings else None
+    found = [
+        indices
+        for (indices, other), bound in bindings.items()
+        if other == settings
+        and isinstance(bound, CachedComputation)
+        and bound.outputs is None
+        and needed.issubset(indices)
+        and len(indices) - len(wanted) <= _MAX_UNWANTED
+    ]
+    return min(found, key=len, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +129,7 @@ class Async:
 
     collection: SyncTensorCollection
     parameters_data: list[tuple[TensorData, bool]]  # each with whether its base is wanted rather than itself
-    tensors_data: list[LazyStorage]
+    tensors_data: list[LazyStorage | None]  # per output; None where nobody holds it
     constants: list[float]
     seeds: list[int]
     cached_computation: CachedComputation
@@ -119,7 +152,7 @@ class Async:
                 self._execute()
         except BaseException as raised:
             error = self._describe(raised)
-            for storage in self.tensors_data:
+            for storage in filter(None, self.tensors_data):
                 storage.error = error
         finally:
             # nothing here may keep a tensor alive until the next run
@@ -143,7 +176,8 @@ class Async:
         self.parameters_data.clear()
         outputs = self.plan.execute(inputs, self.constants, self.seeds)
         for place, storage in enumerate(self.tensors_data):
-            storage.tensor = conform(outputs[place], storage.meta)
+            if storage is not None:
+                storage.tensor = conform(outputs[place], storage.meta)
             outputs[place] = None  # type: ignore[call-overload]
 
     def _describe(self, raised: BaseException) -> BaseException:
@@ -156,6 +190,13 @@ class Async:
         )
         error.__cause__ = raised
         return error
+
+
+def held_outputs(bound: CachedComputation, storages: Sequence[LazyStorage]) -> list[LazyStorage | None]:
+    """The storage behind each output of a computation; None where nobody holds it."""
+    if bound.outputs is None:
+        return list(storages)
+    return [storages[place] if place >= 0 else None for place in bound.outputs]
 
 
 def _resolve(data: TensorData, base: bool) -> torch.Tensor:
@@ -238,20 +279,42 @@ class LazyGraphExecutor:
         return found if isinstance(found, CachedComputation) else None
 
     def compile(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation:
-        """Bind a path seen for the first time to its computation."""
-        context = collection.context
-        data = self.run_post_order(context, collection.indices)
+        """Bind a path that is new with this live set to a computation. See Note [Live sets that differ]."""
+        bindings: dict[Any, Any] = collection.context.trace.cursor.bindings
+        wanted = collection.indices
+        covering = _covering(bindings, wanted, settings)
+        if covering is None:
+            seen = [indices for indices, other in bindings if other == settings]
+            covering = wanted
+            if len(seen) >= _MAX_LIVE_SETS or (_UNION, settings) in bindings:
+                covering = tuple(sorted({*wanted}.union(*(indices for indices in seen if indices is not _UNION))))
+                # the others are to be served by this one from now on
+                bindings.clear()
+                bindings[(_UNION, settings)] = covering
+            self._bind_new(collection.context, covering, settings, wanted)
+        else:
+            metrics.increment("CachedCompile")
+        bound: CachedComputation = bindings[(covering, settings)]
+        if covering != wanted:
+            places = {index: place for place, index in enumerate(wanted)}
+            bound = replace(bound, outputs=tuple(places.get(index, -1) for index in covering))
+            self._bind(bindings, (wanted, settings), bound)
+        return bound
+
+    def _bind_new(
+        self, context: DeviceContext, indices: tuple[int, ...], settings: Environment, wanted: tuple[int, ...]
+    ) -> None:
+        """Make or find the computation with the outputs `indices`, for a path that wants `wanted` of them now."""
+        bindings = context.trace.cursor.bindings
+        data = self.run_post_order(context, indices)
         computation = self.lookup_cached_compile(data, settings)
         bound = CachedComputation(computation, data.parameters, data.constants, data.seeds)
-        bindings = context.trace.cursor.bindings
-        key = (collection.indices, settings)
-        first = bindings.get(key)
+        first = bindings.get((wanted, settings))
         if isinstance(first, FirstRun):
             computation.executor.note_run([first.constants[i] for i in bound.constants])
         is_known = isinstance(first, FirstRun) or computation.executor.runs > 0
         metrics.increment("CachedCompile" if is_known else "UncachedCompile")
-        self._bind(bindings, key, bound)
-        return bound
+        self._bind(bindings, (indices, settings), bound)
 
     def _policy(self) -> tuple[CompilePolicy, Environment]:
         """How to compile now, and all that a key depends on."""
@@ -331,7 +394,9 @@ class LazyGraphExecutor:
                 context.count_path(trace.cursor)
                 # before the run is scheduled: it empties the collection when it is done
                 self.set_tensor_data(collection)
-                scheduled = Async(collection, parameters, list(collection.storages), constants, seeds, bound, plan)
+                scheduled = Async(
+                    collection, parameters, held_outputs(bound, collection.storages), constants, seeds, bound, plan
+                )
                 if background:
                     self.schedule_sync_tensors_graph(scheduled)
             finally:
@@ -370,7 +435,7 @@ class LazyGraphExecutor:
             parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
             plan = bound.computation.executor.plan_for(constants, policy)
         self.tensor_collection_barrier(collection)
-        Async(collection, parameters, list(collection.storages), constants, seeds, bound, plan).run()
+        Async(collection, parameters, held_outputs(bound, collection.storages), constants, seeds, bound, plan).run()
         try:
             context.locker.barrier()
         except BaseException:

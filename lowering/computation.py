@@ -43,12 +43,17 @@ class Computation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedComputation:
-    """A computation bound to a path: which of a trace's inputs, constants and seeds it takes, in its order."""
+    """A computation bound to a path: which of a trace's inputs, constants and seeds it takes, in its order.
+
+    `outputs`: for each output, its place among the storages that are alive, or -1 if nobody holds it; None if all are
+    held, in order.
+    """
 
     computation: Computation
     parameters: tuple[Parameter, ...]
     constants: tuple[int, ...]
     seeds: tuple[int, ...]
+    outputs: tuple[int, ...] | None = None
 
 
 # What compiled code depends on beyond the graph: a flag of the process that is switched in mid-run must not reach a
