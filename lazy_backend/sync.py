@@ -179,7 +179,7 @@ class LazyGraphExecutor:
 
     def __init__(self) -> None:
         self._cache: ComputationCache[Computation] = ComputationCache(config.computation_cache_size)
-        self._strict = threading.local()
+        self._thread = threading.local()
         self._trim_warned = False
 
     def get_computation_cache(self) -> ComputationCache[Computation]:
@@ -243,7 +243,7 @@ class LazyGraphExecutor:
         self._bind(bindings, key, bound)
         return bound
 
-    def _policy(self) -> tuple[CompilePolicy, Environment]:
+    def policy(self) -> tuple[CompilePolicy, Environment]:
         """How to compile now, and all that a key depends on."""
         policy = CompilePolicy(
             backend=config.backend,
@@ -296,7 +296,7 @@ class LazyGraphExecutor:
             trace = context.trace
             if trace.is_empty():
                 return None
-            policy, settings = self._policy()
+            policy, settings = self.policy()
             collection = self.collect_sync_tensors(context, sync_config, cause)
             if trace.computed:
                 self._end_computed_trace(collection, settings, start)
@@ -340,6 +340,39 @@ class LazyGraphExecutor:
             context.locker.barrier()
         return scheduled
 
+    def replay(
+        self,
+        collection: SyncTensorCollection,
+        bound: CachedComputation,
+        policy: CompilePolicy,
+        parameters: list[tuple[TensorData, bool]],
+        constants: list[float],
+        seeds: list[int],
+        renew: Callable[[], list[LazyStorage]],
+    ) -> tuple[list[LazyStorage], Async | None]:
+        """Schedule a computation without a trace. `renew` makes the storages that are to wait for it.
+
+        Returns them, and the run if the caller is to run it once it has given back the context's lock, which it holds.
+        """
+        context = collection.context
+        with clean_thread_state():
+            plan = bound.computation.executor.plan_for(constants, policy)
+        collection.hash = bound.computation.hash
+        self.tensor_collection_barrier(collection)
+        scheduled: Async | None = None
+        background = self.runs_in_background(context)
+        try:
+            storages = renew()
+            context.register_made(storages)
+            scheduled = Async(collection, parameters, storages.copy(), constants, seeds, bound, plan)
+            if background:
+                self.schedule_sync_tensors_graph(scheduled)
+        finally:
+            if scheduled is None:
+                for unlock in collection.unlocker:
+                    unlock(None)
+        return storages, None if background else scheduled
+
     def catch_up(self, context: DeviceContext) -> None:
         """Give everything recorded so far its value, without ending the trace. See Note [First sight runs].
 
@@ -352,7 +385,7 @@ class LazyGraphExecutor:
             context.locker.barrier()
             trace.computed = True
             return
-        policy, settings = self._policy()
+        policy, settings = self.policy()
         collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call")
         with clean_thread_state():
             bound = self.try_run_cached_sync(collection, settings) or self.compile(collection, settings)
@@ -435,6 +468,7 @@ class LazyGraphExecutor:
 
     def sync_live_tensors_graph(self, devices: Sequence[DeviceContext], wait: bool, cause: str) -> None:
         """Sync everything pending on `devices`, lowest index first."""
+        self.check_allowed(cause)
         for context in devices:
             self.sync_tensors_graph_internal(context, SyncTensorsConfig(), cause)
         if wait:
@@ -447,9 +481,28 @@ class LazyGraphExecutor:
 
     # ----- reading values
 
+    @contextlib.contextmanager
+    def refusing(self, refusal: Callable[[str], LazyBackendError]) -> Iterator[None]:
+        """Within the block this thread may neither read nor sync: that raises what `refusal` makes of the cause."""
+        self._thread.refusal = refusal
+        try:
+            yield
+        finally:
+            self._thread.refusal = None
+
+    def is_refusing(self) -> bool:
+        return getattr(self._thread, "refusal", None) is not None
+
+    def check_allowed(self, cause: str) -> None:
+        """Raise if `cause`, a read or a sync, comes within `refusing`."""
+        refusal = getattr(self._thread, "refusal", None)
+        if refusal is not None:
+            raise refusal(cause)
+
     def cut(self, context: DeviceContext, cause: str) -> None:
         """Run everything pending on `context` now and wait for it. See Note [A read cuts the graph]."""
-        if getattr(self._strict, "on", False):
+        self.check_allowed(cause)
+        if getattr(self._thread, "strict", False):
             raise StrictModeError(
                 f"{cause} needs a value and would cut the graph, inside lazy_backend.strict()\n"
                 f"  at {user_site()}\n  move it behind mark_step(), or leave the strict block"
@@ -462,15 +515,16 @@ class LazyGraphExecutor:
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
-        before = getattr(self._strict, "on", False)
-        self._strict.on = True
+        before = getattr(self._thread, "strict", False)
+        self._thread.strict = True
         try:
             yield
         finally:
-            self._strict.on = before
+            self._thread.strict = before
 
     def reset_trim_counter(self, context: DeviceContext) -> None:
         """Cut a trace that grew past `config.max_trace_length`, as in a loop without `mark_step`."""
+        self.check_allowed("a trace longer than config.max_trace_length")
         length = context.trace.cursor.depth
         metrics.increment("TraceTrimmed")
         if not self._trim_warned:
@@ -485,6 +539,8 @@ class LazyGraphExecutor:
 
     def change_default_dtype(self, context: DeviceContext) -> None:
         """Start afresh after `torch.set_default_dtype`, which no key mentions but stored metadata rests on."""
+        if not context.trace.is_empty():
+            self.check_allowed("torch.set_default_dtype")
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "torch.set_default_dtype")
         if context.trace.default_dtype is not torch.get_default_dtype():
             context.new_trace()
@@ -504,6 +560,7 @@ class LazyGraphExecutor:
 
         So a thread that logs what earlier steps computed does not disturb the step that is being recorded.
         """
+        self.check_allowed(cause)
         with context.lock:
             trace = context.trace
             # an input may be without its value as well, while the run that makes it is under way: that needs no cut
@@ -549,7 +606,7 @@ class LazyGraphExecutor:
 
     def get_graph_hash(self, tensors: Sequence[LazyTensor]) -> str:
         data = self.post_order_of(tensors)
-        return make_key(data.graph, self._policy()[1]).hash_hex()
+        return make_key(data.graph, self.policy()[1]).hash_hex()
 
     def _print_sync(
         self,
