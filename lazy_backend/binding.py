@@ -100,7 +100,7 @@ def bind(
         parameters=tuple((parameter.index, parameter.base) for parameter in bound.parameters),
         outputs=tuple(outputs),
         returned=returned,
-        floats=floats,
+        floats=replace(floats, used=bound.constants),
         num_seeds=record.num_seeds,
         module_guard=ModuleGuard(record.watch.modules, used),
         optimizer_guards=record.guards,

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import gc
 import operator
-import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -201,7 +201,7 @@ def _is_plain(value: Any) -> bool:
 
 def _count_references(tensor: torch.Tensor) -> tuple[int, int]:
     """References from Python and from C++, in this function's way of counting."""
-    return sys.getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
+    return getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
 
 
 def _count_of_a_grad() -> tuple[int, int]:
@@ -230,8 +230,8 @@ class GradHolder:
 
     def put(self, data: TensorData) -> None:
         grad = self._parameter.grad
-        if isinstance(grad, LazyTensor) and grad._data.meta is data.meta and _count_references(grad) == _ALONE:
-            grad._data = data
+        if grad.__class__ is LazyTensor and grad._data.meta is data.meta and _count_references(grad) == _ALONE:  # type: ignore
+            grad._data = data  # type: ignore[union-attr]
         else:
             self._parameter.grad = wrap(data)
 
@@ -319,5 +319,5 @@ def _account(storages: Sequence[LazyStorage], tensors: Sequence[LazyTensor], vie
     for of in (storages, views):
         for place in range(len(of)):
             # the sequence's own reference, and the argument's
-            if sys.getrefcount(of[place]) - 2 != references[id(of[place])]:
+            if getrefcount(of[place]) - 2 != references[id(of[place])]:
                 raise Unaccounted

@@ -224,7 +224,7 @@ def note(
         spec=spec,
         watch=watch,
         guards=guards,
-        settings=executor.policy()[1],
+        settings=executor.settings(),
         floats=arguments.floats + tuple(value for guard in guards for value in guard.floats() or ()),
     )
     for place, data in enumerate(trace.inputs):

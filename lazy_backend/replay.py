@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -178,18 +178,24 @@ class Returned:
 class Floats:
     """The floats a program was recorded with, and which of them may change.
 
-    `places`: for each constant that changes, the floats that it was seen to follow, each with its sign.
+    `places`: for each constant that changes, the floats that it was seen to follow, each with its sign. `used`: the
+    constants that the computation takes.
     """
 
     given: tuple[float, ...]
     constants: tuple[float, ...]
     free: frozenset[int]
     places: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
+    used: tuple[int, ...] = ()
+    unchanged: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unchanged", tuple(self.constants[place] for place in self.used))
 
     def bind(self, given: tuple[float, ...]) -> tuple[float, ...]:
-        """The constants for these floats. Raises `Stale`."""
+        """The computation's constants for these floats. Raises `Stale`."""
         if given == self.given:
-            return self.constants
+            return self.unchanged
         changed = {place for place, (new, old) in enumerate(zip(given, self.given, strict=True)) if new != old}
         if not changed <= self.free:
             raise Stale("a float changed")
@@ -199,7 +205,7 @@ class Floats:
             if len(values) > 1:
                 raise Stale("floats that were equal differ")
             constants[place] = values.pop()
-        return tuple(constants)
+        return tuple(constants[place] for place in self.used)
 
 
 @dataclass(slots=True, eq=False)
@@ -223,7 +229,7 @@ class Program:
     site: str
 
     def check(self, arguments: Arguments) -> tuple[float, ...]:
-        """All that a replay rests on. Returns the constants, or raises `Stale`."""
+        """All that a replay rests on. Returns the computation's constants, or raises `Stale`."""
         if not self.module_guard.holds():
             raise Stale("a module's training flag or one of its tensors changed")
         floats = arguments.floats
@@ -254,8 +260,7 @@ class Program:
         The caller holds the context's lock, and nothing is recorded. Raises `Stale` before anything has happened.
         """
         constants = self.check(arguments)
-        policy, settings = executor.policy()
-        if settings != self.settings:
+        if executor.settings() != self.settings:
             raise Stale("the settings changed")
         bound = self.bound
         inputs = [source.data(self, arguments) for source in self.sources]
@@ -263,9 +268,8 @@ class Program:
         storages, run = executor.replay(
             SyncTensorCollection(_CONFIG, self.context, (), [], "captured call", self.site),
             bound,
-            policy,
             [(inputs[place], base) for place, base in self.parameters],
-            [constants[place] for place in bound.constants],
+            constants,
             [seeds[place] for place in bound.seeds],
             self._renew,
         )

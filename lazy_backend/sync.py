@@ -94,7 +94,7 @@ class Async:
     collection: SyncTensorCollection
     parameters_data: list[tuple[TensorData, bool]]  # each with whether its base is wanted rather than itself
     tensors_data: list[LazyStorage]
-    constants: list[float]
+    constants: Sequence[float]
     seeds: list[int]
     cached_computation: CachedComputation
     plan: ExecutionPlan
@@ -138,10 +138,19 @@ class Async:
     def _execute(self) -> None:
         inputs = [_resolve(data, base) for data, base in self.parameters_data]
         self.parameters_data.clear()
-        outputs = self.plan.execute(inputs, self.constants, self.seeds)
+        plan = self.plan
+        outputs = plan.execute(inputs, self.constants, self.seeds)
+        if plan.conforms:
+            for storage in reversed(self.tensors_data):
+                storage.tensor = outputs.pop()
+            return
+        conforms = True
         for place, storage in enumerate(self.tensors_data):
             storage.tensor = conform(outputs[place], storage.meta)
+            conforms = conforms and storage.tensor is outputs[place]
             outputs[place] = None  # type: ignore[call-overload]
+        # a compiled plan has fixed shapes, and results that lie alike in every run; asking takes 0.4 µs each
+        plan.conforms = conforms and plan.kind == "compiled"
 
     def _describe(self, raised: BaseException) -> BaseException:
         if isinstance(raised, PoisonedTensorError | KeyboardInterrupt):
@@ -254,7 +263,11 @@ class LazyGraphExecutor:
             background=config.compile == "background",
             store=current_store(),
         )
-        return policy, environment(policy)
+        return policy, self.settings()
+
+    def settings(self) -> Environment:
+        """All that a key depends on beside the graph, as it is now."""
+        return environment(config.backend if config.compile != "off" else None)
 
     def _report_compile(self, report: CompileReport) -> None:
         nodes = len(report.graph.nodes)
@@ -344,9 +357,8 @@ class LazyGraphExecutor:
         self,
         collection: SyncTensorCollection,
         bound: CachedComputation,
-        policy: CompilePolicy,
         parameters: list[tuple[TensorData, bool]],
-        constants: list[float],
+        constants: tuple[float, ...],
         seeds: list[int],
         renew: Callable[[], list[LazyStorage]],
     ) -> tuple[list[LazyStorage], Async | None]:
@@ -355,8 +367,10 @@ class LazyGraphExecutor:
         Returns them, and the run if the caller is to run it once it has given back the context's lock, which it holds.
         """
         context = collection.context
-        with clean_thread_state():
-            plan = bound.computation.executor.plan_for(constants, policy)
+        plan = bound.computation.executor.ready_plan_for(constants)
+        if plan is None:
+            with clean_thread_state():
+                plan = bound.computation.executor.plan_for(constants, self.policy()[0])
         collection.hash = bound.computation.hash
         self.tensor_collection_barrier(collection)
         scheduled: Async | None = None

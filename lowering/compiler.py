@@ -101,6 +101,7 @@ class CompiledPlan:
         self.specialised = specialised
         self._call = call
         self._aliases = OutputAliases()
+        self.conforms = False
 
     def code(self, constants: Sequence[float]) -> str:
         """The FX module, as the backend got it, for constants this plan accepts."""

@@ -360,9 +360,11 @@ def test_memory_stays_flat() -> None:
     try:
         for _ in range(5):
             captured(*training.batches[0])
+        lazy_backend.wait_device_ops()
         before = live_tensors()
         for _ in range(20):
             captured(*training.batches[0])
+        lazy_backend.wait_device_ops()
         assert live_tensors() == before
     finally:
         gc.enable()
