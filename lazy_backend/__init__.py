@@ -47,6 +47,7 @@ from lazy_backend.errors import (
     PoisonedTensorError,
     StrictModeError,
 )
+from lazy_backend.serve import serve
 from lazy_backend.settings import config
 from lazy_backend.tensor import LazyTensor
 
@@ -77,6 +78,7 @@ __all__ = [
     "mark_step",
     "metrics",
     "save",
+    "serve",
     "step",
     "strict",
     "sync",

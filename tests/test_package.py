@@ -22,8 +22,8 @@ FILES = [(folder, file) for folder in LAYERS for file in sorted((ROOT / folder).
 PUBLIC = """
 CacheWarning CaptureError CaptureWarning CompileWarning DeviceError ExecutionError GraphCutWarning LazyBackendError
 LazyBackendWarning LazyTensor PoisonedTensorError StrictModeError add_step_closure capture computation config debug
-get_tensor_id ir_cache is_lazy manual_seed mark_step metrics save step strict sync sync_multi to_cpu wait_device_ops
-wait_for_compiles
+get_tensor_id ir_cache is_lazy manual_seed mark_step metrics save serve step strict sync sync_multi to_cpu
+wait_device_ops wait_for_compiles
 """
 
 
