@@ -31,10 +31,13 @@ from lazy_backend.api import (
     wait_device_ops,
     wait_for_compiles,
 )
+from lazy_backend.capture import capture
 from lazy_backend.compat import redirect_torch_lazy
 from lazy_backend.device import install
 from lazy_backend.errors import (
     CacheWarning,
+    CaptureError,
+    CaptureWarning,
     CompileWarning,
     DeviceError,
     ExecutionError,
@@ -44,6 +47,7 @@ from lazy_backend.errors import (
     PoisonedTensorError,
     StrictModeError,
 )
+from lazy_backend.serve import serve
 from lazy_backend.settings import config
 from lazy_backend.tensor import LazyTensor
 
@@ -51,6 +55,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheWarning",
+    "CaptureError",
+    "CaptureWarning",
     "CompileWarning",
     "DeviceError",
     "ExecutionError",
@@ -61,6 +67,7 @@ __all__ = [
     "PoisonedTensorError",
     "StrictModeError",
     "add_step_closure",
+    "capture",
     "computation",
     "config",
     "debug",
@@ -71,6 +78,7 @@ __all__ = [
     "mark_step",
     "metrics",
     "save",
+    "serve",
     "step",
     "strict",
     "sync",

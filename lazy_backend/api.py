@@ -89,6 +89,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
     `run_async`: on a thread of its own, in order; at most `config.max_async_closures` wait. Its error is raised at the
     next `mark_step`, `add_step_closure` or `wait_device_ops`. Seed: torch/_lazy/closure.py.
     """
+    executor.check_allowed("add_step_closure")
     closures.runner.add(closure, args, run_async)
 
 

@@ -92,6 +92,20 @@ def support_fused_optimizers() -> None:
     optimizer._get_fused_kernels_supported_devices = lambda: [*original(), "lazy"]
 
 
+def support_capturable_optimizers() -> None:
+    """Let torch.optim take `capturable=True`: step counts are then tensors of the device, which a replay advances."""
+    optimizer: Any = sys.modules["torch.optim.optimizer"]
+    original = optimizer._get_capturable_supported_devices
+
+    def supported(supports_xla: bool = True) -> list[str]:
+        return [*original(supports_xla), "lazy"]
+
+    # every optimizer's module imports the function by name
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
+            module._get_capturable_supported_devices = supported  # type: ignore[attr-defined]
+
+
 def export_to_dlpack() -> None:
     """`torch.utils.dlpack.to_dlpack` is a C function that does not ask the tensor's `__dlpack__`."""
     module: Any = torch.utils.dlpack

@@ -5,10 +5,11 @@ Seed: lazy_graph_executor, `DeviceContextArena`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -50,6 +51,7 @@ class DeviceContext:
         self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie rest on
         self._registry: list[weakref.ref[LazyStorage]] = []
         self._registry_bound = 1024
+        self._watched: list[LazyStorage] | None = None
         self._created = 0  # storages made outside a trace or counted already, ever
         self._baseline: Counter[str] = Counter()  # what `reset_counters` subtracts from the cumulative ones
         self._path_uses: Counter[TrieNode[Call | Cut]] = Counter()
@@ -80,14 +82,31 @@ class DeviceContext:
 
     def register_tensor(self, storage: LazyStorage) -> None:
         self._registry.append(weakref.ref(storage))
+        if self._watched is not None:
+            self._watched.append(storage)
         if len(self._registry) > self._registry_bound:
             self.unregister_dead_tensors()
+
+    @contextlib.contextmanager
+    def watching_uploads(self) -> Iterator[list[LazyStorage]]:
+        """A list that takes up what is made outside the trace, from the host's data, within the block."""
+        watched: list[LazyStorage] = []
+        self._watched = watched
+        try:
+            yield watched
+        finally:
+            self._watched = None
 
     def register_survivors(self, storages: list[LazyStorage]) -> None:
         """What a sync found alive among the pending. Their creation was counted with the path."""
         self._registry.extend(map(weakref.ref, storages))
         if len(self._registry) > self._registry_bound:
             self.unregister_dead_tensors()
+
+    def register_made(self, storages: list[LazyStorage]) -> None:
+        """What a replay makes, outside any trace."""
+        self._created += len(storages)
+        self.register_survivors(storages)
 
     def unregister_dead_tensors(self) -> None:
         self._registry = [reference for reference in self._registry if reference() is not None]

@@ -135,6 +135,7 @@ def install() -> None:
     install_serialization()
     compat.support_foreach()
     compat.support_fused_optimizers()
+    compat.support_capturable_optimizers()
     compat.export_to_dlpack()
     compat.collate_by_stacking()
     compat.keep_parameters_when_moved()

@@ -23,6 +23,10 @@ class StrictModeError(LazyBackendError):
     """Something inside `lazy_backend.strict()` cut the graph."""
 
 
+class CaptureError(LazyBackendError):
+    """A function cannot be captured, or does something else than what was captured."""
+
+
 class LazyBackendWarning(UserWarning):
     """Base class of this package's warnings."""
 
@@ -33,6 +37,10 @@ class GraphCutWarning(LazyBackendWarning):
 
 class CacheWarning(LazyBackendWarning):
     """The disk cache is not used."""
+
+
+class CaptureWarning(LazyBackendWarning):
+    """A captured function is recorded at every call."""
 
 
 class CompileWarning(LazyBackendWarning):

@@ -106,6 +106,7 @@ class CompiledPlan:
         # the compiler's conditions on symbols, in its own words: over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
+        self.conforms = False
 
     def code(self, constants: Sequence[float]) -> str:
         """The FX module, as the backend got it, for constants this plan accepts."""

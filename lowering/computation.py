@@ -14,11 +14,11 @@ import torch
 
 from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.canonical import Parameter
-from lazy_backend.lowering.compiler import backend_name
+from lazy_backend.lowering.compiler import Backend, backend_name
 from lazy_backend.lowering.families import Family
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.profiling import ProfilingGraphExecutor
-from lazy_backend.lowering.specialise import CompilePolicy, CompileReport
+from lazy_backend.lowering.specialise import CompileReport
 
 _numbers = itertools.count(1)
 
@@ -61,10 +61,13 @@ class CachedComputation:
 Environment = tuple[Any, ...]
 
 
-def environment(policy: CompilePolicy) -> Environment:
-    """The process's settings that a key depends on, as they are. Every sync asks for it: 0.5 µs."""
+def environment(backend: Backend | None) -> Environment:
+    """The process's settings that a key depends on, as they are; without a backend graphs are interpreted.
+
+    Every sync asks for it: 0.5 µs.
+    """
     return (
-        policy.backend if policy.enabled else None,
+        backend,
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 
 import torch
 
@@ -25,13 +24,15 @@ _MAX_SAMPLES = 16
 _MAX_REFUSED = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SizedPlan:
     """A symbolic plan with the values of its symbols."""
 
-    plan: CompiledPlan
-    sizes: tuple[int, ...]
     kind = "compiled for many shapes"
+
+    def __init__(self, plan: CompiledPlan, sizes: tuple[int, ...]) -> None:
+        self.plan = plan
+        self.sizes = sizes
+        self.conforms = False
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

@@ -29,6 +29,7 @@ class GraphExecutor(ABC):
         self.exec_info = everything(self.kernels) if info is None else info
         self._outputs = [value.number for value in self.exec_info.outputs]
         self._aliases = OutputAliases()
+        self.conforms = False
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

@@ -113,10 +113,10 @@ class GraphCompiler:
     def plan_for(self, constants: Sequence[float], policy: CompilePolicy) -> CompiledPlan | None:
         """A plan for these constants, if there is one; has one made otherwise, unless there are too many."""
         self.adopt()
-        plan = self._find(constants)
+        plan = self.find(constants)
         if plan is None and self._wants_another(policy):
             self._compile(constants, policy)
-            plan = self._find(constants)
+            plan = self.find(constants)
         return plan
 
     def _wants_another(self, policy: CompilePolicy) -> bool:
@@ -125,14 +125,14 @@ class GraphCompiler:
     def is_compiling(self) -> bool:
         return self._request is not None
 
-    def _find(self, constants: Sequence[float]) -> CompiledPlan | None:
+    def find(self, constants: Sequence[float]) -> CompiledPlan | None:
         return next((plan for plan in self.plans if plan.accepts(constants)), None)
 
     def observe(self, constants: Sequence[float]) -> None:
         """Note which constants change from run to run."""
         if self._seen is None:
             self._seen = tuple(constants)
-        elif self._seen != tuple(constants):
+        elif self._seen is not constants and self._seen != tuple(constants):
             # != also holds for a constant that is NaN: it is promoted, which is right if not cheap
             self.changed.update(i for i, (a, b) in enumerate(zip(self._seen, constants, strict=True)) if a != b)
             self._seen = tuple(constants)

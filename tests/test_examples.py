@@ -34,3 +34,11 @@ def test_gpt() -> None:
     runs = [train_gpt.train(device, steps=12) for device in ("lazy", "cpu")]
     assert common.compare(*runs).equal
     assert lazy_backend.metrics.counter_value("Compile") <= 3
+
+
+def test_serve() -> None:
+    import serve
+
+    outcome = serve.run(threads=4, requests=50, swaps=10)
+    assert outcome.wrong == 0
+    assert outcome.frames <= 4

@@ -20,9 +20,10 @@ LAYERS = {"lazy_backend": 2, "lowering": 1, "cache": 0}
 FILES = [(folder, file) for folder in LAYERS for file in sorted((ROOT / folder).glob("*.py"))]
 
 PUBLIC = """
-CacheWarning CompileWarning DeviceError ExecutionError GraphCutWarning LazyBackendError LazyBackendWarning LazyTensor
-PoisonedTensorError StrictModeError add_step_closure computation config debug get_tensor_id ir_cache is_lazy manual_seed
-mark_step metrics save step strict sync sync_multi to_cpu wait_device_ops wait_for_compiles
+CacheWarning CaptureError CaptureWarning CompileWarning DeviceError ExecutionError GraphCutWarning LazyBackendError
+LazyBackendWarning LazyTensor PoisonedTensorError StrictModeError add_step_closure capture computation config debug
+get_tensor_id ir_cache is_lazy manual_seed mark_step metrics save serve step strict sync sync_multi to_cpu
+wait_device_ops wait_for_compiles
 """
 
 

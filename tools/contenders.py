@@ -125,6 +125,22 @@ def _lazy_backend(backend: str, compile: str) -> Callable[[], Contender]:
     return make
 
 
+def _captured() -> Contender:
+    """A replayed step: no Python of the step runs, so there is nothing that records, and no `mark_step`."""
+    import lazy_backend
+
+    def prepare(training: Training) -> None:
+        training.train = lazy_backend.capture(training.train)
+
+    lazy_backend.config.compile = "foreground"
+    return Contender(
+        "lazy",
+        prepare=prepare,
+        wait=lazy_backend.wait_device_ops,
+        compiles=lambda: lazy_backend.metrics.counter_value("Compile"),
+    )
+
+
 def _recorded_calls() -> int:
     import lazy_backend
 
@@ -157,6 +173,7 @@ CONTENDERS: dict[str, Callable[[], Contender]] = {
     "compile-all": _compile(with_optimizer=True),
     "ltc": _torch_lazy,
     "lazy": _lazy_backend("inductor", "foreground"),
+    "captured": _captured,
     "lazy-eager": _lazy_backend("eager", "foreground"),
     "lazy-off": _lazy_backend("inductor", "off"),
 }

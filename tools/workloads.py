@@ -1,4 +1,4 @@
-"""What the benchmark trains: an MLP and a small GPT, with the optimizers that go with them.
+"""What the benchmark trains: an MLP, an LSTM and a small GPT, with the optimizers that go with them.
 
 In: a workload's name and a device. Out: a `Training`, whose `step()` is one training step without any `mark_step`.
 The weights and batches of a workload are the same on every device, so that losses can be compared.
@@ -47,6 +47,18 @@ class CNN(nn.Module):
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(self.layers(inputs), targets)
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a linear layer over its last step; `forward` gives the loss."""
+
+    def __init__(self, inputs: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, width, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.lstm(inputs)[0][:, -1]), targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,23 +146,33 @@ class GPT(nn.Module):
 
 @dataclass(slots=True)
 class Training:
-    """A model, its optimizer and its data on one device. `forward` and `update` may be replaced by compiled forms."""
+    """A model, its optimizer and its data on one device.
+
+    `forward`, `update`, and `train`, which calls both, may be replaced by compiled or captured forms.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
     forward: Callable[..., torch.Tensor]
     update: Callable[[], Any]
+    train: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = field(init=False)
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
+    def __post_init__(self) -> None:
+        self.train = self._train
+
     def step(self) -> None:
-        """Forward, backward, optimizer. The loss is kept, not read."""
-        inputs, targets = next(self.batches)
+        """Train on the next batch. The loss is kept, not read."""
+        self.loss = self.train(*next(self.batches))
+
+    def _train(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward, backward, optimizer."""
         loss = self.forward(inputs, targets)
         self.optimizer.zero_grad()
         loss.backward()
         self.update()
-        self.loss = loss.detach()
+        return loss.detach()
 
     def live_bytes(self) -> int:
         """Bytes of parameters, buffers, gradients and optimizer state."""
@@ -180,6 +202,10 @@ def _cnn_batch() -> Batch:
     return torch.randn(32, 3, 16, 16), torch.randint(10, (32,))
 
 
+def _lstm_batch() -> Batch:
+    return torch.randn(16, 12, 32), torch.randint(10, (16,))
+
+
 def _gpt_batch() -> Batch:
     size = GPTSize()
     tokens = torch.randint(size.vocabulary, (size.batch, size.length + 1))
@@ -205,6 +231,7 @@ def _gpt(title: str, size: GPTSize, optimizer: Callable[[Any], torch.optim.Optim
 WORKLOADS: dict[str, Workload] = {
     "mlp": Workload("MLP, 3 layers, SGD", lambda: MLP(64, 256, 10), _sgd, _mlp_batch, 200),
     "cnn": Workload("CNN, 2 layers, foreach AdamW", lambda: CNN(16, 10), _adamw, _cnn_batch, 100),
+    "lstm": Workload("LSTM, 12 steps, SGD", lambda: Recurrent(32, 64, 10), _sgd, _lstm_batch, 100),
     "gpt-sgd": _gpt("foreach SGD with momentum", GPTSize(), _momentum),
     "gpt-adamw": _gpt("foreach AdamW", GPTSize(), _adamw),
     "gpt-slices": _gpt("slices for split, foreach SGD with momentum", GPTSize(slices=True), _momentum),

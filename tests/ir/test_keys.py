@@ -25,7 +25,8 @@ def policy(**changes) -> CompilePolicy:
 
 
 def key_of(program: Program, *wanted, **changes) -> Key:
-    return make_key(program.graph(*wanted), environment(policy(**changes)))
+    chosen = policy(**changes)
+    return make_key(program.graph(*wanted), environment(chosen.backend if chosen.enabled else None))
 
 
 def simple(shape=(2, 3), dtype=torch.float32, op=aten.neg.default, args=()) -> Key:

@@ -1,0 +1,323 @@
+"""What a captured function uses beside its arguments, and where it leaves what it makes.
+
+In: a call of the function, watched. Out: guards over the modules and optimizers it used, and holders: the tensors of
+the user's that hold what the call made.
+
+Note [State has places]
+State that a body replaces (`self.hidden = new`, a `.grad` made anew) is found again by the tensor object that holds it:
+a replay lets that object stand for the new value. The old value lives on in whatever else refers to it, since an object
+takes over new data instead of writing to old. An object that somebody took hold of since the body ran, which Python's
+reference count tells, must not change under him: then the body runs again. A `.grad` has a place of its own, the
+parameter: it is made anew whenever the old object is not the parameter's alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, wrap
+
+# ----- what a body used
+
+
+class Watch:
+    """The modules and optimizers that this thread calls within a block, and the leaves it computes with, each once.
+
+    Without `arguments`: they are other tensors in the next call.
+    """
+
+    def __init__(self, arguments: Sequence[LazyTensor]) -> None:
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.optimizers: dict[torch.optim.Optimizer, None] = {}
+        self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors is an operator
+        self._arguments = set(map(id, arguments))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        thread = threading.get_ident()
+
+        def see_module(module: torch.nn.Module, args: Any) -> None:
+            if threading.get_ident() == thread:
+                self.modules[module] = None
+
+        def see_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if threading.get_ident() == thread:
+                self.optimizers[optimizer] = None
+
+        hooks = register_module_forward_pre_hook(see_module), register_optimizer_step_pre_hook(see_optimizer)
+        try:
+            with _operands.shown_to(self.see_operands):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def see_operands(self, operands: Sequence[Any]) -> None:
+        for operand in operands:
+            if operand.__class__ is LazyTensor and operand.requires_grad and operand.is_leaf:
+                self.leaves[id(operand)] = operand
+
+    def parameters(self) -> list[LazyTensor]:
+        """The lazy parameters of what was seen, each once."""
+        found: list[torch.Tensor] = []
+        for module in self.modules:
+            found += module.parameters(recurse=False)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found += group["params"]
+        found += self.leaves.values()
+        unique = {id(tensor): tensor for tensor in found if id(tensor) not in self._arguments}
+        return [tensor for tensor in unique.values() if isinstance(tensor, LazyTensor)]
+
+    def host_versions(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors in the optimizers' state that are not lazy, and how often each was written."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        tensors = [value for state in states if isinstance(state, dict) for value in state.values()]
+        return [
+            (tensor, tensor._version)
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, LazyTensor)
+        ]
+
+
+class _Operands:
+    """Shows the operands of every call to the watches of its thread. Costs nothing while nobody watches."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: dict[int, Callable[[Sequence[Any]], None]] = {}
+        self._dispatch: Any = None
+
+    @contextmanager
+    def shown_to(self, see: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+        thread = threading.get_ident()
+        with self._lock:
+            if not self._watches:
+                self._dispatch = LazyTensor.__torch_dispatch__
+                LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
+            self._watches[thread] = see
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._watches[thread]
+                if not self._watches:
+                    LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
+
+    def _show(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        see = self._watches.get(threading.get_ident())
+        if see is not None:
+            see(args)
+        return self._dispatch(func, types, args, kwargs)
+
+
+_operands = _Operands()
+
+
+class ModuleGuard:
+    """Training flags of modules, and the tensors that are their parameters and buffers."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], used: set[TensorData]) -> None:
+        self._modules = list(modules)
+        self._flags = [module.training for module in self._modules]
+        self._tensors = [
+            (places, name, tensor, tensor._data)
+            for module in self._modules
+            for places in (module._parameters, module._buffers)
+            for name, tensor in places.items()
+            if isinstance(tensor, LazyTensor) and tensor._data in used
+        ]
+
+    def holds(self) -> bool:
+        for places, name, tensor, data in self._tensors:
+            if places.get(name) is not tensor or tensor._data is not data:
+                return False
+        return [module.training for module in self._modules] == self._flags
+
+
+class OptimizerGuard:
+    """The hyperparameters of one optimizer. Floats may change: `floats` gives them as they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = optimizer.state
+        self._groups = list(optimizer.param_groups)
+        self._values = [tuple(group.values()) for group in self._groups]
+        self.names = tuple(
+            f"{type(optimizer).__name__}.param_groups[{place}][{name!r}]"
+            for place, group in enumerate(self._groups)
+            for name, value in group.items()
+            if type(value) is float
+        )
+        self._floats = self._read_floats()
+
+    def _read_floats(self) -> tuple[float, ...]:
+        return tuple(value for group in self._groups for value in group.values() if type(value) is float)
+
+    def floats(self) -> tuple[float, ...] | None:
+        """The floats among the hyperparameters; None if anything else changed."""
+        groups = self._optimizer.param_groups
+        if self._optimizer.state is not self._state or len(groups) != len(self._groups):
+            return None
+        unchanged = True
+        for group, known, values in zip(groups, self._groups, self._values, strict=True):
+            if group is not known or len(group) != len(values):
+                return None
+            unchanged = unchanged and all(map(operator.is_, group.values(), values))
+        return self._floats if unchanged else self._compare()
+
+    def _compare(self) -> tuple[float, ...] | None:
+        for group, values in zip(self._groups, self._values, strict=True):
+            if not all(map(_same_but_for_floats, group.values(), values)):
+                return None
+        return self._read_floats()
+
+
+def _same_but_for_floats(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and (type(a) is float or (_is_plain(a) and bool(a == b))))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether comparing `value` runs no tensor code."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+# ----- who holds what a body made
+
+
+def _count_references(tensor: torch.Tensor) -> tuple[int, int]:
+    """References from Python and from C++, in this function's way of counting."""
+    return getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
+
+
+def _count_of_a_grad() -> tuple[int, int]:
+    parameter = torch.zeros((), requires_grad=True)
+    parameter.grad = torch.zeros(())
+    grad = parameter.grad
+    return _count_references(grad)
+
+
+# What `_count_references` gives for a `.grad` that its parameter alone holds, and a local variable of the caller's.
+_ALONE = _count_of_a_grad()
+
+
+class GradHolder:
+    """`parameter.grad`. See Note [State has places]."""
+
+    def __init__(self, parameter: LazyTensor) -> None:
+        self._parameter = parameter
+
+    def holds(self) -> bool:
+        return True
+
+    def storage(self) -> LazyStorage | None:
+        grad = self._parameter.grad
+        return grad._data.storage if isinstance(grad, LazyTensor) else None
+
+    def put(self, data: TensorData) -> None:
+        grad = self._parameter.grad
+        if grad.__class__ is LazyTensor and grad._data.meta is data.meta and _count_references(grad) == _ALONE:  # type: ignore
+            grad._data = data  # type: ignore[union-attr]
+        else:
+            self._parameter.grad = wrap(data)
+
+
+class TensorHolder:
+    """A tensor object somewhere in the user's objects. See Note [State has places]."""
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._data = tensor._data
+        self._count = (0, 0)
+
+    def settle(self) -> None:
+        """Note who refers to the tensor; the caller has let go of it."""
+        tensor = self._reference()
+        if tensor is not None:
+            self._count = _count_references(tensor)
+
+    def holds(self) -> bool:
+        """Whether the tensor is still what the last call left, and nobody took hold of it."""
+        tensor = self._reference()
+        return tensor is not None and tensor._data is self._data and _count_references(tensor) == self._count
+
+    def storage(self) -> LazyStorage | None:
+        return self._data.storage
+
+    def put(self, data: TensorData) -> None:
+        tensor = self._reference()
+        if tensor is not None:
+            tensor._data = self._data = data
+
+
+Holder = GradHolder | TensorHolder
+
+
+class Unaccounted(Exception):
+    """Something refers to a storage that is no tensor anybody could find."""
+
+
+@contextmanager
+def young_objects_stay_young() -> Iterator[None]:
+    """Within the block the garbage collector does not run, so what the block makes stays in its youngest generation."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def find_tensors(storages: Sequence[LazyStorage], known: Sequence[LazyTensor]) -> list[list[LazyTensor]]:
+    """For each storage the tensors that stand for it or look into it, but for those that are `known`.
+
+    Looks among the objects made since the last garbage collection, then among all. Raises `Unaccounted`. Nobody but
+    tensors and the caller's list may refer to the storages.
+    """
+    try:
+        return _find_among(gc.get_objects(generation=0), storages, known)
+    except Unaccounted:
+        return _find_among(gc.get_objects(), storages, known)
+
+
+def _find_among(
+    objects: list[Any], storages: Sequence[LazyStorage], known: Sequence[LazyTensor]
+) -> list[list[LazyTensor]]:
+    places = {id(storage): place for place, storage in enumerate(storages)}
+    tensors = {id(item): item for item in [*objects, *known] if item.__class__ is LazyTensor}
+    views = [item for item in objects if item.__class__ is ViewData and id(item._storage) in places]
+    objects.clear()
+    tensors = {number: tensor for number, tensor in tensors.items() if id(tensor._data.storage) in places}
+    _account(storages, list(tensors.values()), views)
+    ours = set(map(id, known))
+    found: list[list[LazyTensor]] = [[] for _ in storages]
+    for number, tensor in tensors.items():
+        if number not in ours:
+            found[places[id(tensor._data.storage)]].append(tensor)
+    return found
+
+
+def _account(storages: Sequence[LazyStorage], tensors: Sequence[LazyTensor], views: Sequence[ViewData]) -> None:
+    """Raises `Unaccounted` if anything but these tensors and views refers to the storages, or to the views."""
+    references = Counter(id(tensor._data) for tensor in tensors)
+    references.update(id(view._storage) for view in views)
+    for of in (storages, views):
+        for place in range(len(of)):
+            # the sequence's own reference, and the argument's
+            if getrefcount(of[place]) - 2 != references[id(of[place])]:
+                raise Unaccounted

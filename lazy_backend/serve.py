@@ -1,0 +1,206 @@
+"""Serve a function or module to many threads.
+
+In: a function of tensors and example inputs. Out: `Served`, an `Executor` of the graph that the function records.
+Recording happens once, here; a call is then a run of the graph on real tensors, of the backing device, and touches
+neither the lazy device nor its trace. So calls from any thread run at the same time. See Note [Weights are swapped
+whole].
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazy_backend.context import DeviceContext
+from lazy_backend.device import context_of
+from lazy_backend.errors import CaptureError, CompileWarning
+from lazy_backend.lowering.executor import Executor, ExecutorConfig, GraphSignature
+from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.weights import Weights
+from lazy_backend.settings import config
+from lazy_backend.sites import user_site, warn_user
+from lazy_backend.sync import SyncTensorsConfig, executor
+from lazy_backend.tensor import LazyTensor, TensorData, backing_tensor
+from lazy_backend.thread_state import clean_thread_state
+
+
+class Served(Executor):
+    """What `serve` returns. Call it like the function, with tensors of the backing device, from any thread."""
+
+    # what a `state_dict` has and the graph does not use; what the graph uses and no `state_dict` has
+    unused_names: frozenset[str] = frozenset()
+    fixed_names: frozenset[str] = frozenset()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One request. Raises `InputError` for arguments unlike the example inputs."""
+        return self.execute_tree(args, kwargs)
+
+    def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
+        """Copies of `tensors` on the backing device, checked and folded. Lazy tensors are computed first.
+
+        Takes a whole `state_dict`. What none has (buffers that are not persistent, tensors of no module) stays.
+        Raises `InputError`.
+        """
+        chosen = {name: self.weights[name] for name in self.fixed_names}
+        chosen.update((name, tensor) for name, tensor in tensors.items() if name not in self.unused_names)
+        return super().process_weights({name: self._copy(tensor) for name, tensor in chosen.items()})
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        real = executor.read(tensor._data, "weights to serve") if isinstance(tensor, LazyTensor) else tensor
+        with clean_thread_state():
+            # copy: whoever trains the tensor further must not change what is served
+            return real.detach().to(self.graph.device, copy=True)
+
+
+def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads: int = 1) -> Served:
+    """`module_or_fn` for many threads, with weights that can be swapped while requests run.
+
+    `example_inputs`: the arguments of a call, a tuple of (trees of) tensors, or one tensor; requests have their shapes
+    and dtypes. A module on the CPU is copied to the lazy device to be recorded; training mode is as it is, so call
+    `module.eval()` first. Weights have the names of the module's `state_dict`; what a function uses otherwise is fixed.
+    `num_threads` work on one request. `config.backend` compiles the graph, unless `config.compile` is "off".
+
+    The result takes and returns tensors of the backing device, as in `served(torch.randn(1, 8))`;
+    `served.swap_weights(module.state_dict())` holds from the next request on. Seed: nativert Executor.
+    Raises `CaptureError` for what cannot be recorded, as a read, with its line.
+    """
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    function = _on_lazy_device(module_or_fn)
+    recorded = _record(function, _names(function), args, getattr(module_or_fn, "__qualname__", repr(module_or_fn)))
+    made = functools.partial(Served, recorded.graph, recorded.signature, recorded.weights, recorded.constants)
+    backend = None if config.compile == "off" else config.backend
+    try:
+        served = made(ExecutorConfig(num_threads=num_threads, backend=backend))
+    except Exception as error:
+        if backend is None:
+            raise
+        warn_user(
+            f"the graph to serve could not be compiled with backend {backend!r} and is interpreted: "
+            f"{type(error).__name__}: {str(error).strip()[:500]}",
+            CompileWarning,
+        )
+        served = made(ExecutorConfig(num_threads=num_threads))
+    known = function.state_dict().keys() if isinstance(function, torch.nn.Module) else set()
+    served.unused_names = frozenset(known - recorded.weights.keys())
+    served.fixed_names = frozenset(recorded.weights.keys() - known)
+    return served
+
+
+def _on_lazy_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(function, torch.nn.Module) or all(isinstance(t, LazyTensor) for t in _tensors(function).values()):
+        return function
+    return copy.deepcopy(function).to("lazy")
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers; one that has several names stands under each."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    found.update(module.named_buffers(remove_duplicate=False))
+    return found
+
+
+def _names(function: Callable[..., Any]) -> dict[TensorData, str]:
+    """The first name of each of a module's tensors."""
+    named = _tensors(function) if isinstance(function, torch.nn.Module) else {}
+    return {tensor._data: name for name, tensor in reversed(named.items()) if isinstance(tensor, LazyTensor)}
+
+
+# ----- from a call to a graph and its signature
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    graph: Graph
+    signature: GraphSignature
+    weights: dict[str, torch.Tensor]
+    constants: tuple[float, ...]
+
+
+def _record(
+    function: Callable[..., Any], names: Mapping[TensorData, str], args: tuple[Any, ...], name: str
+) -> _Recorded:
+    """Record one call of `function`. Nothing of it runs, so it leaves no effect."""
+    leaves, in_spec = pytree.tree_flatten((args, {}))
+    given = [_example(leaf) for leaf in leaves]
+    context = next(iter(names)).context if names else context_of(None)
+
+    def refuse(cause: str) -> CaptureError:
+        return CaptureError(f"{cause} inside {name}, which is to be served\n  at {user_site()}\n  return the tensor")
+
+    with context.lock:
+        executor.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), "serve")
+        try:
+            # deferred, whether it was seen or not: what the body writes must not be written
+            with config.patch(first_sight="record"), executor.refusing(refuse), torch.no_grad():
+                copied, _ = pytree.tree_unflatten(given, in_spec)
+                outputs, out_spec = pytree.tree_flatten(function(*copied))
+                made = [_own(output, name) for output in outputs]
+                return _finish(context, names, given, made, in_spec, out_spec)
+        finally:
+            context.new_trace()
+
+
+def _example(leaf: Any) -> LazyTensor:
+    """A copy of an example input on the lazy device, which shares memory with nothing."""
+    if not isinstance(leaf, torch.Tensor):
+        raise CaptureError(
+            f"example inputs are tensors, got {type(leaf).__name__}\n  at {user_site()}\n"
+            "  close over what is fixed, as in lambda x: module(x, 3)"
+        )
+    source = leaf.detach().cpu() if isinstance(leaf, LazyTensor) else leaf.detach()
+    return source.to("lazy")  # type: ignore[return-value]
+
+
+def _own(output: Any, name: str) -> LazyTensor:
+    """A returned tensor as one with memory of its own."""
+    if not isinstance(output, LazyTensor):
+        raise CaptureError(f"{name} returns a {type(output).__name__}, but only lazy tensors can be served")
+    return output.clone()  # type: ignore[return-value]
+
+
+def _finish(
+    context: DeviceContext,
+    names: Mapping[TensorData, str],
+    given: Sequence[LazyTensor],
+    made: Sequence[LazyTensor],
+    in_spec: pytree.TreeSpec,
+    out_spec: pytree.TreeSpec,
+) -> _Recorded:
+    """The graph of what is recorded, and what each of its inputs is."""
+    trace = context.trace
+    pending = {reference(): place for place, reference in enumerate(trace.pending)}
+    data = executor.run_post_order(context, [pending[tensor._data.storage] for tensor in made])
+    examples = {tensor._data: place for place, tensor in enumerate(given)}
+    user_places: dict[int, int] = {}
+    weights: dict[str, torch.Tensor] = {}
+    places: list[tuple[str, int]] = []
+    for place, parameter in enumerate(data.parameters):
+        source = trace.inputs[parameter.index]
+        if source in examples:
+            user_places[examples[source]] = place
+            continue
+        name = names.get(source, f"constant {len(places)}")
+        if source in names and parameter.base and source is not source.storage:
+            raise CaptureError(f"{name} shares its memory with other tensors, so it could not be swapped")
+        with clean_thread_state():
+            weights[name] = backing_tensor(source.storage if parameter.base else source).clone()
+        places.append((name, place))
+    return _Recorded(
+        graph=data.graph,
+        signature=GraphSignature(
+            weights=tuple(places),
+            user_inputs=tuple((f"input {place}", user_places.get(place)) for place in range(len(given))),
+            in_spec=in_spec,
+            out_spec=out_spec,
+        ),
+        weights=weights,
+        constants=tuple(trace.constants[place] for place in data.constants),
+    )

@@ -1,0 +1,212 @@
+"""Served functions: many threads, weights that change meanwhile, answers that are never mixed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same
+from torch import nn
+
+import lazy_backend
+from lazy_backend import CaptureError, serve
+from lazy_backend.lowering.weights import InputError
+
+SIZE = 8
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.ReLU(), nn.Linear(SIZE, 3)).eval()
+
+
+@pytest.fixture(params=["interpreted", "eager", "aot_eager"])
+def backend(request: pytest.FixtureRequest) -> None:
+    lazy_backend.config.compile = "off" if request.param == "interpreted" else "foreground"
+    lazy_backend.config.backend = "eager" if request.param == "interpreted" else request.param
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_answers_are_the_modules(device: str) -> None:
+    served = serve(model().to(device), torch.zeros(4, SIZE))
+    for _ in range(3):
+        x = torch.randn(4, SIZE)
+        with torch.no_grad():
+            torch.testing.assert_close(served(x), model()(x))
+
+
+@pytest.mark.usefixtures("backend")
+def test_weights_are_swapped_by_their_names() -> None:
+    served, other = serve(model(), torch.zeros(4, SIZE)), model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    x = torch.randn(4, SIZE)
+    for source in (other, other.to("lazy")):
+        served.swap_weights(model().state_dict())
+        torch.testing.assert_close(served(x), model()(x).detach())
+        served.swap_weights(source.state_dict())
+        torch.testing.assert_close(served(x), other(x.to(next(other.parameters()).device)).detach().cpu())
+
+
+class Tied(nn.Module):
+    """One weight under two names, and a buffer that no `state_dict` has."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((SIZE,), 2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+def test_tied_weights_and_buffers_that_are_not_persistent() -> None:
+    module = Tied()
+    served = serve(module, torch.zeros(4, SIZE))
+    with torch.no_grad():
+        module.first.weight.mul_(0.5)
+    served.swap_weights(module.state_dict())
+    x = torch.randn(4, SIZE)
+    torch.testing.assert_close(served(x), module(x).detach())
+
+
+def test_training_on_does_not_change_what_is_served() -> None:
+    trained = model().to("lazy")
+    served = serve(trained, torch.zeros(4, SIZE))
+    x = torch.randn(4, SIZE)
+    before = served(x)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.zero_()
+    lazy_backend.mark_step(wait=True)
+    assert_same(served(x), before)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    served = serve(model(), torch.zeros(4, SIZE))
+    state = model().state_dict()
+    with pytest.raises(InputError, match=r"weight '0\.weight'.*expected torch.float32 \[8, 8\]"):
+        served.swap_weights({**state, "0.weight": torch.zeros(2, 2)})
+    with pytest.raises(InputError, match="unexpected"):
+        served.swap_weights({**state, "more": torch.zeros(2)})
+    del state["0.weight"]
+    with pytest.raises(InputError, match="missing"):
+        served.swap_weights(state)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    served = serve(model(), torch.zeros(4, SIZE))
+    with pytest.raises(InputError, match=r"input 0.*\[4, 8\].*\[5, 8\]"):
+        served(torch.zeros(5, SIZE))
+    with pytest.raises(InputError, match="arguments do not fit"):
+        served(torch.zeros(4, SIZE), torch.zeros(4, SIZE))
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_function_of_trees() -> None:
+    scale = torch.full((3,), 2.0).to("lazy")
+
+    def function(batch: dict[str, torch.Tensor], y: torch.Tensor) -> dict[str, Any]:
+        made = batch["x"] * scale
+        return {"sum": made + y, "parts": [made[:2], made, batch["x"]]}
+
+    served = serve(function, ({"x": torch.zeros(3)}, torch.zeros(3)))
+    x, y = torch.randn(3), torch.randn(3)
+    answer = served({"x": x}, y)
+    assert_same(answer, {"sum": x * 2 + y, "parts": [(x * 2)[:2].clone(), x * 2, x]})
+    assert answer["parts"][2] is not x
+
+
+def test_recording_leaves_no_effect() -> None:
+    module = model().to("lazy").train()
+    before = lazy_backend.to_cpu(module.state_dict())
+    serve(module, torch.randn(4, SIZE))
+    lazy_backend.mark_step()
+    assert_same(lazy_backend.to_cpu(module.state_dict()), before)
+
+
+def read(x: torch.Tensor) -> Any:
+    return x * x.sum().item()
+
+
+def number(x: torch.Tensor) -> Any:
+    return x, 3
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [(read, r"item\(\) inside read(.|\n)*test_serve.py:\d+"), (number, "number returns a int")],
+)
+def test_what_cannot_be_served_says_why(function: Callable[..., Any], text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        serve(function, torch.zeros(3))
+
+
+def test_example_inputs_are_tensors() -> None:
+    with pytest.raises(CaptureError, match=r"got int(.|\n)*close over"):
+        serve(lambda x, n: x * n, (torch.zeros(3), 3))
+
+
+def test_a_graph_that_does_not_compile_is_interpreted() -> None:
+    def fails(module: Any, inputs: Any) -> Any:
+        raise ValueError("no compiler here")
+
+    lazy_backend.config.backend = fails
+    with pytest.warns(lazy_backend.CompileWarning, match="no compiler here"):
+        served = serve(lambda x: x + 1, torch.zeros(3))
+    assert_same(served(torch.zeros(3)), torch.ones(3))
+
+
+class Versioned(nn.Module):
+    """Weights that are all the same number: an answer that mixes two sets of them shows it."""
+
+    def __init__(self, version: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(version / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).mean() for layer in self.layers])
+
+
+@pytest.mark.usefixtures("backend")
+def test_no_answer_mixes_two_sets_of_weights() -> None:
+    threads, requests, swaps = 8, 1000, 100
+    served = serve(Versioned(0), torch.ones(2, 4))
+    states = [Versioned(version).state_dict() for version in range(swaps + 1)]
+    wrong: list[Any] = []
+    finished = threading.Event()
+
+    def ask() -> None:
+        last = 0.0
+        for request in range(requests):
+            factor = 1.0 + request % 3
+            answer = served(torch.full((2, 4), factor)) / factor
+            version = answer[0].item()
+            if not torch.equal(answer, torch.full((3,), version)) or version < last or version % 1:
+                wrong.append(answer)
+            last = version
+
+    def swap() -> None:
+        for state in states:
+            served.swap_weights(state)
+            finished.wait(0.002)
+
+    workers = [threading.Thread(target=ask) for _ in range(threads)] + [threading.Thread(target=swap)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    assert served.num_execution_frames <= threads
+    assert_same(served(torch.ones(2, 4)), torch.full((3,), float(swaps)))
