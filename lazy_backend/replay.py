@@ -223,9 +223,7 @@ class Program:
     num_seeds: int
     module_guard: ModuleGuard
     optimizer_guards: tuple[OptimizerGuard, ...]
-    kept: frozenset[
-        int
-    ]  # ids of storages that no argument may share: holding them would keep dead state alive
+    kept: frozenset[int]  # ids of storages that no argument may share: holding them would keep dead state alive
     must_lack_grad: tuple[LazyTensor, ...]
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
     site: str

@@ -140,17 +140,14 @@ class Async:
         self.parameters_data.clear()
         plan = self.plan
         outputs = plan.execute(inputs, self.constants, self.seeds)
-        if plan.conforms:
-            for storage in reversed(self.tensors_data):
-                storage.tensor = outputs.pop()
-            return
-        conforms = True
+        # a compiled plan has fixed shapes, and results that lie alike in every run; asking takes 0.4 µs each
+        is_known = plan.conforms
+        conforms = plan.kind == "compiled"
         for place, storage in enumerate(self.tensors_data):
-            storage.tensor = conform(outputs[place], storage.meta)
+            storage.tensor = outputs[place] if is_known else conform(outputs[place], storage.meta)
             conforms = conforms and storage.tensor is outputs[place]
             outputs[place] = None  # type: ignore[call-overload]
-        # a compiled plan has fixed shapes, and results that lie alike in every run; asking takes 0.4 µs each
-        plan.conforms = conforms and plan.kind == "compiled"
+        plan.conforms = conforms
 
     def _describe(self, raised: BaseException) -> BaseException:
         if isinstance(raised, PoisonedTensorError | KeyboardInterrupt):
