@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.captured_state import Holder, ModuleGuard, TensorHolder
+from lazy_backend.captured_state import Holder, ModuleGuard, TensorHolder, TensorSet
 from lazy_backend.lowering.program import Call
 from lazy_backend.outside import new_data
 from lazy_backend.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, Start
@@ -70,7 +70,7 @@ def bind(
     record: RecordedCall,
     held: Held | None,
     floats: Floats,
-    with_grad: set[int],
+    with_grad: TensorSet,
     arguments: Arguments,
 ) -> Program:
     """The program of `record`, bound to the state it left. Raises `NotCapturable`."""
@@ -104,8 +104,8 @@ def bind(
         num_seeds=record.num_seeds,
         module_guard=ModuleGuard(record.watch.modules, used),
         optimizer_guards=record.guards,
-        kept=frozenset(data.storage for data in used),
-        must_lack_grad=tuple(p for p in start.without_grad if id(p) not in with_grad),
+        kept=frozenset(id(data.storage) for data in used),
+        must_lack_grad=tuple(p for p in start.without_grad if p not in with_grad),
         must_keep_grad=tuple(_kept_grads(start.parameters, used)),
         site=name,
     )

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lazy_backend import metrics
 from lazy_backend.binding import bind, check_same_program, follow_floats
-from lazy_backend.captured_state import Watch, young_objects_stay_young
+from lazy_backend.captured_state import TensorSet, Watch, young_objects_stay_young
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import CaptureError, CaptureWarning
 from lazy_backend.recorded_call import (
@@ -116,7 +116,7 @@ class _Signature:
     pinned: Sequence[Any]  # arguments that its key names by id
     records: list[RecordedCall] = field(default_factory=list)  # the latest, all of one program
     program: Program | None = None
-    with_grad: set[int] = field(default_factory=set)  # parameters that were found with a .grad
+    with_grad: TensorSet = field(default_factory=TensorSet)  # parameters that were found with a .grad
     failures: int = 0
     calls: int = 0
 
@@ -216,7 +216,9 @@ class Captured(Generic[P, R]):
     def _bind(self, signature: _Signature, start: Start, record: RecordedCall, held: Any, arguments: Arguments) -> None:
         records, signature.records = signature.records, [record]
         without = set(map(id, start.without_grad))
-        signature.with_grad.update(id(p) for p in start.parameters if id(p) not in without)
+        for parameter in start.parameters:
+            if id(parameter) not in without:
+                signature.with_grad.add(parameter)
         if not records:
             raise NotCapturable("it ran once")
         last = records[-1]

@@ -92,6 +92,20 @@ class Watch:
         ]
 
 
+class TensorSet:
+    """Tensors by identity, weakly: `WeakSet` would compare them, which is an operator."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[LazyTensor]] = {}
+
+    def add(self, tensor: LazyTensor) -> None:
+        self._references[id(tensor)] = weakref.ref(tensor)
+
+    def __contains__(self, tensor: LazyTensor) -> bool:
+        reference = self._references.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+
 class _Operands:
     """Shows the operands of every call to the watches of its thread. Costs nothing while nobody watches."""
 

@@ -223,7 +223,7 @@ class Program:
     num_seeds: int
     module_guard: ModuleGuard
     optimizer_guards: tuple[OptimizerGuard, ...]
-    kept: frozenset[LazyStorage]  # what an argument must not share memory with
+    kept: frozenset[int]  # ids of storages that no argument may share: holding them would keep dead state alive
     must_lack_grad: tuple[LazyTensor, ...]
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
     site: str
@@ -250,7 +250,7 @@ class Program:
                 if not holder.holds():
                     raise Stale("a tensor that it replaces was replaced, or is held elsewhere too")
         for tensor in arguments.tensors:
-            if tensor._data.storage in self.kept:
+            if id(tensor._data.storage) in self.kept:
                 raise Stale("an argument shares memory with the state")
         return self.floats.bind(floats)
 

@@ -176,22 +176,15 @@ class Async:
         self.parameters_data.clear()
         plan = self.plan
         outputs = plan.execute(inputs, self.constants, self.seeds)
-        if plan.conforms:
-            for storage in reversed(self.tensors_data):
-                made = outputs.pop()
-                if storage is not None:
-                    storage.tensor = made
-            return
-        conforms = True
-        for place, storage in enumerate(self.tensors_data):
-            if storage is None:
-                conforms = False  # not looked at
-            else:
-                storage.tensor = conform(outputs[place], storage.meta)
-                conforms = conforms and storage.tensor is outputs[place]
-            outputs[place] = None  # type: ignore[call-overload]
         # a compiled plan has fixed shapes, and results that lie alike in every run; asking takes 0.4 µs each
-        plan.conforms = conforms and plan.kind == "compiled"
+        is_known = plan.conforms
+        conforms = plan.kind == "compiled"
+        for place, storage in enumerate(self.tensors_data):
+            if storage is not None:
+                storage.tensor = outputs[place] if is_known else conform(outputs[place], storage.meta)
+            conforms = conforms and (is_known or (storage is not None and storage.tensor is outputs[place]))
+            outputs[place] = None  # type: ignore[call-overload]
+        plan.conforms = conforms
 
     def _describe(self, raised: BaseException) -> BaseException:
         if isinstance(raised, PoisonedTensorError | KeyboardInterrupt):

@@ -300,6 +300,18 @@ def test_state_that_is_replaced_outside_is_seen() -> None:
         assert_same(captured(full(1.0)), plain.step(full(1.0)).cpu())
 
 
+def test_state_that_is_updated_in_place_and_replaced_outside_is_seen() -> None:
+    state = [full(0.0), full(0.0)]
+    body = Counted(lambda x: state[0].add_(x) + state[1].mul_(2).add_(x))
+    captured = capture(body)
+    expected = [torch.zeros(3), torch.zeros(3)]
+    for number in range(9):
+        if number == 4:
+            state[0], expected[0] = full(7.0), torch.full((3,), 7.0)
+        assert_same(captured(full(1.0)), expected[0].add_(1) + expected[1].mul_(2).add_(1))
+    assert body.runs == 4
+
+
 def test_state_that_is_written_outside_is_seen() -> None:
     training, plain = Training("momentum"), Training("momentum")
     captured = capture(training.step)
