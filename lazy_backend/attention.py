@@ -42,6 +42,12 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
+def _of_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention where an operand has no elements: zeros, as PyTorch writes them, with gradients to all operands."""
+    zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    return zeros + (query.sum() + key.sum() + value.sum()) * 0
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -54,6 +60,8 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel of `aten::scaled_dot_product_attention` on the AutogradLazy key."""
+    if 0 in (query.numel(), key.numel(), value.numel()):
+        return _of_nothing(query, key, value)
     backend = SDPBackend.MATH
     if (
         dropout_p == 0
