@@ -101,6 +101,8 @@ def train(device: str, epochs: int = EPOCHS, seed: int = 0) -> Run:
                 # once per epoch, as reading a loss waits for its step
                 mean = mean_loss(losses[-epoch_steps:])
                 bar.write(f"{device}  epoch {len(losses) // epoch_steps:2}  loss {mean:.4f}")
+                # training need not wait for the compiler; the demo does, to show the compiled step
+                lazy_backend.wait_for_compiles()
     return finished(model, losses, stopwatch)
 
 

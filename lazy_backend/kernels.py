@@ -59,9 +59,10 @@ def _set_tensor(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(source, LazyTensor) or not isinstance(target, LazyTensor):
         raise DeviceError(f"set_ takes tensors of one device\n  at {user_site()}\n  copy the source with .to() first")
-    # the memory, without the bits
-    source = record(aten._conj.default, (source,), {}) if source._data.meta.conj else source
-    source = record(aten._neg_view.default, (source,), {}) if source._data.meta.neg else source
+    # the source's memory, under the target's own bits
+    bits, own = source._data.meta, target._data.meta
+    source = record(aten._conj.default, (source,), {}) if bits.conj != own.conj else source
+    source = record(aten._neg_view.default, (source,), {}) if bits.neg != own.neg else source
     assign(target, source._data)
     return target
 

@@ -346,8 +346,10 @@ def assign(tensor: LazyTensor, data: TensorData) -> None:
     """Make `tensor` stand for `data`, as `tensor.data = ...`, `set_` and `t_` do; sizes, strides and dtype follow."""
     # shallow_copy_from keeps the object, its autograd history and its version counter
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        # it refuses tensors that differ in these
-        torch._C._set_conj(tensor, data.meta.conj)
-        torch._C._set_neg(tensor, data.meta.neg)
+        # it refuses tensors that differ in these; and only complex tensors are asked about the first
+        if tensor.is_conj() != data.meta.conj:
+            torch._C._set_conj(tensor, data.meta.conj)
+        if tensor.is_neg() != data.meta.neg:
+            torch._C._set_neg(tensor, data.meta.neg)
         _set_data(tensor, wrap(data, view_of=tensor))
     tensor._data = data
