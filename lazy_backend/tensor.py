@@ -169,6 +169,8 @@ class LazyTensor(torch.Tensor):
                 f"a lazy tensor's data cannot be set to a tensor on {value.device}\n"
                 f"  move it first, as in tensor.to({str(self.device)!r})"
             )
+        if value.is_conj() and not self.is_complex():
+            value = cast("LazyTensor", value.resolve_conj())  # a tensor that is not complex cannot take the bit: a copy
         assign(self, value._data)
 
     def set_(self, source: Any = None, *geometry: Any, **kwargs: Any) -> Any:  # type: ignore[override]
