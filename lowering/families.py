@@ -48,6 +48,10 @@ class Member:
         self.key = key
         self.numbers = numbers_of(graph)
         self.is_static = False  # has plans of its own
+        self.is_sample = False
+        # what was found out last, so that it is not found out again at every sync: thousands of numbers are compared
+        self.bound: tuple[Sizes, tuple[int, ...] | None] | None = None
+        self.failed_with = 0  # samples, when no guess held for it
 
 
 class Family:
@@ -75,7 +79,8 @@ class Family:
             self._changed |= changed
             if member.is_static:
                 return None
-            if member.numbers not in self._samples and len(self._samples) < _MAX_SAMPLES:
+            if not member.is_sample and len(self._samples) < _MAX_SAMPLES:
+                member.is_sample = True
                 self._samples.append(member.numbers)
             if self._statics < policy.strategy.static:
                 self._statics += 1
@@ -84,9 +89,9 @@ class Family:
             return self._symbolic(member, constants, policy)
 
     def _symbolic(self, member: Member, constants: Sequence[float], policy: CompilePolicy) -> SizedPlan | None:
-        values = None if self._sizes is None else self._sizes.bind(member.numbers)
-        if values is None:
-            values = self._guess(member, policy)
+        values = self._bind(member)
+        if values is None and self._guess(member, policy):
+            values = self._bind(member)
         if values is None or self._compiler is None:
             return None
         if min(values, default=2) < 2:  # compilers take sizes 0 and 1 for constants
@@ -102,21 +107,28 @@ class Family:
             return None
         return SizedPlan(plan, values)
 
-    def _guess(self, member: Member, policy: CompilePolicy) -> tuple[int, ...] | None:
-        """Generalise once more, with this member among the samples; its symbols' values."""
-        if self._guesses >= policy.strategy.dynamic:
+    def _bind(self, member: Member) -> tuple[int, ...] | None:
+        """The symbols' values for a member, if the guess holds for it."""
+        if self._sizes is None:
             return None
-        samples = self._samples if member.numbers in self._samples else [*self._samples, member.numbers]
-        if len(samples) < 2:
-            return None
+        if member.bound is None or member.bound[0] is not self._sizes:
+            member.bound = self._sizes, self._sizes.bind(member.numbers)
+        return member.bound[1]
+
+    def _guess(self, member: Member, policy: CompilePolicy) -> bool:
+        """Generalise once more, with this member among the samples. False if there is no new guess."""
+        samples = self._samples if member.is_sample else [*self._samples, member.numbers]
+        if self._guesses >= policy.strategy.dynamic or len(samples) < 2 or member.failed_with == len(samples):
+            return False
         sizes = generalise(samples, input_sizes(member.graph), policy.strategy.symbols)
         values = None if sizes is None else sizes.bind(member.numbers)
         if sizes is None or values is None or min(values, default=2) < 2:
-            return None
+            member.failed_with = len(samples)
+            return False
         self._guesses += 1
         self._sizes = sizes
         self._compiler = GraphCompiler(member.graph, self._report, member.key, sizes)
-        return values
+        return True
 
     def _refuse(self, member: Member) -> None:
         if self._refused < _MAX_REFUSED:
@@ -127,6 +139,10 @@ class Family:
         with self._lock:
             if self._compiler is not None:
                 self._compiler.adopt()
+
+    def error(self) -> Exception | None:
+        """Why there is no symbolic plan, if its compile failed."""
+        return None if self._compiler is None else self._compiler.error
 
     def is_compiling(self) -> bool:
         return self._compiler is not None and self._compiler.is_compiling()

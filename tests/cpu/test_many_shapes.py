@@ -13,7 +13,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import computation, config
-from lazy_backend.lowering import shapes
+from lazy_backend.lowering import families, shapes
 
 Step = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -167,3 +167,19 @@ def test_compilers_take_symbols(backend: str) -> None:
             lazy_backend.mark_step()
             torch.testing.assert_close(made.cpu(), step("cpu", x))
     assert (compiles(), failures()) == (2, 0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (2, 1)])
+def test_a_repeated_shape_is_checked_once(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step compares thousands of numbers, and a guess more: not at every sync."""
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(device).reshape(-1) * 2
+
+    each(step, batches([size for size in sizes for _ in range(4)]))
+    looked: list[str] = []
+    bind, generalise = shapes.Sizes.bind, families.generalise
+    monkeypatch.setattr(shapes.Sizes, "bind", lambda self, numbers: looked.append("bind") or bind(self, numbers))
+    monkeypatch.setattr(families, "generalise", lambda *given: looked.append("guess") or generalise(*given))
+    each(step, batches([size for size in sizes for _ in range(3)]))
+    assert looked == []
