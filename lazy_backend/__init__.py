@@ -18,6 +18,8 @@ cache, and runs it.
 from lazy_backend import computation, debug, ir_cache, metrics
 from lazy_backend.api import (
     add_step_closure,
+    allow_execution,
+    eager_mode,
     get_tensor_id,
     is_lazy,
     manual_seed,
@@ -41,12 +43,15 @@ from lazy_backend.errors import (
     CompileWarning,
     DeviceError,
     ExecutionError,
+    ExecutionNotAllowedError,
     GraphCutWarning,
     LazyBackendError,
     LazyBackendWarning,
     PoisonedTensorError,
     StrictModeError,
+    TooManyGraphsError,
 )
+from lazy_backend.explanation import explain
 from lazy_backend.serve import serve
 from lazy_backend.settings import config
 from lazy_backend.tensor import LazyTensor
@@ -60,17 +65,22 @@ __all__ = [
     "CompileWarning",
     "DeviceError",
     "ExecutionError",
+    "ExecutionNotAllowedError",
     "GraphCutWarning",
     "LazyBackendError",
     "LazyBackendWarning",
     "LazyTensor",
     "PoisonedTensorError",
     "StrictModeError",
+    "TooManyGraphsError",
     "add_step_closure",
+    "allow_execution",
     "capture",
     "computation",
     "config",
     "debug",
+    "eager_mode",
+    "explain",
     "get_tensor_id",
     "ir_cache",
     "is_lazy",

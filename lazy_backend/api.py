@@ -13,7 +13,10 @@ from lazy_backend import closures, metrics
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.device import Device, context_of
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.history import history
 from lazy_backend.lowering import profiling
+from lazy_backend.settings import config
+from lazy_backend.sites import user_site
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
 
@@ -27,6 +30,7 @@ def mark_step(device: Device = "", wait: bool = False) -> None:
     """
     metrics.increment("MarkStep")
     executor.sync_live_tensors_graph(_devices(device), wait, "mark_step")
+    history.steps += 1
     closures.runner.run()
 
 
@@ -99,14 +103,22 @@ def manual_seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def step(device: Device = "") -> Iterator[None]:
+def step(device: Device = "", *, strict: bool = False, max_different_graphs: int | None = None) -> Iterator[None]:
     """One step as a block: `mark_step` on entry, so that nothing else is in its graph, and on exit, also on errors.
 
+    `strict`: whatever would cut the graph within the block raises `StrictModeError`. `max_different_graphs`: raise
+    `TooManyGraphsError`, with the explanation, at the first step of this line that records one program more.
     The block's own error is what is raised; if the sync on exit fails too, that is raised at the next sync or wait.
     """
     mark_step(device)
+    with executor.limiting(user_site(), max_different_graphs):
+        yield from _step(device, strict)
+
+
+def _step(device: Device, strict: bool) -> Iterator[None]:
     try:
-        yield
+        with executor.strict() if strict else contextlib.nullcontext():
+            yield
     except BaseException:
         metrics.increment("MarkStep")
         for context in _devices(device):
@@ -121,6 +133,49 @@ def step(device: Device = "") -> Iterator[None]:
 def strict() -> contextlib.AbstractContextManager[None]:
     """Within this block, whatever would cut the graph raises `StrictModeError` with the line. Per thread."""
     return executor.strict()
+
+
+class _Switch(contextlib.AbstractContextManager["_Switch"]):
+    """Something that was switched, to be switched back where a `with` block ends; without a block it stays."""
+
+    def __init__(self, back: Callable[[], None]) -> None:
+        self._back = back
+
+    def __exit__(self, *raised: object) -> None:
+        self._back()
+
+
+def eager_mode(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Run every call at once on the backing device, in all threads: for debugging, and for loops that never repeat.
+
+    `eager_mode(True)` stays until `eager_mode(False)`; `with eager_mode():` until the block ends. What is pending is
+    run first. Values, errors and random numbers are those of lazy execution.
+    """
+
+    def switch(value: bool) -> None:
+        executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause="eager_mode")
+        config.eager = value
+        for context in contexts.get_active_devices():
+            with context.lock:
+                context.new_trace()
+
+    before = config.eager
+    switch(enabled)
+    return _Switch(lambda: switch(before))
+
+
+def allow_execution(allowed: bool) -> contextlib.AbstractContextManager[Any]:
+    """`allow_execution(False)`: from now on, in all threads, what would run something raises with its line.
+
+    That is `mark_step` as well as any read: for code that must only record, such as building a graph to look at. Until
+    `allow_execution(True)`, or the end of a `with` block. `strict()` refuses only the cuts that nobody asked for.
+    """
+    before = executor.allows_execution
+    if not allowed and before:  # calls seen for the first time have run, so their trace cannot go on being recorded
+        for context in contexts.get_active_devices():
+            executor.end_computed(context)
+    executor.allows_execution = allowed
+    return _Switch(lambda: setattr(executor, "allows_execution", before))
 
 
 def is_lazy(tensor: Any) -> bool:

@@ -21,13 +21,20 @@ from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, assign, backing_tensor, wrap
 from lazy_backend.thread_state import clean_thread_state
 
+# The reason why nothing is recorded in eager mode: no fallback, and nothing is cut.
+EAGER = "eager mode"
+
 
 def run_at_once(
     context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str
 ) -> Any:
     """Run a call on the backing device, after everything recorded before it. Counted with op, reason and line."""
-    count_fallback(op, reason)
-    executor.cut(context, f"{op}: {reason}")
+    if reason is EAGER:
+        executor.check_allowed(f"{op} in eager mode")
+        context.locker.barrier()
+    else:
+        count_fallback(op, reason)
+        executor.cut(context, f"{op}: {reason}")
     call = RealCall(context)
     return call.to_lazy(call.run(op, args, kwargs, draw_seed_for(op, args, kwargs)))
 

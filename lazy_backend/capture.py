@@ -29,6 +29,8 @@ from lazy_backend.binding import bind, check_same_program, follow_floats
 from lazy_backend.captured_state import TensorSet, Watch, young_objects_stay_young
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import CaptureError, CaptureWarning
+from lazy_backend.history import history
+from lazy_backend.limits import GraphLimit
 from lazy_backend.recorded_call import (
     NotCapturable,
     RecordedCall,
@@ -40,6 +42,7 @@ from lazy_backend.recorded_call import (
     note,
 )
 from lazy_backend.replay import Arguments, Program, Stale
+from lazy_backend.settings import config
 from lazy_backend.sites import user_site, warn_user
 from lazy_backend.sync import SyncTensorsConfig, executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData
@@ -134,9 +137,11 @@ def _is_fresh(program: Program | None, arguments: Arguments) -> bool:
 class Captured(Generic[P, R]):
     """What `capture` returns: call it like the function."""
 
-    def __init__(self, function: Callable[P, R], verify_every: int) -> None:
+    def __init__(self, function: Callable[P, R], verify_every: int, max_different_graphs: int | None) -> None:
         functools.update_wrapper(self, function)
         self._function = function
+        self._max_different_graphs = max_different_graphs
+        self._limit = GraphLimit("max_different_graphs")
         self._verify_every = verify_every
         self._name = getattr(function, "__qualname__", repr(function))
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
@@ -146,8 +151,9 @@ class Captured(Generic[P, R]):
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if executor.is_refusing():  # within another captured function: part of its program
+        if executor.is_refusing() or config.eager:  # within another captured function: part of its program
             return self._function(*args, **kwargs)
+        executor.check_allowed("a captured call")
         leaves, spec = _flatten(args, kwargs)
         key, arguments = _describe(leaves, spec)
         context = _context_of(arguments.tensors)
@@ -202,7 +208,9 @@ class Captured(Generic[P, R]):
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
             held = find_holders(storages, returned, watch.parameters()) if last is not None else None
         del storages
-        run = executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
+        with executor.limiting(self._limit, self._max_different_graphs):
+            run = executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
+        history.steps += 1
         record.bound = None if run is None else run.cached_computation
         context.locker.barrier()  # what the run holds would look like state
         try:
@@ -248,14 +256,18 @@ class Captured(Generic[P, R]):
 
 
 @overload
-def capture(step: Callable[P, R], *, verify_every: int = 0) -> Captured[P, R]: ...
+def capture(
+    step: Callable[P, R], *, verify_every: int = 0, max_different_graphs: int | None = None
+) -> Captured[P, R]: ...
 
 
 @overload
-def capture(step: None = None, *, verify_every: int = 0) -> Callable[[Callable[P, R]], Captured[P, R]]: ...
+def capture(
+    step: None = None, *, verify_every: int = 0, max_different_graphs: int | None = None
+) -> Callable[[Callable[P, R]], Captured[P, R]]: ...
 
 
-def capture(step: Any = None, *, verify_every: int = 0) -> Any:
+def capture(step: Any = None, *, verify_every: int = 0, max_different_graphs: int | None = None) -> Any:
     """`step` as a function whose calls are replayed without running its Python, once two calls recorded the same.
 
     For training steps, evaluation and generation. Tensors that change from call to call are arguments, on the lazy
@@ -267,8 +279,9 @@ def capture(step: Any = None, *, verify_every: int = 0) -> Any:
     flags, hyperparameters or the state itself changed from outside. Nothing else of the Python is looked at again:
     `verify_every=n` runs every n-th call as written and raises `CaptureError` with the first difference, if there is
     one. A read within the body raises `CaptureError` with its line. A body that cannot be replayed for another reason
-    goes on running as written, with a `CaptureWarning` that says why.
+    goes on running as written, with a `CaptureWarning` that says why. `max_different_graphs`: `TooManyGraphsError` at
+    the first call that records one program more.
     """
     if step is None:
-        return lambda function: Captured(function, verify_every)
-    return Captured(step, verify_every)
+        return lambda function: Captured(function, verify_every, max_different_graphs)
+    return Captured(step, verify_every, max_different_graphs)

@@ -18,6 +18,7 @@ import torch
 from lazy_backend import metrics
 from lazy_backend.cache.trie import Trie, TrieNode
 from lazy_backend.errors import DeviceError
+from lazy_backend.history import history
 from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import TensorMeta
@@ -43,7 +44,8 @@ class DeviceContext:
         self.backing = backing
         self.lock = threading.RLock()
         self.trie: Trie[Call | Cut] = Trie()
-        self.trace = Trace(self.trie.root, perf_counter())
+        self.eager_root: TrieNode[Call | Cut] = TrieNode(None, None)  # without children, see Note [Eager mode]
+        self.trace = self._fresh_trace()
         self.queue = _new_queue(index)
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
         self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
@@ -69,12 +71,16 @@ class DeviceContext:
         settings = config.force_fallback, torch.get_default_dtype()
         if self.trie.size > config.trie_limit or settings != self._settings:
             self.forget_paths()
-        self.trace = Trace(self.trie.root, perf_counter())
+        self.trace = self._fresh_trace()
+
+    def _fresh_trace(self) -> Trace:
+        return Trace(self.eager_root if config.eager else self.trie.root, perf_counter())
 
     def forget_paths(self) -> None:
         """Start the trie afresh. The caller holds `lock` and starts a new trace."""
         self._settings = config.force_fallback, torch.get_default_dtype()
         self._count_paths()
+        history.forget_paths(str(self.device))
         self.trie.reset()
 
     # Live tensors. A trace registers what it makes in `pending`; what outlives its trace, and what never was in one,

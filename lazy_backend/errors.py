@@ -20,7 +20,15 @@ class PoisonedTensorError(LazyBackendError):
 
 
 class StrictModeError(LazyBackendError):
-    """Something inside `lazy_backend.strict()` cut the graph."""
+    """Something would cut the graph in strict mode."""
+
+
+class ExecutionNotAllowedError(LazyBackendError):
+    """Something was to run while `lazy_backend.allow_execution(False)` holds."""
+
+
+class TooManyGraphsError(LazyBackendError):
+    """More different programs were recorded than `max_different_graphs` allows. The text explains the last one."""
 
 
 class CaptureError(LazyBackendError):

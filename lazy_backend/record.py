@@ -15,6 +15,10 @@ of it runs so too; only what was recorded before has to be run first, without en
 run. (A call that fails is not recorded, and known calls may follow it: then the trace ends, see `defer_again`.) So the
 first step of a program costs what eager costs plus the recording, and from the second step on everything is deferred.
 `config.first_sight = "record"` defers unseen calls too, after inferring what they will give.
+
+Note [Eager mode]
+With `config.eager` a trace starts at a root of its own that has no children and never gets any. So every call is
+unseen, and runs at once as calls do that cannot be recorded; otherwise the mode costs nothing for being there.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from weakref import ref
 
 import torch
 
-from lazy_backend.at_once import RealCall, count_fallback, draw_seed_for, run_at_once
+from lazy_backend.at_once import EAGER, RealCall, count_fallback, draw_seed_for, run_at_once
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.describe import check_recordable, describe, flat, mutated_arguments, num_slots_of, operand_at
@@ -184,7 +188,9 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             else:
                 node = cursor.children.get(full_key)
                 if node is None:
-                    if trace.computed or config.first_sight == "run":
+                    if cursor is context.eager_root:
+                        raise NotRecordable(EAGER)
+                    if trace.computed or (config.first_sight == "run" and executor.allows_execution):
                         return _run_unseen(context, full_key, op, args, kwargs)
                     node = _add_unseen(context, cursor, full_key, op, args, kwargs)
                 cursor.next_key, cursor.next = full_key, node
@@ -195,7 +201,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                     raise NotRecordable(call.reason)
         except NotRecordable as reason:
             _undo(context, trace)
-            return run_at_once(context, op, args, kwargs, str(reason))
+            return run_at_once(context, op, args, kwargs, reason.args[0])
         except BaseException:
             _undo(context, trace)
             executor.defer_again(context)
@@ -288,9 +294,13 @@ def enter(trace: Trace, context: DeviceContext, data: TensorData) -> Any:
     if storage.error is not None:
         raise poisoned(storage)
     if storage.token is UNWRITTEN and storage.tensor is None:
-        _record_empty(context, trace, storage)
-        if data is storage:
-            return data.token
+        if trace.cursor is context.eager_root:
+            with clean_thread_state():
+                storage.tensor = empty_of(storage.meta, context.backing)
+        else:
+            _record_empty(context, trace, storage)
+            if data is storage:
+                return data.token
     group = trace.groups.setdefault(storage, len(trace.groups))
     data.epoch = trace.epoch
     data.token = INPUTS[len(trace.inputs)]

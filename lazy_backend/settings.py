@@ -148,6 +148,24 @@ FLAGS: dict[str, Flag] = {
     "force_fallback": Flag(
         "", str, "Comma-separated ops, as in 'aten::sub', that are not recorded but run at once (for debugging)."
     ),
+    "explain": Flag(True, _boolean, "Keep a record of each sync for lazy_backend.explain().", "LAZY_BACKEND_EXPLAIN"),
+    "explain_records": Flag(10_000, _positive, "Syncs that are remembered. Read at import and by history.clear()."),
+    "eager": Flag(
+        False,
+        _boolean,
+        "Run every call at once on the backing device and record nothing, from the next step on. "
+        "lazy_backend.eager_mode() does so from the next call on.",
+        "LAZY_BACKEND_EAGER",
+    ),
+    "strict": Flag(
+        False, _boolean, "Raise StrictModeError where a graph would be cut, in every thread.", "LAZY_BACKEND_STRICT"
+    ),
+    "max_different_graphs": Flag(
+        None,
+        lambda value: None if value in (None, "") else _positive(value),
+        "Raise TooManyGraphsError, with the explanation, at the sync of one different program more.",
+        "LAZY_BACKEND_MAX_DIFFERENT_GRAPHS",
+    ),
     "check_graphs": Flag(False, _boolean, "Check every graph for well-formedness.", "LAZY_BACKEND_CHECK_GRAPHS"),
     "debug": Flag(
         0, _count, "1: a line per sync. 2: also run times. 3: also the graph. 4: also the FX code.", "LAZY_DEBUG"

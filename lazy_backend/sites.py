@@ -6,9 +6,12 @@ where something new happens: an unseen call, a cut, an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -21,7 +24,7 @@ _LAYERS = [
 ]
 _INTERNAL = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS, os.path.dirname(os.path.abspath(torch.__file__))))
 # Generated code that is nobody's line. `<stdin>`, `<string>` (python -c) and notebook cells are the user's.
-_INTERNAL += ("<frozen ", "<eval_with_key")
+_INTERNAL += ("<frozen ", "<eval_with_key", contextlib.__file__)
 
 
 def _user_frame() -> FrameType | None:
@@ -45,3 +48,21 @@ def warn_user(message: str, category: type[Warning]) -> None:
         return
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+
+
+_purpose = threading.local()
+
+
+@contextlib.contextmanager
+def reading_for(purpose: str) -> Iterator[None]:
+    """Within the block, whatever this thread reads is read for `purpose`: "print" says more than "copy to cpu"."""
+    _purpose.text = purpose
+    try:
+        yield
+    finally:
+        _purpose.text = None
+
+
+def purpose_of_read(cause: str) -> str:
+    """What a read is for, if somebody said so; else `cause`."""
+    return getattr(_purpose, "text", None) or cause

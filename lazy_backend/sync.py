@@ -40,11 +40,14 @@ from lazy_backend.disk_cache import current_store
 from lazy_backend.errors import (
     CompileWarning,
     ExecutionError,
+    ExecutionNotAllowedError,
     GraphCutWarning,
     LazyBackendError,
     PoisonedTensorError,
     StrictModeError,
 )
+from lazy_backend.history import SyncRecord, history
+from lazy_backend.limits import GraphLimit
 from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.compiler import CompiledPlan
@@ -55,8 +58,9 @@ from lazy_backend.lowering.profiling import ExecutionPlan
 from lazy_backend.lowering.program import Call, Token
 from lazy_backend.lowering.shapes import skeleton
 from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, FusionStrategy
+from lazy_backend.reasons import explain_binding, note_plan, record_compile
 from lazy_backend.settings import config
-from lazy_backend.sites import user_site, warn_user
+from lazy_backend.sites import purpose_of_read, user_site, warn_user
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
 from lazy_backend.thread_state import clean_thread_state
 
@@ -113,6 +117,7 @@ class SyncTensorCollection:
     cause: str
     site: str
     hash: str = ""  # of the computation's key, once it is known
+    is_new: bool = False  # whether neither the path nor its graph was known with this live set
     unlocker: list[Callable[[BaseException | None], None]] = field(default_factory=list)
 
 
@@ -134,6 +139,7 @@ class Async:
     seeds: list[int]
     cached_computation: CachedComputation
     plan: ExecutionPlan
+    record: SyncRecord | None = None
     mwait: MultiWait = field(default_factory=lambda: MultiWait(1))
 
     def wait(self) -> None:
@@ -161,6 +167,8 @@ class Async:
             self.collection.storages.clear()
         seconds = perf_counter() - start
         metrics.observe("ExecuteTime", seconds)
+        if self.record is not None:
+            self.record.run_begin, self.record.run_seconds = start - history.start, seconds
         context = self.collection.context
         if config.debug >= 2:
             print(f"lazy_backend: {context.device} ran in {seconds * 1e3:.2f} ms", file=sys.stderr)
@@ -232,11 +240,16 @@ class LazyGraphExecutor:
         self._families: BoundedTable[Hashable, Family] = BoundedTable(config.computation_cache_size)
         self._thread = threading.local()
         self._trim_warned = False
+        self._limit = GraphLimit("config.max_different_graphs")
+        self._limits: dict[str, GraphLimit] = {}  # of regions, by line
+        self.allows_execution = True
 
     def clear_computations(self) -> None:
-        """Forget every computation, and which of them differ in shapes only."""
+        """Forget every computation, which of them differ in shapes only, and how many a limit has counted."""
         self._cache.clear()
         self._families.clear()
+        self._limit = GraphLimit("config.max_different_graphs")
+        self._limits.clear()
 
     def get_computation_cache(self) -> ComputationCache[Computation]:
         return self._cache
@@ -297,7 +310,7 @@ class LazyGraphExecutor:
                 # the others are to be served by this one from now on
                 bindings.clear()
                 bindings[(_UNION, settings)] = covering
-            self._bind_new(collection.context, covering, settings, wanted)
+            self._bind_new(collection, covering, settings)
         else:
             metrics.increment("CachedCompile")
         bound: CachedComputation = bindings[(covering, settings)]
@@ -307,10 +320,9 @@ class LazyGraphExecutor:
             self._bind(bindings, (wanted, settings), bound)
         return bound
 
-    def _bind_new(
-        self, context: DeviceContext, indices: tuple[int, ...], settings: Environment, wanted: tuple[int, ...]
-    ) -> None:
-        """Make or find the computation with the outputs `indices`, for a path that wants `wanted` of them now."""
+    def _bind_new(self, collection: SyncTensorCollection, indices: tuple[int, ...], settings: Environment) -> None:
+        """Make or find the computation with the outputs `indices`, of which the collection wants some now."""
+        context, wanted = collection.context, collection.indices
         bindings = context.trace.cursor.bindings
         data = self.run_post_order(context, indices)
         computation = self.lookup_cached_compile(data, settings)
@@ -319,6 +331,7 @@ class LazyGraphExecutor:
         if isinstance(first, FirstRun):
             computation.executor.note_run([first.constants[i] for i in bound.constants])
         is_known = isinstance(first, FirstRun) or computation.executor.runs > 0
+        collection.is_new = not is_known
         metrics.increment("CachedCompile" if is_known else "UncachedCompile")
         self._bind(bindings, (indices, settings), bound)
 
@@ -342,6 +355,11 @@ class LazyGraphExecutor:
 
     def _report_compile(self, report: CompileReport) -> None:
         nodes = len(report.graph.nodes)
+        if config.explain:
+            found = record_compile(report)
+            record = getattr(self._thread, "record", None)
+            if record is not None and found not in record.compiles:
+                record.compiles.append(found)
         if report.error is None:
             self._tell_of_compile(report)
             return
@@ -382,8 +400,9 @@ class LazyGraphExecutor:
                 return None
             policy, settings = self.policy()
             collection = self.collect_sync_tensors(context, sync_config, cause)
+            record = self._begin_record(collection, settings)
             if trace.computed:
-                self._end_computed_trace(collection, settings, start)
+                self._end_computed_trace(collection, settings, start, record)
                 return None
             counters: tuple[str, ...] = ("SyncTensorsGraph", "CachedCompile")
             bound = self.try_run_cached_sync(collection, settings)
@@ -395,7 +414,7 @@ class LazyGraphExecutor:
             parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
             # the plan first: if compiling is interrupted, the trace is still there
             with clean_thread_state():
-                plan = bound.computation.executor.plan_for(constants, policy)
+                plan = self._plan_for(bound, constants, policy, collection, record)
             before_waiting = perf_counter()
             self.tensor_collection_barrier(collection)
             waited = perf_counter() - before_waiting
@@ -404,9 +423,8 @@ class LazyGraphExecutor:
                 context.count_path(trace.cursor)
                 # before the run is scheduled: it empties the collection when it is done
                 self.set_tensor_data(collection)
-                scheduled = Async(
-                    collection, parameters, held_outputs(bound, collection.storages), constants, seeds, bound, plan
-                )
+                held = held_outputs(bound, collection.storages)
+                scheduled = Async(collection, parameters, held, constants, seeds, bound, plan, record)
                 if background:
                     self.schedule_sync_tensors_graph(scheduled)
             finally:
@@ -414,7 +432,8 @@ class LazyGraphExecutor:
                     for unlock in collection.unlocker:
                         unlock(None)
         seconds = perf_counter() - start - waited
-        metrics.observe_step(counters, TraceTime=start - trace.start, DeviceLockWait=waited, SyncTime=seconds)
+        trace_seconds = start - trace.start
+        metrics.observe_step(counters, TraceTime=trace_seconds, DeviceLockWait=waited, SyncTime=seconds)
         del trace  # or it would keep every input alive during a run right here
         if not background:
             # outside the context's lock, so that other threads may record meanwhile
@@ -422,9 +441,75 @@ class LazyGraphExecutor:
             context.trace.start = perf_counter()  # the run is no part of the next step's recording
         if config.debug:
             self._print_sync(collection, bound, plan, constants, seconds)
+        if record is not None:
+            self._end_record(record, trace_seconds=trace_seconds, wait_seconds=waited, sync_seconds=seconds)
         if sync_config.force_ltc_data:
             context.locker.barrier()
         return scheduled
+
+    def _begin_record(self, collection: SyncTensorCollection, settings: Environment) -> SyncRecord | None:
+        """What a sync will be known by, and its explanation if path, live set or settings are new."""
+        if not (config.explain or self._has_limit()):
+            return None
+        context = collection.context
+        cursor = context.trace.cursor
+        begin = context.trace.start
+        record = history.begin_sync(str(context.device), cursor, collection.cause, collection.site, begin)
+        bindings = cursor.bindings
+        if bindings and (collection.indices, settings) not in bindings:
+            explain_binding(record, cursor, bindings, collection.indices, settings)
+        return record
+
+    def _end_record(self, record: SyncRecord, **seconds: float) -> None:
+        """Keep the record of a sync that is done. Raises `TooManyGraphsError`."""
+        for name, value in seconds.items():
+            setattr(record, name, value)
+        if config.explain:
+            history.add(record)
+        if config.max_different_graphs is not None:
+            self._limit.check(record, config.max_different_graphs)
+        for limit, number in getattr(self._thread, "limits", ()):
+            limit.check(record, number)
+
+    def _has_limit(self) -> bool:
+        return config.max_different_graphs is not None or bool(getattr(self._thread, "limits", ()))
+
+    @contextlib.contextmanager
+    def limiting(self, limit: GraphLimit | str, number: int | None) -> Iterator[None]:
+        """Within the block this thread's syncs count against a region's limit, given itself or as the region's line."""
+        if number is None:
+            yield
+            return
+        if isinstance(limit, str):
+            limit = self._limits.setdefault(limit, GraphLimit("max_different_graphs"))
+        before: tuple[tuple[GraphLimit, int], ...] = getattr(self._thread, "limits", ())
+        self._thread.limits = (*before, (limit, number))
+        try:
+            yield
+        finally:
+            self._thread.limits = before
+
+    def _plan_for(
+        self,
+        bound: CachedComputation,
+        constants: Sequence[float],
+        policy: CompilePolicy,
+        collection: SyncTensorCollection,
+        record: SyncRecord | None,
+    ) -> ExecutionPlan:
+        """The plan of a run, and in the record which it is and what it took."""
+        chooser = bound.computation.executor
+        if record is None:
+            return chooser.plan_for(constants, policy)
+        was_optimized = chooser.is_optimized()
+        self._thread.record = record
+        try:
+            plan = chooser.plan_for(constants, policy)
+        finally:
+            self._thread.record = None
+        cursor = collection.context.trace.cursor
+        note_plan(record, cursor, bound.computation, plan.kind, was_optimized, collection.is_new)
+        return plan
 
     def replay(
         self,
@@ -440,19 +525,24 @@ class LazyGraphExecutor:
         Returns them, and the run if the caller is to run it once it has given back the context's lock, which it holds.
         """
         context = collection.context
+        begin = perf_counter()
         plan = bound.computation.executor.ready_plan_for(constants)
         if plan is None:
             with clean_thread_state():
                 plan = bound.computation.executor.plan_for(constants, self.policy()[0])
         collection.hash = bound.computation.hash
         self.tensor_collection_barrier(collection)
+        record: SyncRecord | None = None
+        if config.explain:
+            number = bound.computation.number
+            record = history.add_replay(str(context.device), number, plan.kind, collection.site, begin)
         scheduled: Async | None = None
         background = self.runs_in_background(context)
         try:
             storages = renew()
             context.register_made(storages)
             outputs = held_outputs(bound, storages)
-            scheduled = Async(collection, parameters, outputs, constants, seeds, bound, plan)
+            scheduled = Async(collection, parameters, outputs, constants, seeds, bound, plan, record)
             if background:
                 self.schedule_sync_tensors_graph(scheduled)
         finally:
@@ -488,7 +578,9 @@ class LazyGraphExecutor:
             raise
         trace.computed = True
 
-    def _end_computed_trace(self, collection: SyncTensorCollection, settings: Environment, start: float) -> None:
+    def _end_computed_trace(
+        self, collection: SyncTensorCollection, settings: Environment, start: float, record: SyncRecord | None
+    ) -> None:
         """End a trace that ran while it was recorded. Its graph is made when the path is taken again."""
         context = collection.context
         cursor = context.trace.cursor
@@ -500,7 +592,8 @@ class LazyGraphExecutor:
         trace_start = context.trace.start
         self.set_tensor_data(collection)
         counters = ("SyncTensorsGraph", "CachedCompile" if is_known else "UncachedCompile")
-        metrics.observe_step(counters, TraceTime=start - trace_start, SyncTime=perf_counter() - start)
+        seconds = perf_counter() - start
+        metrics.observe_step(counters, TraceTime=start - trace_start, SyncTime=seconds)
         if config.debug:
             nodes = cursor.depth
             print(
@@ -508,6 +601,10 @@ class LazyGraphExecutor:
                 f"{collection.cause} at {collection.site}",
                 file=sys.stderr,
             )
+        if record is not None:
+            record.plan = "as recorded"
+            record.outcome = "hit, level 1" if is_known else "miss"
+            self._end_record(record, trace_seconds=start - trace_start, sync_seconds=seconds)
 
     @staticmethod
     def _bind(bindings: dict[Hashable, Any], key: Hashable, value: CachedComputation | FirstRun) -> None:
@@ -525,6 +622,12 @@ class LazyGraphExecutor:
             trace.computed = False
         elif trace.computed:
             self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a call that was not recorded")
+
+    def end_computed(self, context: DeviceContext) -> None:
+        """End a trace whose calls ran as they were recorded; what follows is deferred."""
+        with context.lock:
+            if context.trace.computed:
+                self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "allow_execution")
 
     def extract_ir_and_prepare_tensor_data(
         self, context: DeviceContext, bound: CachedComputation
@@ -593,18 +696,24 @@ class LazyGraphExecutor:
         return getattr(self._thread, "refusal", None) is not None
 
     def check_allowed(self, cause: str) -> None:
-        """Raise if `cause`, a read or a sync, comes within `refusing`."""
+        """Raise if `cause`, a read or a sync, comes within `refusing` or while nothing may run."""
         refusal = getattr(self._thread, "refusal", None)
         if refusal is not None:
             raise refusal(cause)
+        if not self.allows_execution:
+            raise ExecutionNotAllowedError(
+                f"{cause} would run what is pending, which allow_execution(False) does not allow\n  at {user_site()}\n"
+                "  lazy_backend.allow_execution(True) allows it again"
+            )
 
     def cut(self, context: DeviceContext, cause: str) -> None:
         """Run everything pending on `context` now and wait for it. See Note [A read cuts the graph]."""
         self.check_allowed(cause)
-        if getattr(self._thread, "strict", False):
+        cause = purpose_of_read(cause)
+        if config.strict or getattr(self._thread, "strict", False):
             raise StrictModeError(
-                f"{cause} needs a value and would cut the graph, inside lazy_backend.strict()\n"
-                f"  at {user_site()}\n  move it behind mark_step(), or leave the strict block"
+                f"{cause} needs a value and would cut the graph, which strict mode does not allow\n"
+                f"  at {user_site()}\n  move it behind mark_step(), or leave strict mode"
             )
         if context.trace.is_empty():
             self.defer_again(context)
@@ -627,6 +736,11 @@ class LazyGraphExecutor:
         """Cut a trace that grew past `config.max_trace_length`, as in a loop without `mark_step`."""
         self.check_allowed("a trace longer than config.max_trace_length")
         length = context.trace.cursor.depth
+        if config.strict or getattr(self._thread, "strict", False):
+            raise StrictModeError(
+                f"{length} operators were recorded without a mark_step(), and strict mode does not allow a cut there\n"
+                f"  at {user_site()}\n  call lazy_backend.mark_step() once per step"
+            )
         metrics.increment("TraceTrimmed")
         if not self._trim_warned:
             self._trim_warned = True

@@ -19,6 +19,7 @@ import torch
 from lazy_backend.errors import PoisonedTensorError
 from lazy_backend.lowering.ir import TensorMeta, contiguous_stride, empty_of
 from lazy_backend.lowering.program import Token
+from lazy_backend.sites import reading_for
 
 if TYPE_CHECKING:
     from lazy_backend.context import DeviceContext
@@ -228,7 +229,8 @@ class LazyTensor(torch.Tensor):
         # what a read may raise, it raises here: torch prints under a guard that an exception's traceback keeps alive,
         # and with it functorch stays off for the thread
         if not (self._data.meta.conj or self._data.meta.neg):  # resolving those is recorded, and would cut once more
-            self.detach().cpu()
+            with reading_for("print"):
+                self.detach().cpu()
         printed = super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
         return f"Parameter containing:\n{printed}" if isinstance(self, torch.nn.Parameter) else printed
 

@@ -118,6 +118,11 @@ class CompiledPlan:
         """Whether every constant that was compiled in has the same bits now."""
         return all(_same(constants[place], value) for place, value in self.specialised.items())
 
+    def refused(self, constants: Sequence[float]) -> tuple[tuple[int, float, float], ...]:
+        """The constants that were compiled in with another value: place, value then, value now."""
+        places = ((place, value, constants[place]) for place, value in self.specialised.items())
+        return tuple(found for found in places if not _same(found[1], found[2]))
+
     def accepts_sizes(self, sizes: Sequence[int]) -> bool:
         """Whether the compiled code holds for these values of its symbols."""
         if self._guards is None:

@@ -59,6 +59,7 @@ class CachedComputation:
 # What compiled code depends on beyond the graph: a flag of the process that is switched in mid-run must not reach a
 # computation compiled before.
 Environment = tuple[Any, ...]
+ENVIRONMENT_NAMES = ("backend", "deterministic algorithms", "float32 matmul precision", "default dtype", "threads")
 
 
 def environment(backend: Backend | None) -> Environment:

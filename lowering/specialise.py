@@ -77,6 +77,8 @@ class CompileReport:
     seconds: float = 0.0
     plan: CompiledPlan | None = None
     error: Exception | None = None
+    symbolic: bool = False  # for many shapes
+    changed: tuple[tuple[int, float, float], ...] = ()  # constants that no plan had: place, value before, value now
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class GraphCompiler:
         self.changed: set[int] = set()
         self._promotable: frozenset[int] | None = None
         self._request: _Request | None = None
+        self._changed_values: tuple[tuple[int, float, float], ...] = ()
 
     def plan_for(self, constants: Sequence[float], policy: CompilePolicy) -> CompiledPlan | None:
         """A plan for these constants, if there is one; has one made otherwise, unless there are too many."""
@@ -142,6 +145,7 @@ class GraphCompiler:
         promoted = self._promotable_constants()
         if not self.plans:
             promoted &= self.changed
+        self._changed_values = self.plans[-1].refused(constants) if self.plans else ()
         elsewhere = compiles_elsewhere(policy.backend, self.graph)
         if not elsewhere:
             lookup_backend(policy.backend)  # a misspelt name is the user's error, not the compiler's
@@ -186,7 +190,7 @@ class GraphCompiler:
             self._compile_here(constants, promoted, policy)
             return
         self._request = _Request(job, tuple(constants), promoted, policy)
-        self.report(CompileReport(self.graph, "started"))
+        self._tell("started")
         if not policy.background:
             worker.wait_for(job)
             self.adopt()
@@ -222,11 +226,17 @@ class GraphCompiler:
         self.compiles += stage == "compiled"
         # a plan with more inputs serves what the older ones did
         self.plans = [p for p in self.plans if not _covers(plan, p)] + [plan]
-        self.report(CompileReport(self.graph, stage, seconds, plan))
+        self._tell(stage, seconds, plan)
 
     def _fail(self, error: Exception, seconds: float) -> None:
         self.error = error
-        self.report(CompileReport(self.graph, "failed", seconds, error=error))
+        self._tell("failed", seconds, error=error)
+
+    def _tell(
+        self, stage: str, seconds: float = 0.0, plan: CompiledPlan | None = None, error: Exception | None = None
+    ) -> None:
+        symbolic = self.sizes is not None
+        self.report(CompileReport(self.graph, stage, seconds, plan, error, symbolic, self._changed_values))
 
     def _promotable_constants(self) -> frozenset[int]:
         """See Note [Scalars promote once]. A constant used by two nodes needs a rule for both."""

@@ -16,6 +16,7 @@ import torch
 import lazy_backend
 from lazy_backend import closures, ir_cache, metrics
 from lazy_backend.context import contexts
+from lazy_backend.history import history
 from lazy_backend.outside import data_cache
 from lazy_backend.settings import FLAGS, config
 from lazy_backend.sync import executor
@@ -48,6 +49,8 @@ def reset_state() -> None:
     torch.manual_seed(0)
     random.seed(0)
     metrics.reset()
+    history.reset()
+    executor.allows_execution = True
 
 
 def settle() -> list[BaseException]:

@@ -20,8 +20,9 @@ LAYERS = {"lazy_backend": 2, "lowering": 1, "cache": 0}
 FILES = [(folder, file) for folder in LAYERS for file in sorted((ROOT / folder).glob("*.py"))]
 
 PUBLIC = """
-CacheWarning CaptureError CaptureWarning CompileWarning DeviceError ExecutionError GraphCutWarning LazyBackendError
-LazyBackendWarning LazyTensor PoisonedTensorError StrictModeError add_step_closure capture computation config debug
+CacheWarning CaptureError CaptureWarning CompileWarning DeviceError ExecutionError ExecutionNotAllowedError
+GraphCutWarning LazyBackendError LazyBackendWarning LazyTensor PoisonedTensorError StrictModeError
+TooManyGraphsError add_step_closure allow_execution capture computation config debug eager_mode explain
 get_tensor_id ir_cache is_lazy manual_seed mark_step metrics save serve step strict sync sync_multi to_cpu
 wait_device_ops wait_for_compiles
 """

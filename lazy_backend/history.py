@@ -1,0 +1,273 @@
+"""What every sync did, kept for whoever asks why.
+
+In: facts from the executor as it goes. Out: `history`, a bounded list of `SyncRecord`s with the programs and compiles
+they speak of. A sync of a known path costs one record, 1 µs; what is new is compared with the programs before it.
+
+Note [Which program is nearest]
+A program that was never recorded is explained against the one it has most in common with, among the latest: calls that
+are equal from the start on, and beyond the first difference calls of the same operators, since another batch size
+changes every call. Of two that are as near, the later one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from lazy_backend import metrics
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.difference import Difference, difference, similarity
+from lazy_backend.lowering.program import Call, Cut
+from lazy_backend.settings import config
+
+# By the beginning of a cause, what to do about a sync that nobody asked for.
+_ADVICE_ON_CUTS = {
+    "item()": "keep the tensor, and read it after mark_step() or in lazy_backend.add_step_closure",
+    "print": "print in lazy_backend.add_step_closure, or after mark_step()",
+    "copy to": "copy after mark_step(), or in lazy_backend.add_step_closure",
+    "to_cpu": "read after mark_step()",
+    "equal": "compare after mark_step(), or with tensors, as in (a == b).all()",
+    "storage": "memory is looked at: do it after mark_step()",
+    "data_ptr": "memory is looked at: do it after mark_step()",
+    "trace too long": "call lazy_backend.mark_step() once per step, at its end",
+    "aten.": "its result depends on values: torch.where or a mask that is multiplied keeps the shape; otherwise do it "
+    "after mark_step()",
+    "torch.set_default_dtype": "set it once, before the first step",
+}
+
+# Programs that a new one is compared with.
+_MAX_COMPARED = 16
+# Programs that are remembered.
+_MAX_PROGRAMS = 1024
+
+Cursor = TrieNode[Call | Cut]
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """A path that was synced: what a step recorded, in full."""
+
+    number: int
+    device: str
+    cursor: Cursor
+    site: str  # of its first sync
+    syncs: int = 0
+    graph: str = ""  # of its latest computation: "#3", or "" if there is none yet
+
+    @property
+    def name(self) -> str:
+        return f"program {self.number}"
+
+    def calls(self) -> list[Call]:
+        return [call for call in self.cursor.path() if isinstance(call, Call)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name, number of calls, first sync's line, syncs, graph and the text of the calls."""
+        texts = [{"op": str(call.op), "site": call.site} for call in self.calls()]
+        return {
+            "name": self.name,
+            "device": self.device,
+            "site": self.site,
+            "syncs": self.syncs,
+            "graph": self.graph,
+            "calls": texts,
+        }
+
+
+@dataclass(slots=True)
+class CompileRecord:
+    """One graph that was given to the compiler, or found compiled on disk.
+
+    `outcome`: "started" while the compiler works, then "compiled" or "failed"; or "loaded" from disk. `reason`: why the
+    graph was to be compiled; `difference`, for a plan that was replaced: what was compiled in and changed. Times are
+    seconds since the history began; `seconds` those of the compiler.
+    """
+
+    graph: str
+    nodes: int
+    reason: str
+    begin: float
+    outcome: str = "started"
+    end: float | None = None
+    seconds: float = 0.0
+    difference: Difference | None = None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "compile", **asdict(self)}
+
+
+@dataclass(slots=True)
+class SyncRecord:
+    """One sync of one device.
+
+    `outcome`: "hit, level 1" (a known path), "hit, level 2" (a new path to a known graph), "disk hit", "generalised
+    hit" (the first run of a shape that a plan for many shapes served), "new specialisation" (a known graph is compiled
+    once more), "miss" (a program, or a live set of one, that was never synced), "replay" (a captured call). `plan`:
+    what ran: "as recorded", "interpreted", "compiled", "compiled for many shapes". `nearest`, `difference`: for what
+    was no hit, the program it is compared with. Times are seconds; `begin` since the history began.
+    """
+
+    number: int
+    step: int  # counted by mark_step, from 1
+    device: str
+    program: str
+    calls: int
+    cause: str
+    site: str
+    outcome: str
+    begin: float
+    trace_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    plan: str = ""
+    graph: str = ""
+    nearest: str | None = None
+    difference: Difference | None = None
+    compiles: list[CompileRecord] = field(default_factory=list)
+    run_begin: float | None = None
+    run_seconds: float | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to do about it, in a sentence; "" if nothing is to be done."""
+        found = advice_on_cut(self.cause)
+        if not found and self.difference is not None:
+            found = self.difference.advice
+        return found or next((c.difference.advice for c in self.compiles if c.difference is not None), "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, texts, lists and dicts, as for JSON."""
+        return {"type": "sync", **asdict(self), "advice": self.advice}
+
+
+def advice_on_cut(cause: str) -> str:
+    """What to do about a sync with this cause; "" for those that are asked for."""
+    if "its output depends" not in cause and cause.startswith("aten."):
+        return "this call is not recorded but runs at once, and what was recorded before it runs first"
+    return next((advice for start, advice in _ADVICE_ON_CUTS.items() if cause.startswith(start)), "")
+
+
+class History:
+    """The latest syncs, programs and compiles. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.programs: dict[Cursor, Program] = {}
+        self._program_numbers = itertools.count(1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what happened and count from zero; programs stay known."""
+        self.start = perf_counter()
+        self.steps = 0
+        self.records: deque[SyncRecord] = deque(maxlen=config.explain_records)
+        self.compiles: deque[CompileRecord] = deque(maxlen=config.explain_records)
+        self._numbers = itertools.count(1)
+        self._underway: dict[Hashable, CompileRecord] = {}
+
+    def reset(self) -> None:
+        """Forget the programs too."""
+        self.programs.clear()
+        self._program_numbers = itertools.count(1)
+        self.clear()
+
+    def now(self) -> float:
+        """Seconds since the history began."""
+        return perf_counter() - self.start
+
+    # ----- syncs
+
+    def begin_sync(self, device: str, cursor: Cursor, cause: str, site: str, begin: float) -> SyncRecord:
+        """A record of the sync of `cursor` that begins; `add` it when it is done. `begin`: of its trace."""
+        program = self.programs.get(cursor)
+        is_new = not cursor.bindings
+        if program is None:
+            program = self._add_program(device, cursor, site)
+        program.syncs += 1
+        record = SyncRecord(
+            next(self._numbers), self.steps + 1, device, program.name, cursor.depth, cause, site,
+            "miss" if is_new else "hit, level 1", begin - self.start, graph=program.graph,
+        )  # fmt: skip
+        if is_new:
+            self._compare(program, record)
+        return record
+
+    def add(self, record: SyncRecord) -> None:
+        self.records.append(record)
+
+    def add_replay(self, device: str, number: int, plan: str, site: str, begin: float) -> SyncRecord:
+        """A captured call that was replayed from `begin` until now. 3 µs."""
+        self.steps += 1
+        graph = f"#{number}"
+        record = SyncRecord(
+            next(self._numbers), self.steps, device, f"captured graph {graph}", 0, "a captured call", site, "replay",
+            begin - self.start, 0.0, perf_counter() - begin, 0.0, plan, graph,
+        )  # fmt: skip
+        self.records.append(record)
+        return record
+
+    def _add_program(self, device: str, cursor: Cursor, site: str) -> Program:
+        with self._lock:
+            if len(self.programs) >= _MAX_PROGRAMS:
+                del self.programs[next(iter(self.programs))]
+            program = self.programs[cursor] = Program(next(self._program_numbers), device, cursor, site)
+            return program
+
+    def forget_paths(self, device: str) -> None:
+        """Paths of `device` are no longer walked: keep only what a new program may be compared with."""
+        with self._lock:
+            old = [cursor for cursor, program in self.programs.items() if program.device == device]
+            for cursor in old[:-_MAX_COMPARED]:
+                del self.programs[cursor]
+
+    def _compare(self, program: Program, record: SyncRecord) -> None:
+        """See Note [Which program is nearest]."""
+        with self._lock:
+            there = [other for other in self.programs.values() if other.device == program.device]
+        known = [other for other in there if other is not program][-_MAX_COMPARED:]
+        if not known:
+            return
+        now = program.calls()
+        paths = [(other, other.calls()) for other in known]
+        nearest, before = max(paths, key=lambda pair: (similarity(pair[1], now), pair[0].number))
+        record.nearest = nearest.name
+        record.difference = difference(before, now)
+
+    def name_graph(self, cursor: Cursor, number: int) -> str:
+        """The name of the computation that a program is bound to."""
+        program = self.programs.get(cursor)
+        name = f"#{number}"
+        if program is not None:
+            program.graph = name
+        return name
+
+    # ----- compiles
+
+    def compile_began(self, graph: Hashable, record: CompileRecord) -> None:
+        """`graph` identifies the compile until `compile_ended`."""
+        self._underway[graph] = record
+        self.compiles.append(record)
+
+    def compile_ended(self, graph: Hashable, record: CompileRecord) -> CompileRecord:
+        """Complete the record of a compile, or add `record` if it never was under way."""
+        found = self._underway.pop(graph, None)
+        if found is None:
+            self.compiles.append(record)
+            return record
+        found.outcome, found.end, found.seconds, found.error = record.outcome, record.end, record.seconds, record.error
+        return found
+
+    def snapshot(self) -> tuple[Sequence[SyncRecord], Sequence[CompileRecord], Sequence[Program]]:
+        """Copies of the lists as they are now."""
+        with self._lock:
+            return list(self.records), list(self.compiles), list(self.programs.values())
+
+
+history = History()
+metrics.add_source(metrics.Source(Counter, history.clear))
