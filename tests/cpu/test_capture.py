@@ -739,3 +739,24 @@ def test_no_warning_in_a_usual_training() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         training.run(capture(training.step))
+
+
+def test_what_cannot_be_replayed_is_seldom_recorded() -> None:
+    """Looking for all holders of all state costs more than the step; but a body may be replayed later on."""
+    weight = torch.ones(3).to("lazy")
+    grows: list[torch.Tensor] = []
+
+    @capture
+    def step(count: int) -> torch.Tensor:
+        if len(grows) < 70:
+            grows.append(weight * 2.0)
+        weight.add_(1.0)
+        return weight.sum()
+
+    with pytest.warns(CaptureWarning):
+        totals = [step(1) for _ in range(60)]
+    assert totals[-1].item() == 3.0 * 61
+    assert lazy_backend.metrics.counter_value("CaptureRecorded") < 10
+    totals = [step(1) for _ in range(140)]
+    assert totals[-1].item() == 3.0 * 201
+    assert lazy_backend.metrics.counter_value("CapturedCall") > 40
