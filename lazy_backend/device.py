@@ -13,6 +13,7 @@ from lazy_backend import closures, compat, kernels, record
 from lazy_backend.attention import install_attention
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError
+from lazy_backend.recurrent import install_recurrent
 from lazy_backend.serialization import install_serialization
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
@@ -132,6 +133,7 @@ def install() -> None:
     kernels.install_handlers()
     kernels.install_factories(_library[0])
     install_attention(_library[0])
+    install_recurrent(_library[0])
     install_serialization()
     compat.support_foreach()
     compat.support_fused_optimizers()

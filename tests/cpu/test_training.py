@@ -168,7 +168,7 @@ def test_losses_are_eagers_bit_for_bit(model: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_lstm_losses_are_near_eagers(optimizer: str) -> None:
-    # for the CPU torch itself has another LSTM (oneDNN's, one product for all steps) than for other devices
+    # for the CPU torch itself has another LSTM, oneDNN's
     expected = losses(start("lstm", optimizer, "cpu"), 6)
     assert losses(start("lstm", optimizer, "lazy"), 6) == pytest.approx(expected, rel=1e-5)
 
