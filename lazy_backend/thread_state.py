@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -36,15 +37,33 @@ def _has_modes() -> bool:
     )
 
 
-@contextlib.contextmanager
-def clean_thread_state() -> Iterator[None]:
+class clean_thread_state:
     """No gradients, no skipped dispatch keys, none of the thread's modes, for a block. See Note [Runs are clean].
 
-    6 µs: for runs and reads, not for recorded calls.
+    Not for recorded calls, but for runs, reads and unseen calls. By hand: 1.6 µs, as a generator 3.1.
     """
-    outside = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
-    with outside, _without_modes() if _has_modes() else torch.no_grad():
-        yield
+
+    __slots__ = ("_outside", "_grad_mode", "_modes")
+
+    def __enter__(self) -> None:
+        self._outside = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+        self._outside.__enter__()
+        self._grad_mode = torch.is_grad_enabled()
+        self._modes = _without_modes() if _has_modes() else None
+        if self._modes is None:
+            # internal, checked on 2.13: what torch.no_grad calls
+            torch._C._set_grad_enabled(False)
+        else:
+            self._modes.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            if self._modes is None:
+                torch._C._set_grad_enabled(self._grad_mode)
+            else:
+                self._modes.__exit__(*raised)
+        finally:
+            self._outside.__exit__(*raised)
 
 
 @contextlib.contextmanager
