@@ -51,39 +51,60 @@ def count_fallback(op: torch._ops.OpOverload, reason: str) -> None:
     metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
 
 
+# Operands up to which each is compared with each result.
+_FEW = 8
+
+
 class RealCall:
     """One call with real arguments for lazy ones, and lazy results for real ones, with their aliasing."""
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
         self.operands: list[tuple[LazyTensor, torch.Tensor]] = []
+        self._places: dict[int, TensorData] | None = None
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
         """What the operator gives, with its random numbers drawn from `seed` if there is one."""
         with clean_thread_state():
-            real_args = [self._to_real(arg) for arg in args]
-            real_kwargs = {name: self._to_real(arg) for name, arg in kwargs.items()}
+            to_real = self._to_real
+            real_args = [to_real(arg) for arg in args]
+            if not kwargs and seed is None:
+                return op(*real_args)
+            real_kwargs = {name: to_real(arg) for name, arg in kwargs.items()}
             if seed is None:
                 return op(*real_args, **real_kwargs)
             return rng.run_seeded(op, seed, self.context.backing, real_args, real_kwargs)
 
     def source_of(self, real: torch.Tensor) -> TensorData | None:
         """The operand whose memory a result shares, if any."""
+        if len(self.operands) > _FEW:
+            return self._by_storage().get(real.untyped_storage()._cdata)
         for lazy, operand in self.operands:
             # internal, checked on 2.13: 0.2 µs, where comparing two storage objects takes 3
             if torch._C._is_alias_of(real, operand):  # type: ignore[attr-defined]
                 return lazy._data
         return None
 
+    def _by_storage(self) -> dict[int, TensorData]:
+        """The first operand in each storage: of a list of results, none is compared with all operands."""
+        if self._places is None:
+            self._places = {}
+            for lazy, operand in self.operands:
+                self._places.setdefault(operand.untyped_storage()._cdata, lazy._data)
+        return self._places
+
     def resized(self) -> bool:
         """Whether the call gave an operand another geometry."""
         return any(meta_of(real) is not lazy._data.meta for lazy, real in self.operands)
 
     def _to_real(self, arg: Any) -> Any:
-        if isinstance(arg, LazyTensor):
+        kind = arg.__class__
+        if kind is LazyTensor:
             real = backing_tensor(arg._data)
             self.operands.append((arg, real))
             return real
+        if kind is int or kind is float or kind is bool or arg is None:
+            return arg
         if isinstance(arg, torch.Tensor):
             outside = self.context.outside.get(arg)
             return arg if outside is None else backing_tensor(outside)

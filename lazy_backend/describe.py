@@ -6,23 +6,19 @@ Out: a `Call` with tokens for tensors and `Constant`s for floats. Used for calls
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-
-# internal, checked on 2.13: the public torch.library.opcheck asks the same, by calling the operator
-from torch._library.utils import has_fake_kernel
 
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import Constant, TensorMeta, intern_meta, meta_of
-from lazy_backend.lowering.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, View
+from lazy_backend.lowering.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
 from lazy_backend.lowering.schema import Operand, OpSchema, schema_of
-from lazy_backend.operators import INDEX_OPS, NotRecordable, float_shaped_ops
+from lazy_backend.operators import INDEX_OPS, NotRecordable, Traits, float_shaped_ops, traits_of
 from lazy_backend.outside import mixed_devices
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site
@@ -38,27 +34,30 @@ def check_recordable(
     context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Raises `NotRecordable` for a call that has to run at once, or an error for operands no operator takes."""
-    _refuse_quantized(args)
-    indexed = [args[0]] if op._schema.name in INDEX_OPS else []
-    for target in (*mutated_arguments(op, args, kwargs), *indexed):
-        if isinstance(target, torch.Tensor) and not isinstance(target, LazyTensor):
-            raise mixed_devices(context, op, target)
-    if rng.draws_random_numbers(op, args) and not rng.can_seed(op):
-        raise NotRecordable("it draws random numbers and takes no generator")
+    for arg in args:
+        if arg.__class__ is torch.dtype and arg in _QUANTIZED:
+            raise LazyBackendError(
+                f"a quantised tensor cannot be lazy\n  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
+            )
+    traits = traits_of(op)
+    if traits.is_checked:
+        _check_arguments(context, op, args, kwargs, traits)
     if config.force_fallback and op._schema.name in config.force_fallback.split(","):
         raise NotRecordable("config.force_fallback names it")
-    reason = _reason_to_run_at_once(op)
+
+
+def _check_arguments(
+    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], traits: Traits
+) -> None:
+    indexed = [args[0]] if op._schema.name in INDEX_OPS else []
+    for target in (*mutated_arguments(op, args, kwargs), *indexed):
+        if target.__class__ is not LazyTensor and isinstance(target, torch.Tensor):
+            raise mixed_devices(context, op, target)
+    if traits.draws and rng.draws_random_numbers(op, args) and not rng.can_seed(op):
+        raise NotRecordable("it draws random numbers and takes no generator")
     # `index` has the tag for its masks
-    if reason and (op is not aten.index.Tensor or _has_mask(args[1])):
-        raise NotRecordable(reason)
-
-
-@functools.cache
-def _reason_to_run_at_once(op: torch._ops.OpOverload) -> str | None:
-    """Why calls of `op` cannot be recorded, whatever their arguments. Looking takes 20 µs."""
-    if torch.Tag.dynamic_output_shape in op.tags:
-        return "its output depends on values"
-    return None if has_fake_kernel(op) else "it has no fake kernel"
+    if traits.runs_at_once and (op is not aten.index.Tensor or _has_mask(args[1])):
+        raise NotRecordable(traits.runs_at_once)
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:
@@ -75,24 +74,28 @@ def describe(
     entered: tuple[Entered, ...],
 ) -> Call:
     """The `Call` for these arguments, which gave `output`."""
-    schema = schema_of(op)
+    traits = traits_of(op)
+    schema = traits.schema
     converter = _Converter(context, op)
-    call_args = tuple(converter.convert(arg) for arg in args)
-    call_kwargs = tuple((name, converter.convert(arg)) for name, arg in kwargs.items())
-    results = _describe_results(context, op, args, kwargs, output, source_of, schema)
+    call_args = tuple([converter.convert(arg) for arg in args])
+    call_kwargs = tuple([(name, converter.convert(arg)) for name, arg in kwargs.items()]) if kwargs else ()
+    first_slot = num_slots_of(context.trace.cursor)
+    results, num_made = _describe_results(context, op, args, kwargs, output, source_of, schema, first_slot)
+    mutates: tuple[Token, ...] = ()
+    if schema.mutates:
+        written = [t._data.token for t in mutated_arguments(op, args, kwargs) if t.__class__ is LazyTensor]
+        mutates = tuple(filter(None, written))
     return Call(
         op=op,
         args=call_args,
         kwargs=call_kwargs,
         results=results,
         returns_list=schema.returns_list,
-        mutates=tuple(
-            t._data.token for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor) and t._data.token
-        ),
+        mutates=mutates,
         entered=entered,
         num_constants=converter.num_constants,
-        seeded=rng.draws_random_numbers(op, args),
-        num_slots=num_slots_of(context.trace.cursor) + sum(isinstance(result, Fresh | View) for result in results),
+        seeded=traits.draws and rng.draws_random_numbers(op, args),
+        num_slots=first_slot + num_made,
         site=user_site(),
     )
 
@@ -100,16 +103,11 @@ def describe(
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-def _refuse_quantized(args: Sequence[Any]) -> None:
-    if any(arg in _QUANTIZED for arg in args if isinstance(arg, torch.dtype)):
-        raise LazyBackendError(
-            f"a quantised tensor cannot be lazy\n  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
-        )
-
-
 def mutated_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a call writes."""
     operands = schema_of(op).mutates
+    if not operands:
+        return []
     return flat([args[o.place] if o.place < len(args) else kwargs.get(o.name) for o in operands])
 
 
@@ -128,18 +126,27 @@ class _Converter:
         self.num_constants = 0
 
     def convert(self, arg: Any) -> Any:
-        if isinstance(arg, LazyTensor):
+        kind = arg.__class__
+        if kind is LazyTensor:
             return arg._data.token
+        if kind in _LITERALS:
+            return arg
+        if kind is list or kind is tuple:
+            return tuple([self.convert(item) for item in arg])
         if isinstance(arg, torch.Tensor):
             return self.context.outside[arg].token
         if isinstance(arg, list | tuple):
-            return tuple(self.convert(item) for item in arg)
+            return tuple([self.convert(item) for item in arg])
         if isinstance(arg, torch.device):
             return self.context.backing
         if isinstance(arg, float) and not self.floats_are_structure:
             self.num_constants += 1
             return Constant(self.num_constants - 1)
         return arg
+
+
+# Kinds of arguments that stand in a `Call` as they are.
+_LITERALS = frozenset((int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format))
 
 
 def _describe_results(
@@ -150,9 +157,11 @@ def _describe_results(
     output: Any,
     source_of: SourceOf,
     schema: OpSchema,
-) -> tuple[Result, ...]:
+    first_slot: int,
+) -> tuple[tuple[Result, ...], int]:
+    """The results, and how many of them take a slot."""
     outputs = list(output) if isinstance(output, list | tuple) else [] if output is None else [output]
-    slot = num_slots_of(context.trace.cursor)
+    slot = first_slot
     results: list[Result] = []
     for place, fake in enumerate(outputs):
         alias = schema.returns[0 if schema.returns_list else place]
@@ -161,7 +170,7 @@ def _describe_results(
             continue
         if not isinstance(fake, torch.Tensor):
             raise NotRecordable(f"it returns a {type(fake).__name__}")
-        if fake.layout != torch.strided:
+        if fake.layout is not torch.strided:
             raise LazyBackendError(
                 f"{op} gives a {str(fake.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"
                 f"  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
@@ -181,12 +190,13 @@ def _describe_results(
             meta = meta_of(fake)
             results.append(View(SLOTS[slot], meta, source.token, path, wrapper_arguments(context, meta)))
         slot += 1
-    return tuple(results)
+    return tuple(results), slot - first_slot
 
 
 def num_slots_of(cursor: TrieNode[Call | Cut]) -> int:
     """Slots made on the way to `cursor`."""
-    return cursor.call.num_slots if isinstance(cursor.call, Call) else 0
+    call = cursor.call
+    return call.num_slots if isinstance(call, Call) else 0
 
 
 def _base_meta(fake: torch.Tensor) -> TensorMeta:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+# internal, checked on 2.13: the public torch.library.opcheck asks the same, by calling the operator
+from torch._library.utils import has_fake_kernel
+
+from lazy_backend.lowering.schema import OpSchema, schema_of
+
+aten = torch.ops.aten
 
 # Ops with a list of numbers, ints among floats. Other lists that start with an int hold ints only.
 scalar_list_ops: set[int] = set()
@@ -35,3 +44,51 @@ INDEX_OPS = frozenset(
 
 # Ops whose lengths must be on the CPU, beside a tensor on any device.
 HOST_OPERAND_OPS = frozenset(("aten::_pack_padded_sequence",))
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an operator is like, whatever its arguments. Looking takes 50 µs, so it is done once."""
+
+    schema: OpSchema
+    draws: bool  # may draw random numbers
+    runs_at_once: str | None  # why its calls cannot be recorded
+    is_checked: bool  # whether a call can be recorded depends on its arguments
+    asks_fake: bool  # its fake kernel may know better than a run what is to be recorded
+
+
+def traits_of(op: torch._ops.OpOverload) -> Traits:
+    # by id, as handlers are
+    return _traits.get(id(op)) or _traits.setdefault(id(op), _look_at(op))
+
+
+_traits: dict[int, Traits] = {}
+_POWERS = ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
+
+
+def _look_at(op: torch._ops.OpOverload) -> Traits:
+    schema = schema_of(op)
+    tags = op.tags
+    is_ours = op.namespace in ("aten", "prims")
+    draws = torch.Tag.nondeterministic_seeded in tags
+    reason = None
+    if torch.Tag.dynamic_output_shape in tags:
+        reason = "its output depends on values"
+    # the first is enough for most, and a tenth of the other's cost
+    elif not (is_ours and _has_kernel(op, "Meta")) and not has_fake_kernel(op):
+        reason = "it has no fake kernel"
+    name = op._schema.name
+    return Traits(
+        schema=schema,
+        draws=draws,
+        runs_at_once=reason,
+        is_checked=bool(schema.mutates or draws or reason or name in INDEX_OPS),
+        # Custom operators say nowhere else that shapes depend on values; what a compiler would make of powers of
+        # booleans is known to nobody else.
+        asks_fake=not is_ours or name in _POWERS or op is aten._padded_dense_to_jagged_forward.default,
+    )
+
+
+def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    # internal, checked on 2.13, as in has_fake_kernel
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)

@@ -37,8 +37,15 @@ from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.inference import Inference
 from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, View
-from lazy_backend.lowering.schema import schema_of
-from lazy_backend.operators import HOST_OPERAND_OPS, INDEX_OPS, NotRecordable, float_shaped_ops, learn, scalar_list_ops
+from lazy_backend.operators import (
+    HOST_OPERAND_OPS,
+    INDEX_OPS,
+    NotRecordable,
+    float_shaped_ops,
+    learn,
+    scalar_list_ops,
+    traits_of,
+)
 from lazy_backend.outside import operand_from_outside
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site
@@ -355,26 +362,25 @@ def _run_unseen(
 ) -> Any:
     """Run a call seen for the first time at this place, and record it. See Note [First sight runs]."""
     entered = _entered(context, key)
+    traits = traits_of(op)
     try:
         check_recordable(context, op, args, kwargs)
-        if _fake_decides(op, args):
+        if traits.asks_fake and _fake_decides(op, args):
             Inference(context).run(op, args, kwargs)
     except NotRecordable as reason:
         _add_node(context, context.trace.cursor, key, Cut(str(reason)))
         raise
-    executor.catch_up(context)
+    if not context.trace.computed:
+        executor.catch_up(context)
     trace = context.trace
     real = RealCall(context)
-    before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in op.tags else None
-    seed = draw_seed_for(op, args, kwargs)
+    seed: int | None = None
+    if traits.draws:
+        output, seed = _run_drawing(real, op, args, kwargs)
+    else:
+        output = real.run(op, args, kwargs, None)
     try:
-        output = real.run(op, args, kwargs, seed)
-    except BaseException:
-        if before is not None:  # a call that fails draws nothing
-            torch.set_rng_state(before)
-        raise
-    try:
-        if schema_of(op).mutates and real.resized():
+        if traits.schema.mutates and real.resized():
             raise NotRecordable("it resizes an operand")
         call = describe(context, op, args, kwargs, output, real.source_of, entered)
     except NotRecordable as reason:
@@ -389,15 +395,24 @@ def _run_unseen(
     return results
 
 
-def _fake_decides(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether to ask the fake kernel before running: it may say that shapes depend on values, or be wrong about dtypes.
+def _run_drawing(
+    real: RealCall, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, int | None]:
+    """What a call gives that may draw random numbers, and the seed they came from if it took one."""
+    before = torch.get_rng_state()
+    seed = draw_seed_for(op, args, kwargs)
+    try:
+        return real.run(op, args, kwargs, seed), seed
+    except BaseException:
+        torch.set_rng_state(before)  # a call that fails draws nothing
+        raise
 
-    Custom operators say the former nowhere else; what a compiler would make of powers of booleans is the latter.
-    """
+
+def _fake_decides(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether to ask the fake kernel before running, of an op that has the trait: of a power, only for booleans."""
     if op.namespace not in ("aten", "prims") or op is aten._padded_dense_to_jagged_forward.default:
         return True
-    is_power = op._schema.name in ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
-    return is_power and any(arg.dtype == torch.bool for arg in flat(list(args)) if isinstance(arg, torch.Tensor))
+    return any(arg.dtype == torch.bool for arg in flat(list(args)) if isinstance(arg, torch.Tensor))
 
 
 def _end_after(context: DeviceContext, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str) -> None:
@@ -410,13 +425,22 @@ def _end_after(context: DeviceContext, key: tuple[Any, ...], op: torch._ops.OpOv
 
 def _give_values(call: Call, results: Any, output: Any) -> None:
     """Put the memory of real results behind the lazy ones that have memory of their own."""
-    made, real = ([results], [output]) if call.single is not None else (results or (), output or ())
+    single = call.single
+    if single is not None:
+        if single.__class__ is Fresh:
+            results._data.tensor = _owned(output, single.meta)
+        return
     taken: set[int] = set()
-    for result, tensor, value in zip(call.results, made, real, strict=True):
+    for result, tensor, value in zip(call.results, results or (), output or (), strict=True):
         if isinstance(result, Fresh):
             place = value.untyped_storage()._cdata
-            tensor._data.tensor = conform(value.clone() if place in taken else value, result.meta)
+            tensor._data.tensor = _owned(value.clone() if place in taken else value, result.meta)
             taken.add(place)
+
+
+def _owned(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """`value`, which was described as `meta`, as the tensor of a storage: at its start, without bits."""
+    return conform(value, meta) if value.storage_offset() or value.is_conj() else value
 
 
 # ----- an unseen call: infer, describe, add to the trie
@@ -459,18 +483,21 @@ def _has_bits(result: Fresh | View | Same | None) -> bool:
 def _entered(context: DeviceContext, key: tuple[Any, ...]) -> tuple[Entered, ...]:
     """The inputs that a key introduces; their tokens are the latest of the trace."""
     found: list[tuple[TensorMeta, int, TensorMeta]] = []
-
-    def visit(part: Any) -> None:
-        if isinstance(part, tuple):
-            if part and part[0] is _ENTER:
-                found.append(part[1:])
-            else:
-                for item in part:
-                    visit(item)
-
-    visit(key)
+    _find_entered(key, found)
+    if not found:
+        return ()
     start = len(context.trace.inputs) - len(found)
     return tuple(Entered(INPUTS[start + place], meta, group, base) for place, (meta, group, base) in enumerate(found))
+
+
+def _find_entered(parts: tuple[Any, ...], found: list[tuple[TensorMeta, int, TensorMeta]]) -> None:
+    for part in parts:
+        if part.__class__ is tuple and part:
+            head = part[0]
+            if head is _ENTER:
+                found.append(part[1:])
+            elif head.__class__ is not int:  # a list of sizes otherwise
+                _find_entered(part, found)
 
 
 # ----- factories and tensors from outside
