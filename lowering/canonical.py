@@ -28,7 +28,6 @@ from lazy_backend.lowering.ir import (
     contiguous_stride,
     extent,
     intern_meta,
-    map_arg,
 )
 from lazy_backend.lowering.program import Call, Entered, Fresh, Same, Token, View
 
@@ -69,8 +68,8 @@ def run_post_order(calls: Sequence[Call], roots: Sequence[Token], device: torch.
     storages = storage_of_tokens(calls)
     kept = _live_calls(calls, roots, storages)
     builder = _GraphBuilder(calls, kept, storages)
-    for call, seed_place in kept:
-        builder.add_call(call, seed_place)
+    for one in kept:
+        builder.add_call(one.call, one.seed_place)
     return builder.finish(roots, device)
 
 
@@ -94,20 +93,35 @@ def storage_of_tokens(calls: Sequence[Call]) -> dict[Token, int]:
     return storages
 
 
-def _tokens(arg: Any) -> list[Token]:
-    if isinstance(arg, Token):
-        return [arg]
-    if isinstance(arg, tuple):
-        return [token for item in arg for token in _tokens(item)]
-    return []
-
-
 def _operands(call: Call) -> list[Token]:
-    return _tokens((call.args, tuple(arg for _, arg in call.kwargs)))
+    """The tokens among the arguments, once for each use."""
+    found: list[Token] = []
+    _add_operands(call.args, found)
+    if call.kwargs:
+        _add_operands(tuple([arg for _, arg in call.kwargs]), found)
+    return found
 
 
-def _live_calls(calls: Sequence[Call], outputs: Sequence[Token], storages: dict[Token, int]) -> list[tuple[Call, int]]:
-    """The calls whose effect is seen, in program order, each with its place among the trace's seeds.
+def _add_operands(args: tuple[Any, ...], found: list[Token]) -> None:
+    for arg in args:
+        kind = arg.__class__
+        if kind is Token:
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            _add_operands(arg, found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """A call that stays, with its operands and its place among the trace's seeds."""
+
+    call: Call
+    operands: list[Token]
+    seed_place: int
+
+
+def _live_calls(calls: Sequence[Call], outputs: Sequence[Token], storages: dict[Token, int]) -> list[_Kept]:
+    """The calls whose effect is seen, in program order.
 
     Backwards: a call stays if a result is wanted, if it writes a storage that is read later, is an output or comes
     from outside, or if it returns nothing and writes nothing (an assertion, say: it is there for its effect).
@@ -120,19 +134,18 @@ def _live_calls(calls: Sequence[Call], outputs: Sequence[Token], storages: dict[
     wanted_tokens = set(outputs)
     wanted_storages = {storages[token] for token in outputs}
     wanted_storages.update(storages[entered.token] for call in calls for entered in call.entered)
-    kept: list[tuple[Call, int]] = []
+    kept: list[_Kept] = []
     for call, seed_place in zip(reversed(calls), reversed(seed_places), strict=True):
-        made = [r.token for r in call.results if isinstance(r, Fresh | View)]
         effect_only = not call.results and not call.mutates
         if (
             effect_only
-            or not wanted_tokens.isdisjoint(made)
+            or any(r.token in wanted_tokens for r in call.results if r.__class__ is Fresh or r.__class__ is View)
             or any(storages[token] in wanted_storages for token in call.mutates)
         ):
             operands = _operands(call)
             wanted_tokens.update(operands)
-            wanted_storages.update(storages[token] for token in operands)
-            kept.append((call, seed_place))
+            wanted_storages.update([storages[token] for token in operands])
+            kept.append(_Kept(call, operands, seed_place))
     kept.reverse()
     return kept
 
@@ -140,7 +153,7 @@ def _live_calls(calls: Sequence[Call], outputs: Sequence[Token], storages: dict[
 class _GraphBuilder:
     """Numbers values while the kept calls pass in program order."""
 
-    def __init__(self, calls: Sequence[Call], kept: Sequence[tuple[Call, int]], storages: dict[Token, int]) -> None:
+    def __init__(self, calls: Sequence[Call], kept: Sequence[_Kept], storages: dict[Token, int]) -> None:
         self.storages = storages
         self.entered = {entered.token: entered for call in calls for entered in call.entered}
         self.constant_offset = _constant_offsets(calls)
@@ -155,12 +168,13 @@ class _GraphBuilder:
         self.seeds: list[int] = []
         self.count = 0
 
-    def _groups_with_several_views(self, kept: Sequence[tuple[Call, int]]) -> set[int]:
+    def _groups_with_several_views(self, kept: Sequence[_Kept]) -> set[int]:
         views: dict[int, set[Token]] = {}
-        for call, _ in kept:
-            for token in _operands(call):
-                if token in self.entered:
-                    views.setdefault(self.entered[token].group, set()).add(token)
+        for one in kept:
+            for token in one.operands:
+                entered = self.entered.get(token)
+                if entered is not None:
+                    views.setdefault(entered.group, set()).add(token)
         return {group for group, tokens in views.items() if len(tokens) > 1}
 
     def _new_value(self, meta: TensorMeta, storage: int) -> Value:
@@ -243,9 +257,11 @@ class _GraphBuilder:
 
     def add_call(self, call: Call, seed_place: int) -> None:
         # operands first: entering one may add nodes and numbers
-        args, kwargs = self._convert(call.args, call), tuple((n, self._convert(a, call)) for n, a in call.kwargs)
-        mutates = tuple(dict.fromkeys(self._value_of(token) for token in call.mutates))
-        outputs = tuple(self._result(result) for result in call.results)
+        offset = self.constant_offset[call]
+        args = tuple([self._convert(arg, offset) for arg in call.args])
+        kwargs = tuple([(name, self._convert(arg, offset)) for name, arg in call.kwargs])
+        mutates = tuple(dict.fromkeys([self._value_of(token) for token in call.mutates])) if call.mutates else ()
+        outputs = tuple([self._result(result) for result in call.results])
         seed = None
         if call.seeded:
             seed = len(self.seeds)
@@ -253,18 +269,16 @@ class _GraphBuilder:
         self.nodes.append(Node(call.op, args, kwargs, outputs, mutates, call.returns_list, seed, call.site))
         self.post_order.append(call)
 
-    def _convert(self, arg: Any, call: Call) -> Any:
-        offset = self.constant_offset[call]
-
-        def leaf(item: Any) -> Any:
-            if isinstance(item, Token):
-                return self._value_of(item)
-            if isinstance(item, Constant):
-                place = offset + item.index
-                return Constant(self.constants.setdefault(place, len(self.constants)))
-            return item
-
-        return map_arg(leaf, arg)
+    def _convert(self, arg: Any, offset: int) -> Any:
+        """An argument as it stands in a node; `offset`: where its call's constants start among the trace's."""
+        kind = arg.__class__
+        if kind is Token:
+            return self._value_of(arg)
+        if isinstance(arg, tuple):
+            return tuple([self._convert(item, offset) for item in arg])
+        if kind is Constant:
+            return Constant(self.constants.setdefault(offset + arg.index, len(self.constants)))
+        return arg
 
     def _result(self, result: Fresh | View | Same | None) -> Value | None:
         if result is None:

@@ -13,7 +13,7 @@ effect edges (`dependencies`) computes the same; program order is one of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -29,7 +29,7 @@ class TensorMeta:
     `conj` and `neg` are the bits of the lazily conjugated or negated views that `x.conj()` and `x.imag` give.
     """
 
-    __slots__ = ("shape", "stride", "storage_offset", "dtype", "conj", "neg", "__weakref__")
+    __slots__ = ("shape", "stride", "storage_offset", "dtype", "conj", "neg", "_text", "__weakref__")
 
     def __init__(
         self,
@@ -46,12 +46,18 @@ class TensorMeta:
         self.dtype = dtype
         self.conj = conj
         self.neg = neg
+        self._text: str | None = None
 
     def __repr__(self) -> str:
         return f"TensorMeta({self})"
 
     def __str__(self) -> str:
         """`f32[4, 8]`, with strides if they are not contiguous and the offset if there is one."""
+        if self._text is None:  # kept: a key prints hundreds of values of a few geometries
+            self._text = self._printed()
+        return self._text
+
+    def _printed(self) -> str:
         text = f"{_short_dtype(self.dtype)}{list(self.shape)}"
         if self.stride != contiguous_stride(self.shape):
             text += "{" + ",".join(map(str, self.stride)) + "}"
@@ -182,10 +188,10 @@ class Node:
 
     def inputs(self) -> list[Value]:
         """The operands, in schema order, once for each use."""
-        return list(_values((self.args, tuple(arg for _, arg in self.kwargs))))
+        return _leaves(self, Value)
 
     def __str__(self) -> str:
-        results = ", ".join("_" if out is None else f"{out!r}: {out.meta}" for out in self.outputs)
+        results = ", ".join(["_" if out is None else f"%{out.number}: {out.meta}" for out in self.outputs])
         return f"{results}{' = ' if results else ''}{self.name}({self._printed_args()})"
 
     def _printed_args(self) -> str:
@@ -196,27 +202,26 @@ class Node:
         return ", ".join(printed)
 
 
-def _values(arg: Arg) -> Iterator[Value]:
-    if isinstance(arg, Value):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _values(item)
+def _add_leaves(args: Sequence[Arg], kind: type, found: list[Any]) -> None:
+    """Append the leaves of one kind; the schema's lists are tuples."""
+    for arg in args:
+        if arg.__class__ is kind:
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            _add_leaves(arg, kind, found)
+
+
+def _leaves(node: Node, kind: type) -> list[Any]:
+    found: list[Any] = []
+    _add_leaves(node.args, kind, found)
+    if node.kwargs:
+        _add_leaves([arg for _, arg in node.kwargs], kind, found)
+    return found
 
 
 def constants_of(node: Node) -> list[int]:
     """The places of the node's floats among the graph's constants."""
-    found: list[int] = []
-
-    def visit(arg: Arg) -> None:
-        if isinstance(arg, Constant):
-            found.append(arg.index)
-        elif isinstance(arg, tuple):
-            for item in arg:
-                visit(item)
-
-    visit((node.args, tuple(arg for _, arg in node.kwargs)))
-    return found
+    return [constant.index for constant in _leaves(node, Constant)]
 
 
 def print_arg(arg: Arg) -> str:

@@ -80,11 +80,12 @@ class _Writer:
 
     def arg(self, arg: Arg) -> Any:
         """Plain JSON for itself; everything else as a list that starts with its kind."""
-        if arg is None or isinstance(arg, bool | int | str):
-            return arg
-        if isinstance(arg, Value):
+        kind = arg.__class__
+        if kind is Value:
             return ["value", arg.number]
-        if isinstance(arg, Constant):
+        if kind is int or arg is None or isinstance(arg, (bool, int, str)):
+            return arg
+        if kind is Constant:
             return ["constant", arg.index]
         if isinstance(arg, tuple):
             return ["tuple", [self.arg(item) for item in arg]]

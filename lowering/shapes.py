@@ -16,7 +16,7 @@ plan returns is compared with them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,12 +70,13 @@ class Size:
 # ----- what two graphs must have in common, and their numbers
 
 
-def _numbers_of_arg(arg: Arg) -> Iterator[int]:
-    if isinstance(arg, tuple):
-        for item in arg:
-            yield from _numbers_of_arg(item)
-    elif isinstance(arg, int) and not isinstance(arg, bool):
-        yield arg
+def _add_numbers(args: Sequence[Arg], found: list[int]) -> None:
+    for arg in args:
+        kind = arg.__class__
+        if kind is int:  # and no bool
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            _add_numbers(arg, found)
 
 
 def _arguments(node: Node) -> tuple[Arg, ...]:
@@ -84,8 +85,10 @@ def _arguments(node: Node) -> tuple[Arg, ...]:
 
 def numbers_of(graph: Graph) -> tuple[int, ...]:
     """The ints that another shape may change: geometry of inputs, then arguments, in program order."""
-    inputs = (n for v in graph.inputs for n in (*v.meta.shape, *v.meta.stride, v.meta.storage_offset))
-    return (*inputs, *(n for node in graph.nodes for arg in _arguments(node) for n in _numbers_of_arg(arg)))
+    found = [n for v in graph.inputs for n in (*v.meta.shape, *v.meta.stride, v.meta.storage_offset)]
+    for node in graph.nodes:
+        _add_numbers(_arguments(node), found)
+    return tuple(found)
 
 
 def input_sizes(graph: Graph) -> list[int]:
@@ -103,13 +106,14 @@ def skeleton(graph: Graph) -> Hashable:
     """All of a graph but its numbers."""
 
     def blank(arg: Arg) -> Hashable:
-        if isinstance(arg, tuple):
-            return tuple(map(blank, arg))
-        if isinstance(arg, int) and not isinstance(arg, bool):
-            return int
-        if isinstance(arg, Value):
+        kind = arg.__class__
+        if kind is Value:
             return ("value", arg.number)
-        return ("constant", arg.index) if isinstance(arg, Constant) else repr(arg)
+        if kind is int:
+            return int
+        if isinstance(arg, tuple):
+            return tuple([blank(item) for item in arg])
+        return ("constant", arg.index) if kind is Constant else repr(arg)
 
     def kind(value: Value | None) -> Hashable:
         if value is None:
@@ -120,10 +124,10 @@ def skeleton(graph: Graph) -> Hashable:
     nodes = tuple(
         (
             node.op,
-            tuple(map(blank, node.args)),
-            tuple((name, blank(arg)) for name, arg in node.kwargs),
-            tuple(map(kind, node.outputs)),
-            tuple(value.number for value in node.mutates),
+            tuple([blank(arg) for arg in node.args]),
+            tuple([(name, blank(arg)) for name, arg in node.kwargs]),
+            tuple([kind(value) for value in node.outputs]),
+            tuple([value.number for value in node.mutates]),
             node.seed,
         )
         for node in graph.nodes

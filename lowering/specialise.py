@@ -241,7 +241,8 @@ class GraphCompiler:
     def _promotable_constants(self) -> frozenset[int]:
         """See Note [Scalars promote once]. A constant used by two nodes needs a rule for both."""
         if self._promotable is None:
-            fixed = {place for node in self.graph.nodes if not can_promote(node) for place in constants_of(node)}
+            places = [(node, constants_of(node)) for node in self.graph.nodes]
+            fixed = {place for node, own in places if own and not can_promote(node) for place in own}
             self._promotable = frozenset(range(self.graph.num_constants)) - fixed
         return self._promotable
 
