@@ -149,8 +149,9 @@ class CompileWorker:
         self._from, from_child = os.pipe()
         os.set_blocking(self._from, False)
         # -c, not -m or a file: those put a folder first on sys.path, where somebody's `random.py` may be
+        # its priority first: importing takes seconds of a core. 10 would be a ninth of one beside a busy thread
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"import os, sys; os.nice(5); sys.path[:] = {sys.path!r}\n"
             "from lazy_backend.lowering.worker import main\n"
             f"main({to_child}, {from_child}, {os.getpid()})"
         )

@@ -37,7 +37,6 @@ def main(read_fd: int, write_fd: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getppid() != parent:
         return
-    os.nice(5)  # 10 is a ninth of a core beside a busy thread
     inbox = _Inbox(read_fd)
     threading.Thread(target=_watch, args=(inbox, parent), daemon=True).start()
     while True:
