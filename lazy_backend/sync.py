@@ -363,6 +363,10 @@ class LazyGraphExecutor:
         if report.error is None:
             self._tell_of_compile(report)
             return
+        if report.stage == "limited":
+            metrics.increment("ShapeLimitPassed")
+            warn_user(str(report.error), CompileWarning)
+            return
         metrics.observe("CompileTime", report.seconds)
         metrics.increment("CompileFailed")
         cause = str(report.error).strip() or type(report.error).__name__

@@ -15,13 +15,17 @@ from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.compiler import CompiledPlan
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.shapes import Sizes, generalise, input_sizes, numbers_of
-from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, GraphCompiler
+from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, FusionStrategy, GraphCompiler
 
 # Samples a guess is made from; the oldest stay, since every guess has to hold for the first shapes too.
 _MAX_SAMPLES = 16
 
 # Shapes that the compiler's conditions on symbols refuse (a batch of one, say) and that get plans of their own.
 _MAX_REFUSED = 4
+
+
+class TooManyShapes(RuntimeError):
+    """The shapes of a program go beyond its limits, so those that fit no plan are interpreted."""
 
 
 class SizedPlan:
@@ -52,6 +56,8 @@ class Member:
         # what was found out last, so that it is not found out again at every sync: thousands of numbers are compared
         self.bound: tuple[Sizes, tuple[int, ...] | None] | None = None
         self.failed_with = 0  # samples, when no guess held for it
+        self.is_counted = False
+        self.limited: TooManyShapes | None = None  # why it has no plan, until the limits are raised
 
 
 class Family:
@@ -60,6 +66,8 @@ class Family:
     def __init__(self, report: Callable[[CompileReport], None]) -> None:
         self._report = report
         self._samples: list[tuple[int, ...]] = []
+        self._shapes = 0  # that recurred
+        self._told = False  # that limits are passed
         self._statics = 0
         self._refused = 0
         self._guesses = 0
@@ -82,6 +90,9 @@ class Family:
             if not member.is_sample and len(self._samples) < _MAX_SAMPLES:
                 member.is_sample = True
                 self._samples.append(member.numbers)
+            if not member.is_counted:
+                member.is_counted = True
+                self._shapes += 1
             if self._statics < policy.strategy.static:
                 self._statics += 1
                 member.is_static = True
@@ -95,15 +106,16 @@ class Family:
         if values is None or self._compiler is None:
             return None
         if min(values, default=2) < 2:  # compilers take sizes 0 and 1 for constants
-            self._refuse(member)
+            self._refuse(member, policy)
             return None
+        member.limited = None
         self._compiler.observe(constants)
         self._compiler.changed |= self._changed
         plan = self._compiler.plan_for(constants, policy)
         if plan is None:
             return None
         if not plan.accepts_sizes(values):
-            self._refuse(member)
+            self._refuse(member, policy)
             return None
         return SizedPlan(plan, values)
 
@@ -117,23 +129,42 @@ class Family:
 
     def _guess(self, member: Member, policy: CompilePolicy) -> bool:
         """Generalise once more, with this member among the samples. False if there is no new guess."""
+        if self._guesses >= policy.strategy.dynamic:
+            self._limit(member, policy, "max_dynamic_shapes")
+            return False
         samples = self._samples if member.is_sample else [*self._samples, member.numbers]
-        if self._guesses >= policy.strategy.dynamic or len(samples) < 2 or member.failed_with == len(samples):
+        if len(samples) < 2 or member.failed_with == len(samples):
             return False
         sizes = generalise(samples, input_sizes(member.graph), policy.strategy.symbols)
-        values = None if sizes is None else sizes.bind(member.numbers)
-        if sizes is None or values is None or min(values, default=2) < 2:
+        if sizes is None:
             member.failed_with = len(samples)
+            self._limit(member, policy, "max_symbols")
+            return False
+        values = sizes.bind(member.numbers)
+        if values is None or min(values, default=2) < 2:
+            member.failed_with = len(samples)
+            self._refuse(member, policy)
             return False
         self._guesses += 1
         self._sizes = sizes
         self._compiler = GraphCompiler(member.graph, self._report, member.key, sizes)
         return True
 
-    def _refuse(self, member: Member) -> None:
+    def _refuse(self, member: Member, policy: CompilePolicy) -> None:
         if self._refused < _MAX_REFUSED:
             self._refused += 1
             member.is_static = True
+        else:
+            self._limit(member, policy, "max_static_shapes")
+
+    def _limit(self, member: Member, policy: CompilePolicy, setting: str) -> None:
+        """Note why a member has no plan, and say so once per program."""
+        if member.limited is not None:
+            return
+        member.limited = TooManyShapes(_describe_limits(member, self._shapes, policy.strategy, setting))
+        if not self._told:
+            self._told = True
+            self._report(CompileReport(member.graph, "limited", error=member.limited))
 
     def adopt_compiled(self) -> None:
         with self._lock:
@@ -146,3 +177,15 @@ class Family:
 
     def is_compiling(self) -> bool:
         return self._compiler is not None and self._compiler.is_compiling()
+
+
+def _describe_limits(member: Member, shapes: int, strategy: FusionStrategy, setting: str) -> str:
+    nodes = member.graph.nodes
+    name = "" if member.key is None else f" {member.key.hash_hex()[:8]}"
+    return (
+        f"the program{name} of {len(nodes)} nodes came back with {shapes} shapes, more than its limits allow: "
+        f"max_static_shapes = {strategy.static}, max_dynamic_shapes = {strategy.dynamic}, "
+        f"max_symbols = {strategy.symbols}\n  it starts at {nodes[0].site or 'an unknown line'}; shapes that fit none "
+        f"of its plans are interpreted from now on, with the same results, only slower\n  "
+        f"pad sizes or sort them into buckets, or raise lazy_backend.config.{setting}"
+    )

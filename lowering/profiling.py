@@ -137,7 +137,7 @@ class ProfilingGraphExecutor:
     def get_debug_state(self) -> GraphExecutorState:
         plans, error = self._compiler.plans, self._compiler.error
         if error is None and self._family is not None and not self._member.is_static:
-            error = self._family.error()
+            error = self._family.error() or self._member.limited
         plan = "optimized" if self.is_optimized() else "fallback" if error else "profiling"
         if plan == "profiling" and (self._compiler.is_compiling() or (self._family and self._family.is_compiling())):
             plan = "compiling"

@@ -70,10 +70,13 @@ class GraphTooLarge(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """One compile that began, ended or failed, or one graph found compiled on disk; for metrics and messages."""
+    """A compile that began, ended or failed, a graph found compiled on disk, or limits passed; for metrics and texts.
+
+    `stage`: "started" (in the background), "compiled", "loaded" (from disk), "failed", or "limited" (`TooManyShapes`).
+    """
 
     graph: Graph
-    stage: str  # "started" (in the background), "compiled", "loaded" (from disk), "failed"
+    stage: str
     seconds: float = 0.0
     plan: CompiledPlan | None = None
     error: Exception | None = None

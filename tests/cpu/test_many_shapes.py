@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from harness import assert_same, count
 from torch import nn
 
 import lazy_backend
-from lazy_backend import computation, config
+from lazy_backend import CompileWarning, computation, config
 from lazy_backend.lowering import families, shapes
 
 Step = Callable[[str, torch.Tensor], torch.Tensor]
@@ -147,10 +148,51 @@ def test_past_the_limits_graphs_are_interpreted() -> None:
     def step(device: str, x: torch.Tensor) -> torch.Tensor:
         return x.to(device).exp()
 
-    with count("Compile") as compiles:
+    with count("Compile") as compiles, pytest.warns(CompileWarning):
         each(step, batches(shuffled([2, 3, 4], 4)))
     assert compiles() == 0
-    assert {state.plan for state in computation.get_debug_states().values()} == {"profiling"}
+    assert {state.plan for state in computation.get_debug_states().values()} == {"fallback"}
+
+
+def unrelated(count: int) -> list[torch.Tensor]:
+    """Matrices of `count` shapes, each three times, whose rows and columns have nothing to do with each other."""
+    return [made for n in range(count) for made in [torch.ones(2 + n, 3 + (3 * n) % 7)] * 3]
+
+
+def test_limits_that_are_passed_warn_once_with_the_line() -> None:
+    config.max_symbols = 1
+    here = sys._getframe().f_code
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(device).exp().sum(0)
+
+    with pytest.warns(CompileWarning, match="of 2 nodes came back with 2 shapes") as caught:
+        each(step, unrelated(8))
+    (warning,) = caught
+    assert warning.filename == here.co_filename
+    for part in ("max_static_shapes = 1, max_dynamic_shapes = 3, max_symbols = 1", "buckets, or raise", "max_symbols"):
+        assert part in str(warning.message)
+    assert "fallback" in {state.plan for state in computation.get_debug_states().values()}
+
+
+def test_within_the_limits_nothing_warns() -> None:
+    """Warnings are errors in tests."""
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(device).exp().sum(0)
+
+    each(step, unrelated(8))
+    assert {state.plan for state in computation.get_debug_states().values()} == {"optimized"}
+
+
+def test_a_size_of_one_beside_one_other_size_is_compiled() -> None:
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(device).exp()
+
+    with count("Compile") as compiles:
+        each(step, batches([2] * 4 + [1] * 4))
+    assert compiles() == 2
+    assert {state.plan for state in computation.get_debug_states().values()} == {"optimized"}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
