@@ -55,6 +55,7 @@ from lazy_backend.explanation import explain
 from lazy_backend.serve import serve
 from lazy_backend.settings import config
 from lazy_backend.tensor import LazyTensor
+from lazy_backend.tiers import get_bailout_depth, get_fusion_strategy, set_bailout_depth, set_fusion_strategy
 
 __version__ = "0.1.0"
 
@@ -81,6 +82,8 @@ __all__ = [
     "debug",
     "eager_mode",
     "explain",
+    "get_bailout_depth",
+    "get_fusion_strategy",
     "get_tensor_id",
     "ir_cache",
     "is_lazy",
@@ -89,6 +92,8 @@ __all__ = [
     "metrics",
     "save",
     "serve",
+    "set_bailout_depth",
+    "set_fusion_strategy",
     "step",
     "strict",
     "sync",

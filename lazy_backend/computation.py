@@ -27,6 +27,16 @@ def check_lazy(tensors: Sequence[torch.Tensor]) -> list[LazyTensor]:
     return list(tensors)  # type: ignore[arg-type]
 
 
+def get_computation(graph_hash: str) -> Computation:
+    """The cached computation of this hash, as `get_graph_hash` gives it. Raises `LookupError` if there is none."""
+    found = next((c for c in executor.get_computation_cache() if c.hash == graph_hash), None)
+    if found is None:
+        raise LookupError(
+            f"no cached computation has the hash {graph_hash!r}\n  get_debug_states() has those there are"
+        )
+    return found
+
+
 def get_cached_computations() -> list[Computation]:
     """The computations in the cache, in no particular order. Their `executor.get_debug_state()` shows their plans."""
     return list(executor.get_computation_cache())
@@ -34,4 +44,24 @@ def get_cached_computations() -> list[Computation]:
 
 def get_debug_states() -> dict[str, GraphExecutorState]:
     """Per cached computation, by hash: runs, plan, compiles, promoted scalars, error."""
-    return {c.key.hash_hex(): c.executor.get_debug_state() for c in get_cached_computations()}
+    return {c.hash: c.executor.get_debug_state() for c in get_cached_computations()}
+
+
+def get_debug_state(graph_hash: str) -> GraphExecutorState:
+    """The same of one computation. Seed: `getDebugState`."""
+    return get_computation(graph_hash).executor.get_debug_state()
+
+
+def is_optimized(graph_hash: str) -> bool:
+    """Whether its latest run was compiled, or a compiled plan of its own is there. Seed: `isOptimized`."""
+    return get_computation(graph_hash).executor.is_optimized()
+
+
+def debug_flush_compilation_cache(graph_hash: str | None = None) -> None:
+    """Forget the plans and errors of one computation, or of all: the next runs profile and compile anew.
+
+    What is on disk stays there. Seed: `debugFlushCompilationCache`.
+    """
+    chosen = get_cached_computations() if graph_hash is None else [get_computation(graph_hash)]
+    for computation in chosen:
+        computation.executor.debug_flush_compilation_cache()

@@ -36,6 +36,14 @@ def _count(value: Any) -> int:
     return int(value)
 
 
+def _seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not float(value) >= 0:
+        raise ValueError("expected seconds, or None for never")
+    return float(value)
+
+
 def _boolean(value: Any) -> bool:
     if isinstance(value, str) and value.lower() in ("0", "1", "true", "false"):
         return value.lower() in ("1", "true")
@@ -107,12 +115,24 @@ FLAGS: dict[str, Flag] = {
     "num_profiled_runs": Flag(1, _count, "Interpreted runs of a graph before it is compiled."),
     "max_specializations": Flag(4, _positive, "Compiled plans per graph, for floats that cannot be inputs."),
     "max_static_shapes": Flag(
-        1, _count, "Shapes of one program that get a compiled plan each, before one plan for many shapes is compiled."
+        1,
+        _count,
+        "Shapes of one program that get a compiled plan each, before one plan for many shapes is compiled. "
+        "See also set_fusion_strategy.",
     ),
     "max_dynamic_shapes": Flag(
-        3, _count, "Plans for many shapes that a program gets, when sizes vary in another way than was guessed."
+        3,
+        _count,
+        "Plans for many shapes that a program gets, when sizes vary in another way than was guessed. "
+        "See also set_fusion_strategy.",
     ),
     "max_symbols": Flag(4, _positive, "Sizes that vary independently in a plan for many shapes."),
+    "release_delay_seconds": Flag(
+        60.0,
+        _seconds,
+        "Seconds of compiled runs after which a graph itself is kept as compressed text only, and made again if it is "
+        "to be compiled once more; None keeps it.",
+    ),
     "max_compiled_nodes": Flag(
         20_000, _positive, "Graphs with more nodes are interpreted, with a warning: compiling them would take hours."
     ),

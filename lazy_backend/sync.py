@@ -24,6 +24,7 @@ errors and poisoning are the same; `config.run_in_background` decides.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -346,6 +347,7 @@ class LazyGraphExecutor:
             background=config.compile == "background",
             store=current_store(),
             strategy=FusionStrategy(config.max_static_shapes, config.max_dynamic_shapes, config.max_symbols),
+            release_delay=math.inf if config.release_delay_seconds is None else config.release_delay_seconds,
         )
         return policy, self.settings()
 

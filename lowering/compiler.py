@@ -20,6 +20,7 @@ from lazy_backend.lowering.artefact import boxed, load
 from lazy_backend.lowering.examples import static_examples, symbolic_examples
 from lazy_backend.lowering.fx import Signature, to_fx
 from lazy_backend.lowering.ir import Graph, Node
+from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.shapes import Sizes, symbolic_graph
 
 Backend: TypeAlias = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -93,13 +94,16 @@ class CompiledPlan:
 
     def __init__(
         self,
-        graph: Graph,
+        stored: StoredGraph,
         signature: Signature,
         specialised: dict[int, float],
         call: Callable[[list[Any]], Sequence[torch.Tensor]],
+        sizes: Sizes | None = None,
         guards: str | None = None,
     ) -> None:
-        self.graph = graph
+        self._stored = stored
+        self._sizes = sizes
+        self._device = stored.device
         self.signature = signature
         self.specialised = specialised
         self._call = call
@@ -107,6 +111,11 @@ class CompiledPlan:
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
         self.conforms = False
+
+    @property
+    def graph(self) -> Graph:
+        """What was compiled, symbolic sizes included."""
+        return _lowered(self._stored.get(), self._sizes)
 
     def code(self, constants: Sequence[float]) -> str:
         """The FX module, as the backend got it, for constants this plan accepts."""
@@ -143,7 +152,7 @@ class CompiledPlan:
         if self.signature.scalars:
             packed = torch.tensor([constants[place] for place in self.signature.scalars], dtype=torch.float64)
             # one transfer for all scalars of a step
-            arguments.append(packed.to(self.graph.device, non_blocking=True))
+            arguments.append(packed.to(self._device, non_blocking=True))
         if self.signature.seeds:
             arguments.append(torch.tensor(seeds, dtype=torch.int64))
         if self.signature.numbers:
@@ -168,30 +177,39 @@ def compile_graph(
     promoted: frozenset[int],
     backend: Backend,
     sizes: Sizes | None = None,
+    stored: StoredGraph | None = None,
 ) -> CompiledPlan:
-    """Compile `graph`; with `sizes` for all numbers that fit them. Raises whatever the backend raises."""
+    """Compile `graph`; with `sizes` for all numbers that fit them. Raises whatever the backend raises.
+
+    `stored`: where the plan finds `graph` later, if somebody sets it aside.
+    """
+    stored = stored or StoredGraph(graph)
     numbers = runs_module_as_is(backend)
     symbolic = None if sizes is None else symbolic_graph(graph, sizes)
     lowered = graph if symbolic is None else symbolic.graph
     module, signature = to_fx(lowered, constants, promoted, numbers, 0 if symbolic is None else len(symbolic.hints))
     specialised = {} if numbers else _specialised(constants, promoted)
     if numbers:
-        return CompiledPlan(lowered, signature, specialised, _run_as_it_is(module))
+        return CompiledPlan(stored, signature, specialised, _run_as_it_is(module), sizes)
     examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
     with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing():
         call = boxed(lookup_backend(backend)(module, examples.arguments))
-    return CompiledPlan(lowered, signature, specialised, call, examples.guards())
+    return CompiledPlan(stored, signature, specialised, call, sizes, examples.guards())
 
 
 def load_graph(
-    data: bytes, graph: Graph, constants: Sequence[float], promoted: frozenset[int], sizes: Sizes | None = None
+    data: bytes, stored: StoredGraph, constants: Sequence[float], promoted: frozenset[int], sizes: Sizes | None = None
 ) -> CompiledPlan:
     """The plan whose artefact was made from these. Raises `BadArtefact`."""
+    graph = stored.get()
     num_symbols = 0 if sizes is None else len(sizes.symbols)
-    lowered = graph if sizes is None else symbolic_graph(graph, sizes).graph
     signature = Signature(tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=False, sizes=num_symbols)
     call, guards = load(data, graph)
-    return CompiledPlan(lowered, signature, _specialised(constants, promoted), call, guards)
+    return CompiledPlan(stored, signature, _specialised(constants, promoted), call, sizes, guards)
+
+
+def _lowered(graph: Graph, sizes: Sizes | None) -> Graph:
+    return graph if sizes is None else symbolic_graph(graph, sizes).graph
 
 
 def _specialised(constants: Sequence[float], promoted: frozenset[int]) -> dict[int, float]:

@@ -26,19 +26,23 @@ _numbers = itertools.count(1)
 class Computation:
     """One canonical graph with all its plans. Identity is equality."""
 
-    __slots__ = ("key", "hash", "graph", "executor", "number")
+    __slots__ = ("key", "hash", "executor", "number")
 
     def __init__(
         self, key: Key, graph: Graph, report: Callable[[CompileReport], None], family: Family | None = None
     ) -> None:
         self.key = key
         self.hash = key.hash_hex()
-        self.graph = graph
         self.executor = ProfilingGraphExecutor(graph, report, key, family)
         self.number = next(_numbers)
 
+    @property
+    def graph(self) -> Graph:
+        """The canonical graph; made again from its text if it was set aside."""
+        return self.executor.stored.get()
+
     def __repr__(self) -> str:
-        return f"Computation(#{self.number}, {self.hash[:8]}, {len(self.graph.nodes)} nodes)"
+        return f"Computation(#{self.number}, {self.hash[:8]}, {self.executor.stored.num_nodes} nodes)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 
 from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.compiler import CompiledPlan
-from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.shapes import Sizes, generalise, input_sizes, numbers_of
 from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, FusionStrategy, GraphCompiler
 
@@ -47,11 +47,12 @@ class SizedPlan:
 class Member:
     """One graph of a family."""
 
-    def __init__(self, graph: Graph, key: Key | None) -> None:
-        self.graph = graph
+    def __init__(self, stored: StoredGraph, key: Key | None) -> None:
+        self.stored = stored
         self.key = key
-        self.numbers = numbers_of(graph)
+        self.numbers = numbers_of(stored.get())
         self.is_static = False  # has plans of its own
+        self.is_refused = False  # and has them because no symbol may have its sizes
         self.is_sample = False
         # what was found out last, so that it is not found out again at every sync: thousands of numbers are compared
         self.bound: tuple[Sizes, tuple[int, ...] | None] | None = None
@@ -135,7 +136,7 @@ class Family:
         samples = self._samples if member.is_sample else [*self._samples, member.numbers]
         if len(samples) < 2 or member.failed_with == len(samples):
             return False
-        sizes = generalise(samples, input_sizes(member.graph), policy.strategy.symbols)
+        sizes = generalise(samples, input_sizes(member.stored.get()), policy.strategy.symbols)
         if sizes is None:
             member.failed_with = len(samples)
             self._limit(member, policy, "max_symbols")
@@ -147,13 +148,13 @@ class Family:
             return False
         self._guesses += 1
         self._sizes = sizes
-        self._compiler = GraphCompiler(member.graph, self._report, member.key, sizes)
+        self._compiler = GraphCompiler(member.stored, self._report, member.key, sizes)
         return True
 
     def _refuse(self, member: Member, policy: CompilePolicy) -> None:
         if self._refused < _MAX_REFUSED:
             self._refused += 1
-            member.is_static = True
+            member.is_refused = member.is_static = True
         else:
             self._limit(member, policy, "max_static_shapes")
 
@@ -164,7 +165,23 @@ class Family:
         member.limited = TooManyShapes(_describe_limits(member, self._shapes, policy.strategy, setting))
         if not self._told:
             self._told = True
-            self._report(CompileReport(member.graph, "limited", error=member.limited))
+            self._report(CompileReport(member.stored.get(), "limited", error=member.limited))
+
+    def forget(self, member: Member) -> None:
+        """Forget the plan of a member, for all who share it."""
+        with self._lock:
+            if member.is_static:
+                member.is_static = False
+                if member.is_refused:
+                    self._refused -= 1
+                else:
+                    self._statics -= 1
+            else:
+                self._sizes = self._compiler = None
+                self._guesses = 0
+            member.is_refused = False
+            member.failed_with = 0
+            member.limited = None
 
     def adopt_compiled(self) -> None:
         with self._lock:
@@ -180,7 +197,7 @@ class Family:
 
 
 def _describe_limits(member: Member, shapes: int, strategy: FusionStrategy, setting: str) -> str:
-    nodes = member.graph.nodes
+    nodes = member.stored.get().nodes
     name = "" if member.key is None else f" {member.key.hash_hex()[:8]}"
     return (
         f"the program{name} of {len(nodes)} nodes came back with {shapes} shapes, more than its limits allow: "

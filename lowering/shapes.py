@@ -16,6 +16,7 @@ plan returns is compared with them.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,8 +103,8 @@ def input_sizes(graph: Graph) -> list[int]:
     return places
 
 
-def skeleton(graph: Graph) -> Hashable:
-    """All of a graph but its numbers."""
+def skeleton(graph: Graph) -> bytes:
+    """All of a graph but its numbers, exactly, as compressed text: of the step of a 24-block GPT 78 kB, not 1.6 MB."""
 
     def blank(arg: Arg) -> Hashable:
         kind = arg.__class__
@@ -123,7 +124,7 @@ def skeleton(graph: Graph) -> Hashable:
 
     nodes = tuple(
         (
-            node.op,
+            node.op.name(),
             tuple([blank(arg) for arg in node.args]),
             tuple([(name, blank(arg)) for name, arg in node.kwargs]),
             tuple([kind(value) for value in node.outputs]),
@@ -133,7 +134,8 @@ def skeleton(graph: Graph) -> Hashable:
         for node in graph.nodes
     )
     outputs = tuple(value.number for value in graph.outputs)
-    return tuple(map(kind, graph.inputs)), nodes, outputs, graph.device
+    whole = (tuple(map(kind, graph.inputs)), nodes, outputs, str(graph.device))
+    return zlib.compress(repr(whole).encode(), 1)
 
 
 # ----- guessing

@@ -13,6 +13,7 @@ the graph is interpreted.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from lazy_backend.lowering.artefact import made_for
 from lazy_backend.lowering.background import Job, NotPortableThere, compiler_settings, process_state, worker
 from lazy_backend.lowering.compiler import Backend, CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.ir import Graph, constants_of
-from lazy_backend.lowering.portable import NotPortable
+from lazy_backend.lowering.portable import NotPortable, StoredGraph
 from lazy_backend.lowering.scalars import can_promote
 from lazy_backend.lowering.shapes import Sizes
 
@@ -62,6 +63,7 @@ class CompilePolicy:
     background: bool = False
     store: ArtefactStore | None = None
     strategy: FusionStrategy = FusionStrategy()
+    release_delay: float = math.inf  # seconds a graph is optimized before it is set aside
 
 
 class GraphTooLarge(RuntimeError):
@@ -97,13 +99,17 @@ class _Request:
 class GraphCompiler:
     """Makes and keeps the compiled plans of one graph. The caller sees that one thread at a time uses it.
 
-    `sizes`: what the numbers of a symbolic graph are, `graph` being one sample.
+    `sizes`: what the numbers of a symbolic graph are, `stored` being one sample.
     """
 
     def __init__(
-        self, graph: Graph, report: Callable[[CompileReport], None], key: Key | None = None, sizes: Sizes | None = None
+        self,
+        stored: StoredGraph,
+        report: Callable[[CompileReport], None],
+        key: Key | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
-        self.graph = graph
+        self.stored = stored
         self.report = report
         self.key = key  # without one nothing is stored
         self.sizes = sizes
@@ -115,6 +121,10 @@ class GraphCompiler:
         self._promotable: frozenset[int] | None = None
         self._request: _Request | None = None
         self._changed_values: tuple[tuple[int, float, float], ...] = ()
+
+    @property
+    def graph(self) -> Graph:
+        return self.stored.get()
 
     def plan_for(self, constants: Sequence[float], policy: CompilePolicy) -> CompiledPlan | None:
         """A plan for these constants, if there is one; has one made otherwise, unless there are too many."""
@@ -164,7 +174,7 @@ class GraphCompiler:
     def _compile_here(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> None:
         start = time.perf_counter()
         try:
-            plan = compile_graph(self.graph, constants, promoted, policy.backend, self.sizes)
+            plan = compile_graph(self.graph, constants, promoted, policy.backend, self.sizes, self.stored)
         except Exception as error:
             self._fail(error, time.perf_counter() - start)
         else:
@@ -179,7 +189,7 @@ class GraphCompiler:
         if data is None:
             return False
         try:
-            plan = load_graph(data, self.graph, constants, promoted, self.sizes)
+            plan = load_graph(data, self.stored, constants, promoted, self.sizes)
         except Exception:
             return False  # made by a version that wrote something else: the compiler makes a new one
         self._add(plan, "loaded", time.perf_counter() - start)
@@ -217,7 +227,7 @@ class GraphCompiler:
 
     def _take(self, data: bytes, request: _Request) -> None:
         try:
-            plan = load_graph(data, self.graph, request.constants, request.promoted, self.sizes)
+            plan = load_graph(data, self.stored, request.constants, request.promoted, self.sizes)
         except Exception as error:
             self._fail(error, request.job.seconds)
             return

@@ -10,7 +10,7 @@ import torch
 from harness import count, run_python
 
 import lazy_backend
-from lazy_backend import computation, debug, ir_cache, metrics
+from lazy_backend import computation, config, debug, ir_cache, metrics
 from lazy_backend.context import contexts
 
 # ----- step closures (after pytorch's test/lazy/test_step_closures.py)
@@ -295,3 +295,82 @@ torch._lazy.wait_device_ops()
 print(lazy_backend.metrics.counter_value("MarkStep"))
 """
     assert run_python(code, tmp_path) == "1\n"
+
+
+# ----- which plan runs: the seed's words
+
+
+def doubled() -> torch.Tensor:
+    made = torch.ones(3, device="lazy") * 2
+    lazy_backend.mark_step()
+    return made
+
+
+def test_the_strategy_is_the_settings() -> None:
+    assert lazy_backend.get_fusion_strategy() == [("static", 1), ("dynamic", 3)]
+    assert lazy_backend.set_fusion_strategy([("STATIC", 2), ("DYNAMIC", 5)]) == [("static", 1), ("dynamic", 3)]
+    assert (config.max_static_shapes, config.max_dynamic_shapes) == (2, 5)
+    config.max_static_shapes = 7
+    assert lazy_backend.get_fusion_strategy() == [("static", 7), ("dynamic", 5)]
+
+
+def test_a_strategy_is_set_back_with_what_was_returned() -> None:
+    before = lazy_backend.set_fusion_strategy([("dynamic", 1)])
+    assert lazy_backend.set_fusion_strategy(before) == [("static", 0), ("dynamic", 1)]
+    assert lazy_backend.get_fusion_strategy() == before
+
+
+@pytest.mark.parametrize("entries", [[("dynamic", 1), ("static", 1)], [("static", -1)], [("lazy", 1)]])
+def test_a_strategy_that_means_nothing_is_refused(entries: list[tuple[str, int]]) -> None:
+    with pytest.raises(ValueError, match=r"cannot stand there\n  expected \[\(\"static\", k\)"):
+        lazy_backend.set_fusion_strategy(entries)
+    assert lazy_backend.get_fusion_strategy() == [("static", 1), ("dynamic", 3)]
+
+
+@pytest.mark.parametrize(("depth", "static", "dynamic"), [(0, 0, 0), (1, 1, 0), (2, 1, 1), (9, 1, 8)])
+def test_the_bailout_depth_is_the_number_of_plans(depth: int, static: int, dynamic: int) -> None:
+    assert lazy_backend.set_bailout_depth(depth) == 4
+    assert lazy_backend.get_bailout_depth() == depth
+    assert lazy_backend.get_fusion_strategy() == [("static", static), ("dynamic", dynamic)]
+
+
+def test_a_depth_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set_bailout_depth\(-1\): expected a whole number"):
+        lazy_backend.set_bailout_depth(-1)
+
+
+def test_one_graphs_state_by_its_hash() -> None:
+    pending = torch.ones(3, device="lazy") * 2
+    name = computation.get_graph_hash([pending])
+    lazy_backend.mark_step()
+    assert (computation.is_optimized(name), computation.get_debug_state(name).runs) == (False, 1)
+    del pending
+    doubled()
+    assert computation.is_optimized(name)
+    assert computation.get_debug_states() == {name: computation.get_debug_state(name)}
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_flushed_plans_are_compiled_anew(one: bool) -> None:
+    doubled(), doubled()
+    (name,) = computation.get_debug_states()
+    computation.debug_flush_compilation_cache(name if one else None)
+    assert computation.get_debug_state(name).plan == "profiling"
+    with count("Compile") as compiles:
+        doubled(), doubled()
+    assert (compiles(), computation.is_optimized(name)) == (1, True)
+
+
+def test_a_hash_that_nobody_has() -> None:
+    with pytest.raises(LookupError, match="no cached computation has the hash 'abc'"):
+        computation.get_debug_state("abc")
+
+
+def test_a_captured_step_goes_on_after_its_graph_was_set_aside() -> None:
+    config.release_delay_seconds = 0.0
+    step = lazy_backend.capture(lambda x, factor: x * factor)
+    x = torch.ones(3).to("lazy")
+    for _ in range(6):
+        assert step(x, 2.0).tolist() == [2.0] * 3
+    assert [state.released for state in computation.get_debug_states().values()] == [True]
+    assert step(x, 3.0).tolist() == [3.0] * 3

@@ -10,6 +10,7 @@ from builder import Program, aten
 from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.families import Family, Member, TooManyShapes
 from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, FusionStrategy
 
 POLICY = CompilePolicy("eager", enabled=True, num_profiled_runs=1, max_specializations=4, max_compiled_nodes=1000)
@@ -23,7 +24,7 @@ def member(*shape: int) -> Member:
     program = Program()
     x = program.input(torch.ones(shape))
     graph: Graph = program.graph(program.call(aten.mul.Tensor, program.call(aten.exp.default, x), 2))
-    return Member(graph, Key((("graph", graph.text()),)))
+    return Member(StoredGraph(graph), Key((("graph", graph.text()),)))
 
 
 class Shapes:
@@ -98,3 +99,37 @@ def test_too_many_of_those_pass_the_limits() -> None:
     assert asked == ["own", "shared", "own", "own", "own", "own", "none", "none"]
     assert len(shapes.limits()) == 1
     assert "raise lazy_backend.config.max_static_shapes" in shapes.limits()[0]
+
+
+def test_a_symbolic_plan_outlives_its_samples_graph() -> None:
+    shapes, first, second = Shapes(), member(4), member(6)
+    shapes.ask(first, second)
+    assert second.stored.set_aside()
+    plan = shapes.family.plan_for(member(9), [], frozenset(), POLICY)
+    assert plan is not None
+    (made,) = plan.execute([torch.zeros(9)], [], [])
+    assert made.tolist() == [2.0] * 9
+
+
+def test_a_guess_from_a_sample_that_is_set_aside() -> None:
+    shapes = Shapes()
+    members = [member(2, 4), member(3, 5), member(4, 6)]
+    shapes.ask(*members)
+    for one in members:
+        assert one.stored.set_aside()
+    assert shapes.ask(member(4, 9), members[0], members[2]) == ["shared", "own", "shared"]
+
+
+def test_a_flushed_member_takes_the_shared_plan_along() -> None:
+    shapes, first, second = Shapes(), member(4), member(6)
+    shapes.ask(first, second)
+    shapes.family.forget(second)
+    assert shapes.ask(second) == ["shared"]
+    assert [report.stage for report in shapes.reports] == ["compiled"] * 2
+
+
+def test_a_flushed_member_gives_back_its_place() -> None:
+    shapes, first = Shapes(), member(4)
+    shapes.ask(first, member(6))
+    shapes.family.forget(first)
+    assert shapes.ask(member(8), first) == ["own", "shared"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from builder import CPU, Program, aten
 from expecttest import assert_expected_inline
 from harness import as_bytes, assert_same
 
-from lazy_backend.lowering.compiler import compile_graph, lookup_backend
+from lazy_backend.lowering.compiler import PlanError, compile_graph, lookup_backend
 from lazy_backend.lowering.fx import to_fx
-from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.ir import Graph, Node
 from lazy_backend.lowering.kernels import NodeError
+from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ProfilingGraphExecutor
 from lazy_backend.lowering.scalars import can_promote
 from lazy_backend.lowering.serial import SerialGraphExecutor
@@ -358,7 +361,8 @@ class Runs:
 
     def __init__(self, graph: Graph) -> None:
         self.reports: list[CompileReport] = []
-        self.executor = ProfilingGraphExecutor(graph, self.reports.append)
+        self.now = 0.0
+        self.executor = ProfilingGraphExecutor(graph, self.reports.append, clock=lambda: self.now)
 
     def kinds(self, *constants: float, policy: CompilePolicy = POLICY) -> list[str]:
         return [self.executor.plan_for([value], policy).kind for value in constants]
@@ -431,6 +435,120 @@ def test_the_debug_state_counts() -> None:
     runs.kinds(1.0, 2.0, 3.0)
     state = runs.executor.get_debug_state()
     assert (state.runs, state.plan, state.compiles, state.promoted_scalars, state.error) == (3, "optimized", 1, 1, None)
+
+
+def test_a_flushed_graph_profiles_and_compiles_anew() -> None:
+    runs = Runs(scaled()[0])
+    runs.kinds(2.0, 2.0)
+    runs.executor.debug_flush_compilation_cache()
+    assert not runs.executor.is_optimized()
+    assert runs.kinds(2.0, 2.0) == ["interpreted", "compiled"]
+    assert runs.executor.is_optimized()
+
+
+RELEASING = replace(POLICY, release_delay=5.0)
+
+
+def released(graph: Graph, policy: CompilePolicy = RELEASING) -> Runs:
+    """A graph that has been optimized for longer than the delay."""
+    runs = Runs(graph)
+    runs.kinds(1.0, 1.0, policy=policy)
+    runs.now = 5.0
+    runs.kinds(1.0, policy=policy)
+    return runs
+
+
+def test_an_optimized_graph_is_set_aside_after_the_delay() -> None:
+    runs = Runs(scaled()[0])
+    states = []
+    for now in (0.0, 1.0, 5.9, 6.0):
+        runs.now = now
+        runs.kinds(1.0, policy=RELEASING)
+        states.append(runs.executor.get_debug_state().released)
+    assert states == [False, False, False, True]
+
+
+def test_what_is_set_aside_can_be_freed() -> None:
+    def nodes() -> int:
+        return sum(type(one) is Node for one in gc.get_objects())
+
+    before, runs = nodes(), Runs(scaled()[0])
+    counts = []
+    for runs.now in (0.0, 0.0, 5.0):
+        runs.kinds(1.0, policy=RELEASING)
+        runs.reports.clear()
+        counts.append(nodes() - before)
+    assert counts == [1, 1, 0]
+
+
+def test_a_graph_without_a_delay_is_kept() -> None:
+    assert not released(scaled()[0], POLICY).executor.get_debug_state().released
+
+
+def test_an_interpreted_graph_is_kept() -> None:
+    runs = Runs(not_promotable())
+    for now, value in enumerate((1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)):
+        runs.now = float(now)
+        runs.kinds(value, policy=RELEASING)
+    assert not runs.executor.get_debug_state().released
+
+
+def test_replays_set_aside_too() -> None:
+    runs, constants = Runs(scaled()[0]), (1.0,)
+    runs.kinds(1.0, 1.0, policy=RELEASING)
+    for runs.now in (1.0, 5.0):
+        assert runs.executor.ready_plan_for(constants) is not None
+    assert runs.executor.get_debug_state().released
+
+
+def test_a_graph_set_aside_is_compiled_again() -> None:
+    runs, x = released(scaled()[0]), torch.arange(4.0)
+    plan = runs.executor.plan_for([3.0], RELEASING)
+    assert plan.kind == "compiled"
+    assert [report.stage for report in runs.reports] == ["compiled"] * 2
+    assert_same(plan.execute([x.clone()], [3.0], []), [x * 3])
+
+
+def test_a_graph_compiled_again_is_set_aside_again() -> None:
+    runs = released(scaled()[0])
+    states = []
+    for now in (6.0, 7.0, 11.0):
+        runs.now = now
+        runs.kinds(3.0, policy=RELEASING)
+        states.append(runs.executor.get_debug_state().released)
+    assert states == [False, False, True]
+
+
+def test_a_graph_set_aside_is_interpreted_again() -> None:
+    runs, x = released(not_promotable()), torch.arange(4.0)
+    runs.kinds(2.0, policy=RELEASING)
+    plan = runs.executor.plan_for([3.0], RELEASING)
+    assert plan.kind == "interpreted"
+    assert_same(plan.execute([x.clone()], [3.0], []), [torch.div(x, 3.0, rounding_mode="floor")])
+
+
+def test_an_error_of_a_plan_set_aside_names_its_calls() -> None:
+    program = Program()
+    index = program.input(torch.tensor([0]))
+    graph = program.graph(program.call(aten.index_select.default, program.input(torch.ones(3)), 0, index))
+    runs = Runs(graph)
+    for runs.now in (0.0, 1.0, 6.0):
+        plan = runs.executor.plan_for([], RELEASING)
+    assert runs.executor.get_debug_state().released
+    with pytest.raises(PlanError, match=r"aten\.index_select recorded at step\.py:1"):
+        plan.execute([torch.ones(3), torch.tensor([7])], [], [])
+
+
+def test_an_operator_of_the_program_keeps_its_graph() -> None:
+    """It may be gone when the text is read."""
+    with torch.library._scoped_library("lazy_kept", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        program = Program()
+        made = program.call(torch.ops.lazy_kept.twice.default, program.input(torch.ones(3)))
+        stored = StoredGraph(program.graph(made))
+        assert not stored.set_aside()
+        assert [node.name for node in stored.get().nodes] == ["lazy_kept.twice"]
 
 
 def test_every_plan_gives_the_same() -> None:
