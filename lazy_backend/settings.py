@@ -133,6 +133,12 @@ FLAGS: dict[str, Flag] = {
         "Seconds of compiled runs after which a graph itself is kept as compressed text only, and made again if it is "
         "to be compiled once more; None keeps it.",
     ),
+    "compiler_idle_seconds": Flag(
+        60.0,
+        _seconds,
+        "Seconds without a compile after which the compiler's process, which holds 375 MB, is ended; the next compile "
+        "starts another. None keeps it.",
+    ),
     "max_compiled_nodes": Flag(
         20_000, _positive, "Graphs with more nodes are interpreted, with a warning: compiling them would take hours."
     ),

@@ -24,6 +24,7 @@ errors and poisoning are the same; `config.run_in_background` decides.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -51,14 +52,14 @@ from lazy_backend.history import SyncRecord, history
 from lazy_backend.limits import GraphLimit
 from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
-from lazy_backend.lowering.compiler import CompiledPlan
+from lazy_backend.lowering.compiler import Backend, CompiledPlan
 from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
 from lazy_backend.lowering.families import Family
 from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import ExecutionPlan
 from lazy_backend.lowering.program import Call, Token
 from lazy_backend.lowering.shapes import skeleton
-from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, FusionStrategy
+from lazy_backend.lowering.specialise import ArtefactStore, CompilePolicy, CompileReport, FusionStrategy
 from lazy_backend.reasons import explain_binding, note_plan, record_compile
 from lazy_backend.settings import config
 from lazy_backend.sites import purpose_of_read, user_site, warn_user
@@ -94,6 +95,36 @@ def _covering(bindings: Mapping[Any, Any], wanted: tuple[int, ...], settings: En
         and len(indices) - len(wanted) <= _MAX_UNWANTED
     ]
     return min(found, key=len, default=None)
+
+
+# every sync asks, and settings hardly change: 0.5 µs instead of 2
+@functools.lru_cache(maxsize=1)
+def _policy(
+    backend: Backend,
+    compile: str,
+    num_profiled_runs: int,
+    max_specializations: int,
+    max_compiled_nodes: int,
+    store: ArtefactStore | None,
+    max_static_shapes: int,
+    max_dynamic_shapes: int,
+    max_symbols: int,
+    release_delay_seconds: float | None,
+    compiler_idle_seconds: float | None,
+) -> CompilePolicy:
+    """The settings that say how to compile, as the layers below take them."""
+    return CompilePolicy(
+        backend=backend,
+        enabled=compile != "off",
+        num_profiled_runs=num_profiled_runs,
+        max_specializations=max_specializations,
+        max_compiled_nodes=max_compiled_nodes,
+        background=compile == "background",
+        store=store,
+        strategy=FusionStrategy(max_static_shapes, max_dynamic_shapes, max_symbols),
+        release_delay=math.inf if release_delay_seconds is None else release_delay_seconds,
+        compiler_idle=math.inf if compiler_idle_seconds is None else compiler_idle_seconds,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,16 +369,18 @@ class LazyGraphExecutor:
 
     def policy(self) -> tuple[CompilePolicy, Environment]:
         """How to compile now, and all that a key depends on."""
-        policy = CompilePolicy(
-            backend=config.backend,
-            enabled=config.compile != "off",
-            num_profiled_runs=config.num_profiled_runs,
-            max_specializations=config.max_specializations,
-            max_compiled_nodes=config.max_compiled_nodes,
-            background=config.compile == "background",
-            store=current_store(),
-            strategy=FusionStrategy(config.max_static_shapes, config.max_dynamic_shapes, config.max_symbols),
-            release_delay=math.inf if config.release_delay_seconds is None else config.release_delay_seconds,
+        policy = _policy(
+            config.backend,
+            config.compile,
+            config.num_profiled_runs,
+            config.max_specializations,
+            config.max_compiled_nodes,
+            current_store(),
+            config.max_static_shapes,
+            config.max_dynamic_shapes,
+            config.max_symbols,
+            config.release_delay_seconds,
+            config.compiler_idle_seconds,
         )
         return policy, self.settings()
 

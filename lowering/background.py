@@ -5,8 +5,11 @@ In: graphs to compile. Out: jobs that are done some time later, with the bytes o
 Note [Compiles happen elsewhere]
 Beside a compile in a thread of the same process, training ran at half its speed and stood still for seconds at a time:
 the compiler is Python and holds the GIL, and importing it beside a busy thread took 16 s instead of one. So a process
-of its own compiles, at low priority, and what comes back loads in milliseconds. There is no thread on this side: who
-wants a plan asks whether it is there, which costs one system call per step and nothing when nothing is asked.
+of its own compiles, at low priority, and what comes back loads in milliseconds. Nothing runs on this side: who wants a
+plan asks whether it is there, which costs one system call per step and nothing when nothing is asked.
+
+The process holds 375 MB. So a thread sleeps for as long as it may be idle, ends it then, and the next compile starts
+another. It ends it under the lock that submits take: no request goes to a process that is about to end.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +36,9 @@ import torch
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.portable import to_bytes
 from lazy_backend.lowering.shapes import Sizes
+
+# Seconds between two looks at the process, however short it may be idle.
+_SHORTEST_NAP = 0.05
 
 
 class WorkerDied(RuntimeError):
@@ -59,9 +66,13 @@ class Job:
 
 
 class CompileWorker:
-    """A process that compiles one graph after the other; started with the first. Safe from any thread."""
+    """A process that compiles one graph after the other; started with the first, ended when idle for long.
 
-    def __init__(self) -> None:
+    Safe from any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._to = self._from = -1
@@ -69,13 +80,24 @@ class CompileWorker:
         self._log: IO[bytes] | None = None
         self._jobs: dict[int, Job] = {}
         self._count = 0
+        self._idle_seconds = math.inf
+        self._idle_since = 0.0  # when the latest job ended
+        self._news: threading.Event | None = (
+            None  # for the thread that watches the process: it is gone, or may idle less
+        )
 
     def submit(
-        self, graph: Graph, constants: Sequence[float], promoted: frozenset[int], sizes: Sizes | None = None
+        self,
+        graph: Graph,
+        constants: Sequence[float],
+        promoted: frozenset[int],
+        sizes: Sizes | None = None,
+        idle_seconds: float = math.inf,
     ) -> Job:
         """Have `graph` compiled; a later `poll` or `wait` finishes the job. Raises `NotPortable`.
 
-        `sizes`: compile it for all numbers that fit them, `graph` being one sample.
+        `sizes`: compile it for all numbers that fit them, `graph` being one sample. `idle_seconds`: how long the
+        process waits for the next request before it is ended.
         """
         request = {
             "state": process_state(),
@@ -95,6 +117,7 @@ class CompileWorker:
                 line = {"id": job.id, "request": str(job.folder / "request"), "result": str(job.folder / "result")}
                 self._jobs[job.id] = job
                 os.write(self._to, json.dumps(line).encode() + b"\n")
+                self._watch(idle_seconds)
             except BrokenPipeError:
                 self._fail_all()
             except OSError as error:  # no memory for a process, no room for the request
@@ -137,7 +160,7 @@ class CompileWorker:
             process.returncode = 0  # not ours to wait for
             os.close(self._to)
             os.close(self._from)
-        self._rest, self._log = b"", None
+        self._rest, self._log, self._news = b"", None, None
         self._lock = threading.RLock()
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
@@ -148,18 +171,11 @@ class CompileWorker:
         to_child, self._to = os.pipe()
         self._from, from_child = os.pipe()
         os.set_blocking(self._from, False)
-        # -c, not -m or a file: those put a folder first on sys.path, where somebody's `random.py` may be
-        # its priority first: importing takes seconds of a core. 10 would be a ninth of one beside a busy thread
-        code = (
-            f"import os, sys; os.nice(5); sys.path[:] = {sys.path!r}\n"
-            "from lazy_backend.lowering.worker import main\n"
-            f"main({to_child}, {from_child}, {os.getpid()})"
-        )
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-Wignore", "-c", code],
+                [sys.executable, "-Wignore", "-c", _program(to_child, from_child)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -173,6 +189,41 @@ class CompileWorker:
         finally:
             os.close(to_child)
             os.close(from_child)
+
+    def _watch(self, idle_seconds: float) -> None:
+        """See that the process is ended when it has been idle for so long."""
+        before, self._idle_seconds = self._idle_seconds, idle_seconds
+        if self._news is not None:
+            if idle_seconds < before:
+                self._news.set()
+            return
+        if idle_seconds == math.inf:
+            return
+        self._news = threading.Event()
+        arguments = (self._process, self._news)
+        watcher = threading.Thread(target=self._end_when_idle, args=arguments, name="lazy_backend idle", daemon=True)
+        try:
+            watcher.start()
+        except RuntimeError:  # no more threads, or the interpreter is leaving: the process ends with this one
+            self._news = None
+
+    def _end_when_idle(self, process: subprocess.Popen[bytes], news: threading.Event) -> None:
+        """On a thread of its own, until the process is gone."""
+        while True:
+            news.clear()
+            with self._lock:
+                if self._process is process:
+                    self._receive(0.0)  # whoever asked may never look again
+                if self._process is not process:
+                    return
+                left = self._idle_seconds - (0.0 if self._jobs else self._clock() - self._idle_since)
+                if left <= 0.0 and not self._jobs:
+                    self._kill()
+                    return
+                if left == math.inf:
+                    self._news = None
+                    return
+            news.wait(max(left, _SHORTEST_NAP))
 
     def _receive(self, timeout: float) -> None:
         if self._process is None:
@@ -196,6 +247,7 @@ class CompileWorker:
         else:
             job.result = (job.folder / "result").read_bytes()
         self._end(job)
+        self._idle_since = self._clock()
 
     def _end(self, job: Job) -> None:
         for name in ("request", "partial", "result"):
@@ -222,6 +274,9 @@ class CompileWorker:
 
     def _kill(self) -> int | None:
         process, self._process = self._process, None
+        news, self._news = self._news, None
+        if news is not None:
+            news.set()
         if process is None:
             return None
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -234,6 +289,18 @@ class CompileWorker:
         self._log.close()
         self._log, self._rest = None, b""
         return status
+
+
+def _program(to_child: int, from_child: int) -> str:
+    """What the process runs. With -c, as -m or a file puts a folder first on sys.path, with somebody's `random.py`.
+
+    Its priority first: importing takes seconds of a core. 10 would be a ninth of one beside a busy thread.
+    """
+    return (
+        f"import os, sys; os.nice(5); sys.path[:] = {sys.path!r}\n"
+        "from lazy_backend.lowering.worker import main\n"
+        f"main({to_child}, {from_child}, {os.getpid()})"
+    )
 
 
 worker = CompileWorker()

@@ -6,7 +6,7 @@ that a graph may hold as literals raise `NotPortable`.
 
 Note [Graphs are set aside]
 Once a graph is optimized, nobody looks at it but a second compile, an error or somebody who prints it. As objects the
-step of a GPT of 24 blocks takes 1.6 MB, as compressed text 76 kB. So those who would keep it for the day it is wanted
+step of a GPT of 24 blocks takes 1.2 MB, as compressed text 76 kB. So those who would keep it for the day it is wanted
 share a `StoredGraph`, which may turn it into text and makes it again, in 30 ms, when it is.
 """
 

@@ -64,6 +64,7 @@ class CompilePolicy:
     store: ArtefactStore | None = None
     strategy: FusionStrategy = FusionStrategy()
     release_delay: float = math.inf  # seconds a graph is optimized before it is set aside
+    compiler_idle: float = math.inf  # seconds the compiler's process waits for more before it is ended
 
 
 class GraphTooLarge(RuntimeError):
@@ -198,7 +199,7 @@ class GraphCompiler:
     def _begin(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> None:
         """Have the compiler's process compile. See Note [Compiles happen elsewhere]."""
         try:
-            job = worker.submit(self.graph, constants, promoted, self.sizes)
+            job = worker.submit(self.graph, constants, promoted, self.sizes, policy.compiler_idle)
         except NotPortable:
             self._compile_here(constants, promoted, policy)
             return

@@ -232,6 +232,21 @@ def test_two_graphs_are_compiled_one_after_the_other() -> None:
         torch.testing.assert_close(other_graph(depth).cpu(), waves("cpu", depth))
 
 
+def test_an_idle_compiler_is_ended_and_the_next_compile_starts_another() -> None:
+    config.compiler_idle_seconds = 0.1
+    for depth in (10, 11):
+        for _ in range(2):
+            other_graph(depth)
+        assert worker._process is not None
+        process = worker._process.pid
+        assert lazy_backend.wait_for_compiles(LONG)
+        assert gone_within(process, 10)
+        with worker._lock:  # it is waited for under the lock
+            assert not Path(f"/proc/{process}").exists()  # a zombie has one
+    plans = [s.plan for s in lazy_backend.computation.get_debug_states().values()]
+    assert plans == ["optimized"] * 2
+
+
 # ----- on disk
 
 
