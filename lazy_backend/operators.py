@@ -9,6 +9,7 @@ import torch
 # internal, checked on 2.13: the public torch.library.opcheck asks the same, by calling the operator
 from torch._library.utils import has_fake_kernel
 
+from lazy_backend.lowering.optimizers import is_fused_optimizer
 from lazy_backend.lowering.schema import OpSchema, schema_of
 
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ def _look_at(op: torch._ops.OpOverload) -> Traits:
     if torch.Tag.dynamic_output_shape in tags:
         reason = "its output depends on values"
     # the first is enough for most, and a tenth of the other's cost
-    elif not (is_ours and _has_kernel(op, "Meta")) and not has_fake_kernel(op):
+    elif not (is_ours and _has_kernel(op, "Meta")) and not has_fake_kernel(op) and not is_fused_optimizer(op):
         reason = "it has no fake kernel"
     name = op._schema.name
     return Traits(

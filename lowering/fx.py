@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value, constants_of, map_arg
+from lazy_backend.lowering.optimizers import can_write_out
 from lazy_backend.lowering.rng import seeded_arguments, seeded_op
 from lazy_backend.lowering.scalars import emit_promoted
 from lazy_backend.lowering.shapes import Size
@@ -77,7 +78,9 @@ class _Writer:
         self.numbers = [self.fx_graph.placeholder(f"c{i}") for i in range(graph.num_constants)] if numbers else []
 
     def add(self, node: Node) -> None:
-        if self.signature.scalars and not set(self.signature.scalars).isdisjoint(constants_of(node)):
+        promoted = self.signature.scalars and not set(self.signature.scalars).isdisjoint(constants_of(node))
+        # AOTAutograd of 2.13 cannot functionalise fused optimizers: a list that is empty is no functional tensor to it
+        if promoted or (can_write_out(node) and not self.signature.numbers):
             self._add_promoted(node)
         else:
             self._add_call(node)
@@ -152,7 +155,8 @@ class _Writer:
         results = emit_promoted(node, proxy, scalar, cast)
         if node.mutates:
             for target, result in zip(node.mutates, results, strict=True):
-                self.fx_graph.call_function(aten.copy_.default, (self.values[target], result.node))
+                if result is not None:
+                    self.fx_graph.call_function(aten.copy_.default, (self.values[target], result.node))
         else:
             for output, result in zip(node.outputs, results, strict=True):
                 assert output is not None

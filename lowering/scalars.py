@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.ir import Arg, Constant, Node, Value
+from lazy_backend.lowering.optimizers import can_write_out, is_fused_optimizer, write_out
 
 aten = torch.ops.aten
 
@@ -136,6 +137,8 @@ def _base_name(node: Node) -> str:
 
 def can_promote(node: Node) -> bool:
     """Whether the node's floats can become inputs of a compiled graph."""
+    if is_fused_optimizer(node.op):
+        return can_write_out(node)
     if not node.op._schema.name.startswith("aten::") or _base_name(node) not in _FORMULAS:
         return False
     if any(name not in ("alpha", "value") and name not in _GEOMETRY_OPTIONS for name, _ in node.kwargs):
@@ -165,11 +168,13 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def emit_promoted(
     node: Node, read: Callable[[Arg], Any], scalar: Callable[[int], Any], cast: Callable[[Any, torch.dtype], Any]
 ) -> list[Any]:
-    """Write the node's formula and return one result per target, in the target's dtype.
+    """Write the node's formula and return one result per target, in the target's dtype; None if it stays as it is.
 
     `read` gives an operand, `scalar` a promoted constant as a 0-d float64 tensor, `cast` changes a dtype. All of them
     deal in `torch.fx.Proxy` objects, so that a formula reads as arithmetic.
     """
+    if is_fused_optimizer(node.op):
+        return write_out(node, read, scalar, cast)
     formula = _formula(node)
     foreach = node.op._schema.name.startswith("aten::_foreach_")
     results = []
