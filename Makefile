@@ -35,7 +35,7 @@ ruff-format: $(VENV)/dev.installed
 mypy: $(VENV)/dev.installed
 	rm -rf .typed
 	mkdir -p .typed/lazy_backend
-	cd .typed/lazy_backend && ln -s ../../lazy_backend/*.py ../../lazy_backend/py.typed ../../lowering ../../cache .
+	cd .typed/lazy_backend && ln -s ../../lazy_backend/*.py ../../lazy_backend/py.typed ../../lazy_backend/compat ../../lowering ../../cache .
 	$(BIN)/mypy
 
 bench: $(VENV)/test.installed

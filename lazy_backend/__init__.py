@@ -34,7 +34,8 @@ from lazy_backend.api import (
     wait_for_compiles,
 )
 from lazy_backend.capture import capture
-from lazy_backend.compat import redirect_torch_lazy
+from lazy_backend.compat import torch_lazy
+from lazy_backend.compat.pytorch import redirect_torch_lazy
 from lazy_backend.device import install
 from lazy_backend.errors import (
     CacheWarning,
@@ -105,3 +106,5 @@ __all__ = [
 
 install()
 redirect_torch_lazy(mark_step, wait_device_ops)
+if config.torch_lazy:
+    torch_lazy.install()

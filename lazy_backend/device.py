@@ -9,8 +9,9 @@ import traceback
 
 import torch
 
-from lazy_backend import closures, compat, kernels, record
+from lazy_backend import closures, kernels, record
 from lazy_backend.attention import install_attention
+from lazy_backend.compat import pytorch
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError
 from lazy_backend.recurrent import install_recurrent
@@ -127,7 +128,7 @@ def install() -> None:
     """Make `device="lazy"` work. Called once, by `import lazy_backend`."""
     if _library:
         return
-    compat.refuse_second_backend()
+    pytorch.refuse_second_backend()
     _library.append(torch.library.Library("aten", "IMPL"))
     LazyTensor.__torch_dispatch__ = staticmethod(record.dispatch)  # type: ignore[method-assign, assignment]
     kernels.install_handlers()
@@ -135,13 +136,13 @@ def install() -> None:
     install_attention(_library[0])
     install_recurrent(_library[0])
     install_serialization()
-    compat.support_foreach()
-    compat.support_fused_optimizers()
-    compat.support_capturable_optimizers()
-    compat.export_to_dlpack()
-    compat.collate_by_stacking()
-    compat.keep_parameters_when_moved()
-    compat.finish_before_default_dtype_changes(_finish_everything)
+    pytorch.support_foreach()
+    pytorch.support_fused_optimizers()
+    pytorch.support_capturable_optimizers()
+    pytorch.export_to_dlpack()
+    pytorch.collate_by_stacking()
+    pytorch.keep_parameters_when_moved()
+    pytorch.finish_before_default_dtype_changes(_finish_everything)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):

@@ -12,7 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -28,6 +28,8 @@ from lazy_backend.sites import user_site, warn_user
 from lazy_backend.sync import SyncTensorsConfig, executor
 from lazy_backend.tensor import LazyTensor, TensorData, backing_tensor
 from lazy_backend.thread_state import clean_thread_state
+
+E = TypeVar("E", bound=Executor)
 
 
 class Served(Executor):
@@ -75,23 +77,37 @@ def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads:
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     function = _on_lazy_device(module_or_fn)
     recorded = _record(function, _names(function), args, getattr(module_or_fn, "__qualname__", repr(module_or_fn)))
-    made = functools.partial(Served, recorded.graph, recorded.signature, recorded.weights, recorded.constants)
-    backend = None if config.compile == "off" else config.backend
-    try:
-        served = made(ExecutorConfig(num_threads=num_threads, backend=backend))
-    except Exception as error:
-        if backend is None:
-            raise
-        warn_user(
-            f"the graph to serve could not be compiled with backend {backend!r} and is interpreted: "
-            f"{type(error).__name__}: {str(error).strip()[:500]}",
-            CompileWarning,
-        )
-        served = made(ExecutorConfig(num_threads=num_threads))
+    served = make_executor(
+        Served, recorded.graph, recorded.signature, recorded.weights, recorded.constants, num_threads
+    )
     known = function.state_dict().keys() if isinstance(function, torch.nn.Module) else set()
     served.unused_names = frozenset(known - recorded.weights.keys())
     served.fixed_names = frozenset(recorded.weights.keys() - known)
     return served
+
+
+def make_executor(
+    kind: type[E],
+    graph: Graph,
+    signature: GraphSignature,
+    weights: Mapping[str, torch.Tensor],
+    constants: Sequence[float],
+    num_threads: int = 1,
+) -> E:
+    """An executor that is compiled as the settings ask, or interpreted, with a warning, if that fails."""
+    made = functools.partial(kind, graph, signature, weights, constants)
+    backend = None if config.compile == "off" else config.backend
+    try:
+        return made(ExecutorConfig(num_threads=num_threads, backend=backend))
+    except Exception as error:
+        if backend is None:
+            raise
+        warn_user(
+            f"a graph to serve could not be compiled with backend {backend!r} and is interpreted: "
+            f"{type(error).__name__}: {str(error).strip()[:500]}",
+            CompileWarning,
+        )
+    return made(ExecutorConfig(num_threads=num_threads))
 
 
 def _on_lazy_device(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -171,6 +171,12 @@ FLAGS: dict[str, Flag] = {
     "max_async_closures": Flag(
         100, _positive, "Asynchronous step closures that may wait in the queue.", "LAZY_BACKEND_MAX_ASYNC_QUEUE"
     ),
+    "torch_lazy": Flag(
+        False,
+        _boolean,
+        "Stand in for torch._lazy from the import on, as compat.torch_lazy.install() does. Read at import.",
+        "LAZY_BACKEND_TORCH_LAZY",
+    ),
     "force_fallback": Flag(
         "", str, "Comma-separated ops, as in 'aten::sub', that are not recorded but run at once (for debugging)."
     ),

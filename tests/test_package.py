@@ -17,7 +17,7 @@ import lazy_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"lazy_backend": 2, "lowering": 1, "cache": 0}
-FILES = [(folder, file) for folder in LAYERS for file in sorted((ROOT / folder).glob("*.py"))]
+FILES = [(folder, file) for folder in LAYERS for file in sorted((ROOT / folder).rglob("*.py"))]
 
 PUBLIC = """
 CacheWarning CaptureError CaptureWarning CompileWarning DeviceError ExecutionError ExecutionNotAllowedError
@@ -52,7 +52,8 @@ def module_file(name: str) -> Path | None:
     """The file of `lazy_backend.lowering.ir` and its like, if there is one."""
     parts = name.split(".")[1:]
     folder = ROOT / (parts.pop(0) if parts and parts[0] in ("lowering", "cache") else "lazy_backend")
-    file = folder / f"{parts[0] if parts else '__init__'}.py"
+    place = folder.joinpath(*parts)
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     return file if file.exists() else None
 
 

@@ -21,20 +21,31 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.tensor import LazyTensor
 
+# kept from before it is redirected
+_default_device_type_of_ltc = torch._C._lazy._get_default_device_type
+
+
+def check_no_second_backend() -> None:
+    """The C++ Lazy Tensor Core registers kernels on the same dispatch key: refuse to stand beside it."""
+    try:
+        _default_device_type_of_ltc()
+    except RuntimeError:  # "Lazy tensor backend not registered": there is no other way to ask
+        return
+    raise DeviceError(
+        "torch._lazy.ts_backend.init() was called before: it and lazy_backend cannot share the lazy device\n"
+        "  remove the call, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and do not import lazy_backend"
+    )
+
 
 def refuse_second_backend() -> None:
-    """The C++ Lazy Tensor Core registers kernels on the same dispatch key: refuse to stand beside it."""
-    # an internal query; torch.library has no public one
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::empty.memory_format", "Lazy"):
-        raise DeviceError(
-            "torch._lazy.ts_backend.init() was called before: it and lazy_backend cannot share the lazy device\n"
-            "  remove the call, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and do not import lazy_backend"
-        )
+    """From here on `torch._lazy.ts_backend.init()` raises. `compat.torch_lazy.install` lets it pass, as ours."""
+    check_no_second_backend()
 
     def refuse() -> None:
         raise DeviceError(
             "torch._lazy.ts_backend.init() cannot be used with lazy_backend: both would own the lazy device\n"
-            "  remove the call: device='lazy' works without it"
+            "  remove the call: device='lazy' works without it; or, for a program written for torch._lazy, call\n"
+            "  lazy_backend.compat.torch_lazy.install() first"
         )
 
     torch._C._lazy_ts_backend._init = refuse

@@ -1,0 +1,131 @@
+"""A graph taken out of the trace, to be run on other inputs.
+
+In: lazy tensors whose values are recorded. Out: `ExtractedGraph`, which computes tensors like them from real inputs.
+It is what `torch._lazy.computation` means by the hash of a graph and by running a cached one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lazy_backend.computation import check_lazy
+from lazy_backend.context import DeviceContext
+from lazy_backend.errors import LazyBackendError
+from lazy_backend.lowering.computation import make_key
+from lazy_backend.lowering.executor import Executor, GraphSignature
+from lazy_backend.lowering.ir import Graph, TensorMeta
+from lazy_backend.lowering.weights import InputError
+from lazy_backend.serve import make_executor
+from lazy_backend.sync import conform, executor
+from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, backing_tensor
+from lazy_backend.thread_state import clean_thread_state
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor that was asked for: what the `place`-th output or input of the graph is, or a view of it."""
+
+    is_output: bool
+    place: int
+    base: TensorMeta
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, eq=False)
+class ExtractedGraph:
+    """A graph, the floats it was recorded with, and which of its outputs and inputs were asked for.
+
+    Inputs beyond the graph's own are tensors that were asked for and had their values already.
+    """
+
+    context: DeviceContext
+    graph: Graph
+    constants: tuple[float, ...]
+    leaves: tuple[Leaf, ...]  # one per different tensor
+    num_inputs: int
+
+    def hash(self) -> bytes:
+        """16 bytes: equal for equal programs, equal floats among them."""
+        key = make_key(self.graph, executor.settings()).hash_hex()
+        parts = (key, [value.hex() for value in self.constants], self.leaves, self.num_inputs)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+    @functools.cached_property
+    def executor(self) -> Executor:
+        names = tuple((f"input {place}", place) for place in range(len(self.graph.inputs)))
+        signature = GraphSignature(weights=(), user_inputs=names)
+        return make_executor(Executor, self.graph, signature, {}, self.constants)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the recorded program makes of real `inputs`, which it updates in place where it did so when recorded.
+
+        Raises `InputError` for inputs of another number, shape, dtype or device.
+        """
+        if len(inputs) != self.num_inputs:
+            raise InputError(f"the graph has {self.num_inputs} inputs, got {len(inputs)}")
+        outputs = self.executor.execute(inputs[: len(self.graph.inputs)])
+        with clean_thread_state():
+            return [self._look(leaf, outputs if leaf.is_output else inputs) for leaf in self.leaves]
+
+    def _look(self, leaf: Leaf, among: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensor = among[leaf.place]
+        if leaf.is_output:
+            tensor = conform(tensor, leaf.base)
+        if leaf.meta is leaf.base:
+            return tensor
+        storage = LazyStorage(self.context, None, None, leaf.base)
+        storage.tensor = tensor
+        return backing_tensor(ViewData(self.context, None, None, leaf.meta, storage))
+
+
+def extract(tensors: Sequence[torch.Tensor]) -> tuple[ExtractedGraph, list[TensorData]]:
+    """The graph that computes `tensors`, which stay pending, and the data that are its inputs now."""
+    lazy = list({id(tensor): tensor for tensor in check_lazy(tensors)}.values())
+    if not lazy:
+        raise ValueError("expected at least one lazy tensor")
+    context = lazy[0]._data.context
+    with context.lock:
+        data = executor.post_order_of(lazy)
+        trace = context.trace
+        sources = [_entered(trace.inputs[parameter.index], parameter.base) for parameter in data.parameters]
+        storages = {tensor._data.storage for tensor in lazy}
+        made = [s for reference in trace.pending if (s := reference()) is not None and s in storages]
+        leaves = tuple(_leaf(tensor, made, sources) for tensor in lazy)
+        constants = tuple(trace.constants[place] for place in data.constants)
+    return ExtractedGraph(context, data.graph, constants, leaves, len(sources)), sources
+
+
+def _entered(data: TensorData, base: bool) -> TensorData:
+    return data.storage if base else data
+
+
+def _leaf(tensor: LazyTensor, made: Sequence[LazyStorage], sources: list[TensorData]) -> Leaf:
+    """Where the value of `tensor` will be. Adds to `sources` what is there already and the graph does not use."""
+    data = tensor._data
+    storage = data.storage
+    if storage in made:
+        return Leaf(True, made.index(storage), storage.meta, data.meta)
+    if data in sources:
+        return Leaf(False, sources.index(data), data.meta, data.meta)
+    if storage in sources:
+        return Leaf(False, sources.index(storage), storage.meta, data.meta)
+    if any(source.storage is storage for source in sources):
+        raise LazyBackendError(
+            f"a view {data.meta} of a tensor that the graph uses as another view cannot be extracted\n"
+            "  return a copy of it, as in view.clone()"
+        )
+    sources.append(data)
+    return Leaf(False, len(sources) - 1, data.meta, data.meta)
+
+
+def copies_of(sources: Sequence[TensorData]) -> list[torch.Tensor]:
+    """Real tensors with the values of `sources` from before the trace. Waits for the run under way, cuts nothing."""
+    for context in dict.fromkeys(source.context for source in sources):
+        context.locker.barrier()
+    with clean_thread_state():
+        return [backing_tensor(source).clone() for source in sources]

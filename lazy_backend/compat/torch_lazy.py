@@ -1,0 +1,181 @@
+"""Let programs written for `torch._lazy` run on this backend, unchanged.
+
+In: the functions of `torch._lazy`. Out: ours.
+`torch._lazy` is Python around C functions, which it looks up when it calls them. Those are what `install` replaces, all
+of them and nothing else. So it does not matter whether `from torch._lazy.metrics import counter_value` came before;
+step closures, device contexts, `extract_compiled_graph` and the list of factories are PyTorch's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lazy_backend import api, computation, debug, ir_cache, metrics
+from lazy_backend.cache.computation import BoundedTable
+from lazy_backend.compat.extracted import ExtractedGraph, copies_of, extract
+from lazy_backend.compat.pytorch import check_no_second_backend
+from lazy_backend.context import contexts
+from lazy_backend.errors import LazyBackendError
+from lazy_backend.settings import config
+from lazy_backend.tensor import wrap
+
+
+class Installation:
+    """What `install` returns: `uninstall()` undoes it, and so does the end of a `with` block."""
+
+    def __init__(self, functions: dict[tuple[Any, str], Callable[..., Any]]) -> None:
+        self._before = {(module, name): getattr(module, name) for module, name in functions}
+        for (module, name), function in functions.items():
+            setattr(module, name, function)
+
+    def uninstall(self) -> None:
+        """Give `torch._lazy` its own functions back. Calling it again does nothing."""
+        before, self._before = self._before, {}
+        for (module, name), function in before.items():
+            setattr(module, name, function)
+
+    def is_installed(self) -> bool:
+        return bool(self._before)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.uninstall()
+
+
+_installation: Installation | None = None
+
+
+def install() -> Installation:
+    """Make `torch._lazy` and its submodules work on this backend; `torch._lazy.ts_backend.init()` then does nothing.
+
+    Calling it again changes nothing. `LAZY_BACKEND_TORCH_LAZY=1` in the environment calls it at import, so that a
+    program needs no line of ours. Of LTC's own environment variables, `LTC_FORCE_FALLBACK`, `LTC_SAVE_TENSORS_FILE`,
+    `LTC_SAVE_TENSORS_FMT` and `LTC_MAX_ASYNC_QUEUE` are followed.
+    Raises `DeviceError` if the C++ backend was initialised before.
+    """
+    global _installation
+    check_no_second_backend()
+    if _installation is None or not _installation.is_installed():
+        _installation = Installation(_functions())
+        if "LTC_FORCE_FALLBACK" in os.environ:
+            config.force_fallback = os.environ["LTC_FORCE_FALLBACK"]
+    return _installation
+
+
+def _functions() -> dict[tuple[Any, str], Callable[..., Any]]:
+    """Every function of the two C modules, and what stands in for it. Internal modules of PyTorch, checked on 2.13."""
+    core, ts_backend = torch._C._lazy, torch._C._lazy_ts_backend
+    return {
+        (core, "_mark_step"): _mark_step,
+        (core, "_wait_device_ops"): lambda devices: api.wait_device_ops(devices),
+        (core, "_sync_multi"): _sync_multi,
+        (core, "_get_tensor_id"): api.get_tensor_id,
+        (core, "_get_default_device_type"): lambda: "lazy",
+        (core, "_reset_metrics"): metrics.reset,
+        (core, "_counter_names"): metrics.counter_names,
+        (core, "_counter_value"): metrics.counter_value,
+        (core, "_metrics_report"): metrics.metrics_report,
+        (core, "_get_tensors_text"): functools.partial(debug.dump_ir, format="text"),
+        (core, "_get_tensors_backend"): functools.partial(debug.dump_ir, format="backend"),
+        (core, "_get_tensors_dot"): debug.render_ir_graph,
+        (core, "_get_graph_hash"): _get_graph_hash,
+        (core, "_get_force_fallback"): config.get_force_fallback,
+        (core, "_set_force_fallback"): config.set_force_fallback,
+        (core, "_clear_ir_cache"): ir_cache.reset,
+        (core, "_dump_ir_cache"): ir_cache.dump,
+        (core, "_set_reuse_ir"): _set_reuse_ir,
+        (core, "_get_symbolic_shape_mode"): lambda: False,
+        (core, "_set_symbolic_shape_mode"): _set_symbolic_shape_mode,
+        (ts_backend, "_init"): check_no_second_backend,
+        (ts_backend, "_get_tensors_ts_device_data_node"): _get_tensors_ts_device_data_node,
+        (ts_backend, "_run_cached_graph"): _run_cached_graph,
+        (ts_backend, "_get_latest_computation_graph"): _get_latest_computation_graph,
+    }
+
+
+# ----- syncs
+
+
+def _mark_step(device: str = "", devices: Sequence[str] = (), wait: bool = True) -> None:
+    path = os.environ.get("LTC_SAVE_TENSORS_FILE")
+    if path:
+        _save_graphs(path, os.environ.get("LTC_SAVE_TENSORS_FMT", "text"))
+    api.mark_step(device, wait=wait)
+
+
+def _sync_multi(
+    tensors: Sequence[torch.Tensor], devices: Sequence[str], wait: bool = True, sync_ltc_data: bool = True
+) -> None:
+    api.sync_multi(tensors, devices)
+    if wait:
+        api.wait_device_ops()
+
+
+def _save_graphs(path: str, form: str) -> None:
+    """Append what is pending on each device to `path`, with the stack of the call, innermost frame first."""
+    frames = traceback.extract_stack()[:-2]
+    stack = "".join(f"  {frame.name} ({frame.filename}:{frame.lineno})\n" for frame in reversed(frames))
+    with open(path, "a") as file:
+        for context in contexts.get_active_devices():
+            with context.lock:
+                tensors = [wrap(storage) for storage in context.trace.live()[1]]
+                if tensors:
+                    graph = debug.render_ir_graph(tensors) if form == "dot" else debug.dump_ir(tensors, form)
+                    file.write(f"Python Stacktrace:\n{stack}\n## BEGIN_GRAPH\n{graph}\n## END_GRAPH\n\n")
+
+
+# ----- settings
+
+
+def _set_reuse_ir(val: bool) -> None:
+    """Nothing: a call that was recorded before is always known again, and costs no node."""
+
+
+def _set_symbolic_shape_mode(val: bool) -> None:
+    if val:
+        raise LazyBackendError(
+            "the symbolic shape mode of torch._lazy has no counterpart here: operators whose result's shape depends on "
+            "values run at once\n  leave it off; sizes that vary from step to step need no mode"
+        )
+
+
+# ----- graphs that run without being recorded
+
+_graphs: BoundedTable[bytes, ExtractedGraph] = BoundedTable(config.computation_cache_size)
+
+
+def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
+    graph, _ = extract(tensors)
+    key = graph.hash()
+    _graphs.get_or_add(key, lambda: graph)
+    return key
+
+
+def _get_tensors_ts_device_data_node(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+    _, sources = extract(tensors)
+    return [id(source) for source in sources], copies_of(sources)
+
+
+def _run_cached_graph(hash_str: bytes, graph_inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def missing() -> ExtractedGraph:
+        raise LazyBackendError(
+            f"no graph with the hash {bytes(hash_str).hex()} is cached\n"
+            "  ask for it with torch._lazy.computation.get_graph_hash, in this process"
+        )
+
+    return _graphs.get_or_add(hash_str, missing).run(graph_inputs)
+
+
+def _get_latest_computation_graph() -> str:
+    made = computation.get_cached_computations()
+    if not made:
+        raise LazyBackendError("no graph was made yet\n  it is when a program is synced for the second time")
+    return str(max(made, key=lambda computation: computation.number).graph)
