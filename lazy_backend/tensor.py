@@ -86,6 +86,12 @@ class ViewData(TensorData):
 
 UNWRITTEN = Token("unwritten", 0)
 
+NOT_TRACED = (
+    "tracing (torch.compile, torch.export, make_fx, linearize) does not take lazy tensors: the lazy device compiles "
+    "whole steps by itself\n"
+    "  call the function as it is, trace it with CPU tensors, or use torch.compile(function, backend='lazy')"
+)
+
 
 def backing_tensor(data: TensorData) -> torch.Tensor:
     """The real tensor of `data`, which must have been computed: a base's own, or a view made again from it.
@@ -143,10 +149,7 @@ class LazyTensor(torch.Tensor):
     # (torch.nn.modules.module, checked on 2.13). So ties and optimizers survive `.to("lazy")`.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # torch.compile asks for the inner tensors of such classes
-        raise NotImplementedError(
-            "tracing (torch.compile, torch.export, make_fx, linearize) does not take lazy tensors: the lazy device\n"
-            "  compiles whole steps by itself\n  call the function as it is, or trace it with CPU tensors"
-        )
+        raise NotImplementedError(NOT_TRACED)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> torch.Tensor:

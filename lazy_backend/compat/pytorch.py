@@ -16,10 +16,19 @@ import torch.optim.swa_utils
 import torch.utils._foreach_utils as foreach_utils
 import torch.utils.data
 import torch.utils.dlpack
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.fx import _symbolic_trace
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lazy_backend.errors import DeviceError, LazyBackendError
-from lazy_backend.tensor import LazyTensor
+from lazy_backend.tensor import NOT_TRACED, LazyTensor
 
 # kept from before it is redirected
 _default_device_type_of_ltc = torch._C._lazy._get_default_device_type
@@ -226,4 +235,52 @@ def _refuse_uninitialized(module: torch.nn.Module, fn: Callable[..., Any], recur
         raise LazyBackendError(
             f"{type(module).__name__} has parameters without a shape yet and cannot be moved to the lazy device\n"
             "  call it once on the CPU, with a batch of the right size, then move it"
+        )
+
+
+def let_dynamo_trace(traces_for_us: Callable[[], bool | None]) -> None:
+    """Let Dynamo trace lazy tensors where `traces_for_us`: it refuses the device "lazy" by name, LTC's tensors.
+
+    They become fake tensors of device lazy, as real ones of any other device. Dynamo asks for the inner tensors of
+    every class that has `__tensor_flatten__`, which ours has for `Module.to`: there are none. It asks once more from
+    its guards, when it does not trace. Other tracers go on getting the error that says what to do.
+    """
+    refuse = LazyTensor.__tensor_flatten__
+
+    def flatten(self: LazyTensor) -> tuple[list[str], Any]:
+        ours = traces_for_us()
+        if ours or (ours is None and not _symbolic_trace._is_fx_tracing_flag):
+            return [], None
+        return refuse(self)
+
+    LazyTensor.__tensor_flatten__ = flatten  # type: ignore[method-assign]
+    original = FakeTensorConverter.from_real_tensor
+
+    @functools.wraps(original)
+    def from_real_tensor(
+        self: FakeTensorConverter, fake_mode: FakeTensorMode, t: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> FakeTensor:
+        if not isinstance(t, LazyTensor):
+            return original(self, fake_mode, t, *args, **kwargs)
+        if not traces_for_us():
+            raise UnsupportedFakeTensorException(NOT_TRACED)
+        fake = self._get_memo(t)
+        if fake is None:
+            fake = original(self, fake_mode, _on_meta(t), *args, **kwargs)
+            fake.fake_device = t.device
+            self.set_tensor_memo(t, fake)
+        return fake
+
+    FakeTensorConverter.from_real_tensor = from_real_tensor  # type: ignore[method-assign]
+    has_index = fake_tensor._is_indexed_device_type
+    # else a fake tensor on "lazy" and one on "lazy:0" would be on two devices
+    fake_tensor._is_indexed_device_type = functools.cache(lambda kind: kind == "lazy" or has_index(kind))
+
+
+def _on_meta(tensor: LazyTensor) -> torch.Tensor:
+    """A tensor without memory that lies like `tensor`."""
+    meta = tensor._data.meta
+    with _disable_current_modes():
+        return torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device="meta", requires_grad=tensor.requires_grad
         )
