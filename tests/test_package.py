@@ -1,4 +1,4 @@
-"""The package as users get it: names, import order, autoload, README."""
+"""The package as users get it: names, import order, autoload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -177,16 +176,6 @@ def test_a_wrong_index_says_which_there_are() -> None:
 def test_a_bad_setting_raises_where_it_is_written(name: str, value: object, text: str) -> None:
     with pytest.raises((AttributeError, ValueError), match=text):
         setattr(lazy_backend.config, name, value)
-
-
-BLOCKS = re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-
-
-@pytest.mark.parametrize("place", range(len(BLOCKS)))
-def test_readme(place: int, tmp_path: Path) -> None:
-    run_python(
-        textwrap.dedent(BLOCKS[place]), tmp_path, LAZY_BACKEND_BACKEND="eager", LAZY_BACKEND_COMPILE="foreground"
-    )
 
 
 def test_the_highest_debug_level_runs(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""The documentation: its code runs, its names exist."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lazy_backend.settings
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# an optional `<!-- not run: reason -->`, then a block; blocks in lists are indented
+BLOCK = re.compile(
+    r"^(?P<skip>[ ]*<!--\s*not run:[ ]*(?P<reason>.*?)\s*-->\n)?"
+    r"(?P<indent>[ ]*)```python\n(?P<code>.*?)^(?P=indent)```",
+    flags=re.M | re.S,
+)
+
+RUN = """
+import sys
+page, *lines = sys.argv[1:]
+source = open(page).read().split("\\n")
+names = {"__name__": "__main__"}
+for first, last, indent in (map(int, span.split(":")) for span in lines):
+    block = [line[indent:] for line in source[first:last]]
+    # at its own line, so that a traceback names the page's
+    exec(compile("\\n" * first + "\\n".join(block), page, "exec"), names)
+"""
+
+
+def blocks(page: Path) -> list[str]:
+    """The blocks of a page that are to run, as `first line:last line:indentation`, counted from 0."""
+    text = page.read_text()
+    found = []
+    for match in BLOCK.finditer(text):
+        if match["skip"] is None:
+            first = text.count("\n", 0, match.start("code"))
+            found.append(f"{first}:{first + match['code'].count(chr(10))}:{len(match['indent'])}")
+    return found
+
+
+def run_blocks(page: Path, spans: list[str], folder: Path) -> None:
+    """In a process of its own, in one namespace, without a compiler."""
+    environment = {**os.environ, "LAZY_BACKEND_BACKEND": "eager", "LAZY_BACKEND_COMPILE": "foreground"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(page), *spans], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page)], ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    run_blocks(page, blocks(page), tmp_path)
+
+
+@pytest.mark.parametrize("span", blocks(PAGES[0]))
+def test_a_block_of_the_readme_runs_by_itself(span: str, tmp_path: Path) -> None:
+    run_blocks(PAGES[0], [span], tmp_path)
+
+
+PAGE = """
+```python
+x = 1
+```
+<!-- not run: a reason -->
+```python
+x = 2
+```
+- in a list:
+  ```python
+  1 / x
+  x = 0
+  1 / x
+  ```
+"""
+
+
+def test_a_block_that_fails_is_told_by_its_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    with pytest.raises(AssertionError, match=r'page.md", line 13(?s:.*)ZeroDivisionError'):
+        run_blocks(page, blocks(page), tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_not_run_says_why(page: Path) -> None:
+    assert all(match["reason"] for match in BLOCK.finditer(page.read_text()) if match["skip"])
+
+
+# ----- docs/migrating.md
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """The rows of its tables: theirs, ours, remark."""
+    lines = (ROOT / "docs" / "migrating.md").read_text().splitlines()
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("|") and not line.startswith("|---")]
+    return [(theirs.strip(), ours.strip(), remark.strip()) for theirs, ours, remark in cells]
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`([\w.]+)", cell)
+
+
+def resolve(name: str) -> Any:
+    """What a dotted name stands for; a module of torch's may have to be imported first."""
+    parts = name.split(".")
+    for place in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:place]))
+        except ImportError:
+            continue
+        return functools.reduce(getattr, parts[place:], module)
+    raise ImportError(name)
+
+
+@pytest.mark.parametrize("name", sorted({name for _, ours, _ in rows() for name in names_in(ours)} - {"lazy_backend"}))
+def test_a_name_of_ours_in_the_tables_exists(name: str) -> None:
+    if name.startswith("LAZY_"):
+        assert name in {flag.env for flag in lazy_backend.settings.FLAGS.values()}
+    else:
+        resolve(name)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for theirs, _, _ in rows() for name in names_in(theirs) if name.startswith("torch._lazy."))
+)
+def test_a_name_of_torch_lazy_in_the_tables_exists(name: str) -> None:
+    resolve(name)
+
+
+def test_every_function_of_torch_lazy_is_in_the_tables() -> None:
+    modules = "closure computation config debug device_context extract_compiled_graph ir_cache metrics ts_backend"
+    listed = {resolve(name) for theirs, _, _ in rows() for name in names_in(theirs) if name.startswith("torch._lazy.")}
+    helpers = {"force_lazy_device", "get_fallback_ops"}  # of extract_compiled_graph
+    for place in ["torch._lazy", *(f"torch._lazy.{name}" for name in modules.split())]:
+        own = inspect.getmembers(importlib.import_module(place), inspect.isfunction)
+        missing = [
+            name
+            for name, function in own
+            if function.__module__ == place and not name.startswith("_") and function not in listed
+        ]
+        assert set(missing) <= helpers, place
+
+
+def test_a_remark_names_settings_that_exist() -> None:
+    text = (ROOT / "docs" / "migrating.md").read_text()
+    named = set(re.findall(r"`(?:lazy_backend\.)?config\.(\w+)", text))
+    assert named <= set(lazy_backend.settings.FLAGS)
