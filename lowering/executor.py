@@ -196,7 +196,9 @@ class Executor:
         used: dict[Value, torch.Tensor] = {}
         for (name, value), given in zip(self._user_values, inputs, strict=True):
             if value is not None:
-                used[value] = check_tensor(f"input {name!r}", given, value, self.graph.device, value in self._written)
+                used[value] = check_tensor(
+                    f"input {name!r}", given, value.meta, self.graph.device, value in self._written
+                )
                 if value in self._written:
                     self._require_own_memory(name, given, inputs)
         return [used[value] for value in self.graph.inputs if value in used]

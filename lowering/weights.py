@@ -17,7 +17,7 @@ import torch
 
 from lazy_backend.lowering.constant_folding import ConstantFolder
 from lazy_backend.lowering.frame import FrameTemplate
-from lazy_backend.lowering.ir import Value, empty_of, meta_of
+from lazy_backend.lowering.ir import TensorMeta, Value, empty_of, meta_of
 
 
 class InputError(ValueError):
@@ -48,19 +48,18 @@ def process_weights(
     if missing or unexpected:
         raise InputError(f"weights do not fit: missing {sorted(missing)}, unexpected {sorted(unexpected)}")
     held = {
-        value: check_tensor(f"weight {name!r}", tensors[name], value, folder.device, value in written)
+        value: check_tensor(f"weight {name!r}", tensors[name], value.meta, folder.device, value in written)
         for name, value in expected.items()
     }
     held |= folder.fold(held)
     return Weights(dict(tensors), template.holding({value.number: tensor for value, tensor in held.items()}))
 
 
-def check_tensor(what: str, given: object, value: Value, device: torch.device, written: bool) -> torch.Tensor:
-    """`given` as the graph's `value`: of its shape and dtype, on its device; a copy if it lies otherwise in memory.
+def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.device, written: bool) -> torch.Tensor:
+    """`given` as a graph wants it: of the shape and dtype of `meta`, on its device; a copy if it lies otherwise.
 
     A tensor that the graph writes must not be a copy. Raises `InputError`.
     """
-    meta = value.meta
     if not isinstance(given, torch.Tensor):
         raise InputError(f"{what}: expected a tensor {meta} on {device}, got {type(given).__name__}")
     if given.shape != meta.shape or given.dtype != meta.dtype or given.device != device:

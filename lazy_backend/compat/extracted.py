@@ -18,8 +18,8 @@ from lazy_backend.context import DeviceContext
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.lowering.computation import make_key
 from lazy_backend.lowering.executor import Executor, GraphSignature
-from lazy_backend.lowering.ir import Graph, TensorMeta
-from lazy_backend.lowering.weights import InputError
+from lazy_backend.lowering.ir import Graph, TensorMeta, meta_of
+from lazy_backend.lowering.weights import InputError, check_tensor
 from lazy_backend.serve import make_executor
 from lazy_backend.sync import conform, executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, backing_tensor
@@ -47,12 +47,12 @@ class ExtractedGraph:
     graph: Graph
     constants: tuple[float, ...]
     leaves: tuple[Leaf, ...]  # one per different tensor
-    num_inputs: int
+    inputs: tuple[TensorMeta, ...]
 
     def hash(self) -> bytes:
         """16 bytes: equal for equal programs, equal floats among them."""
         key = make_key(self.graph, executor.settings()).hash_hex()
-        parts = (key, [value.hex() for value in self.constants], self.leaves, self.num_inputs)
+        parts = (key, [value.hex() for value in self.constants], self.leaves, self.inputs)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
     @functools.cached_property
@@ -66,16 +66,30 @@ class ExtractedGraph:
 
         Raises `InputError` for inputs of another number, shape, dtype or device.
         """
-        if len(inputs) != self.num_inputs:
-            raise InputError(f"the graph has {self.num_inputs} inputs, got {len(inputs)}")
-        outputs = self.executor.execute(inputs[: len(self.graph.inputs)])
-        with clean_thread_state():
-            return [self._look(leaf, outputs if leaf.is_output else inputs) for leaf in self.leaves]
+        if len(inputs) != len(self.inputs):
+            raise InputError(f"the graph has {len(self.inputs)} inputs, got {len(inputs)}")
+        # copies of those that lie in memory in another way than when the graph was recorded
+        laid = [
+            check_tensor(f"input {place}", tensor, meta, self.graph.device, written=False)
+            for place, (tensor, meta) in enumerate(zip(inputs, self.inputs, strict=True))
+        ]
+        outputs = self.executor.execute(laid[: len(self.graph.inputs)])
+        with clean_thread_state(), torch.no_grad():
+            for place in self.graph.mutated_inputs():
+                if meta_of(inputs[place]) is not self.inputs[place]:
+                    inputs[place].copy_(laid[place])
+            return [self._look(leaf, inputs, laid, outputs) for leaf in self.leaves]
 
-    def _look(self, leaf: Leaf, among: Sequence[torch.Tensor]) -> torch.Tensor:
-        tensor = among[leaf.place]
-        if leaf.is_output:
-            tensor = conform(tensor, leaf.base)
+    def _look(
+        self,
+        leaf: Leaf,
+        inputs: Sequence[torch.Tensor],
+        laid: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        if leaf.meta is leaf.base and not leaf.is_output:
+            return inputs[leaf.place]
+        tensor = conform(outputs[leaf.place], leaf.base) if leaf.is_output else laid[leaf.place]
         if leaf.meta is leaf.base:
             return tensor
         storage = LazyStorage(self.context, None, None, leaf.base)
@@ -97,7 +111,8 @@ def extract(tensors: Sequence[torch.Tensor]) -> tuple[ExtractedGraph, list[Tenso
         made = [s for reference in trace.pending if (s := reference()) is not None and s in storages]
         leaves = tuple(_leaf(tensor, made, sources) for tensor in lazy)
         constants = tuple(trace.constants[place] for place in data.constants)
-    return ExtractedGraph(context, data.graph, constants, leaves, len(sources)), sources
+    metas = tuple(source.meta for source in sources)
+    return ExtractedGraph(context, data.graph, constants, leaves, metas), sources
 
 
 def _entered(data: TensorData, base: bool) -> TensorData:

@@ -463,6 +463,19 @@ def test_an_extracted_graph_does_what_the_module_does(kind: type[nn.Module]) -> 
             assert_same(given, expected_given)
 
 
+@pytest.mark.usefixtures("first_sight")
+@pytest.mark.parametrize("kind", [Sub, InplaceUpdate, ReturnViews])
+def test_arguments_may_lie_in_memory_in_another_way(kind: type[nn.Module]) -> None:
+    module = kind()
+    extracted = extract_compiled_graph(fx.symbolic_trace(module), arguments(module))
+    given = [torch.randn(3, 2).t(), torch.randn(2, 6)[:, ::2]]
+    expected_given = copy.deepcopy(given)
+    expected = module(*expected_given)
+    results = extracted(*given)
+    assert all(map(torch.equal, results, expected if isinstance(expected, tuple) else [expected]))
+    assert_same(given, expected_given)
+
+
 def test_an_extracted_graph_records_nothing() -> None:
     extracted = extract_compiled_graph(fx.symbolic_trace(Sub()), arguments(Sub()))
     torch._lazy.metrics.reset()
