@@ -8,7 +8,8 @@ A lazy step is compiled as a whole, whoever recorded it; so this backend compile
 call that autograd does not follow is traced by Dynamo once and replayed like a captured one, a step of its own. A call
 that autograd follows is recorded operator by operator from Dynamo's graph, and forward, backward and optimizer stay one
 step: a replay of each half would make three graphs of it. To replay a whole training step there is `capture`.
-Guards are Dynamo's, so a branch on a Python value is looked at again, unlike in a captured function.
+Guards are Dynamo's, so a branch on a Python value is looked at again, unlike in a captured function. They cost: a call
+of 36 small modules takes 0.45 ms of the CPU's time, 0.20 captured and 0.60 recorded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.guards import GuardBuilder
+from torch._guards import Source
 
 from lazy_backend.capture import capture
 from lazy_backend.compat.pytorch import let_dynamo_trace
@@ -67,12 +70,13 @@ def _is_ours(compiler: Any) -> bool:
     return getattr(innermost, "compiler_fn", innermost) is lazy  # as torch.compile wraps it
 
 
-def _traces_for_us() -> bool | None:
-    """Whether Dynamo is tracing for this backend on this thread; None if it is not tracing."""
+def _traces_for_us() -> bool:
+    """Whether Dynamo is tracing for this backend on this thread."""
     tracer = getattr(symbolic_convert.tls, "current_tx", None)
-    return None if tracer is None else _is_ours(tracer.output.compiler_fn)
+    return tracer is not None and _is_ours(tracer.output.compiler_fn)
 
 
-let_dynamo_trace(_traces_for_us)
+_guards = (GuardBuilder.TENSOR_SUBCLASS_METADATA_MATCH, Source.get_value)
+let_dynamo_trace(_traces_for_us, frozenset(function.__code__.co_filename for function in _guards))
 for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"):
     trace_rules.add(_name)  # after a graph break Dynamo would trace the recorder

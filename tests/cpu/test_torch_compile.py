@@ -205,6 +205,7 @@ def test_a_graph_of_cpu_tensors_runs_as_written_with_a_warning() -> None:
         lambda f, x: torch.export.export(nn.ReLU(), (x,)),
         lambda f, x: make_fx(f)(x),
         torch.func.linearize,
+        lambda f, x: torch.library.opcheck(torch.ops.aten.sin.default, (x,), test_utils="test_schema"),
     ],
 )
 def test_other_tracers_go_on_saying_what_to_do(trace: Callable[..., Any]) -> None:
