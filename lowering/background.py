@@ -102,6 +102,7 @@ class CompileWorker:
         request = {
             "state": process_state(),
             "settings": compiler_settings(),
+            "caches": wants_compiler_caches(),
             "constants": [constant.hex() for constant in constants],
             "promoted": sorted(promoted),
             "sizes": None if sizes is None else sizes.to_json(),
@@ -171,7 +172,8 @@ class CompileWorker:
         to_child, self._to = os.pipe()
         self._from, from_child = os.pipe()
         os.set_blocking(self._from, False)
-        environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environment = {name: value for name, value in os.environ.items() if name not in _CACHE_VARIABLES}
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
         try:
             self._process = subprocess.Popen(
@@ -319,6 +321,27 @@ def process_state() -> dict[str, Any]:
         "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
+
+
+# Variables that switch inductor's caches, with the value that switches them off. They beat every setting, and without
+# caches there are no artefacts: so the process does not get them. Internal, checked on 2.13: `env_name_force` there.
+_CACHE_VARIABLES = {
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    "TORCH_COMPILE_FORCE_DISABLE_CACHES": "1",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
+
+
+def wants_compiler_caches() -> bool:
+    """Whether the user left inductor's own caches switched on. Imports nothing."""
+    if any(os.environ.get(name) == off for name, off in _CACHE_VARIABLES.items()):
+        return False
+    if torch.compiler.config.force_disable_caches:
+        return False
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    functorch: Any = sys.modules.get("torch._functorch.config")
+    return (inductor is None or inductor.fx_graph_cache) and (functorch is None or functorch.enable_autograd_cache)
 
 
 def compiler_settings() -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ cores as the parent's session, however nice it is (sched_autogroup).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -29,6 +30,13 @@ from lazy_backend.lowering.examples import static_examples, symbolic_examples
 from lazy_backend.lowering.fx import Signature, to_fx
 from lazy_backend.lowering.portable import from_bytes
 from lazy_backend.lowering.shapes import Sizes, symbolic_graph
+
+# A compiled graph is serialised by the code that keeps it in inductor's caches. Where they are switched off, a compile
+# has caches of its own.
+_CACHES_ON: dict[str, dict[str, Any]] = {
+    "inductor": {"fx_graph_cache": True, "force_disable_caches": False},
+    "functorch": {"enable_autograd_cache": True},
+}
 
 
 def main(read_fd: int, write_fd: int, parent: int) -> None:
@@ -87,6 +95,7 @@ def _compile(request: Path, result: Path) -> None:
     # here, not above: the first import of the compiler takes seconds, and whoever asked may be gone by then
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
+    from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
 
     text, graph_bytes = request.read_bytes().split(b"\n", 1)
     data = json.loads(text)
@@ -102,10 +111,14 @@ def _compile(request: Path, result: Path) -> None:
         return to_fx(lowered, constants, promoted, False, num_symbols)[0]
 
     signature = Signature(tuple(sorted(promoted)), graph.num_seeds > 0, numbers=False, sizes=num_symbols)
-    settings = {**data["settings"]["inductor"], "cpp.threads": torch.get_num_threads()}
+    threads = {"cpp.threads": torch.get_num_threads()}
     # cpp.threads: without it, where it equals the number of cores, parallel regions have as many threads as the process
     # that *runs* them, while their arrays of partial sums have as many places as the one that compiled
-    with inductor_config.patch(settings), functorch_config.patch(data["settings"]["functorch"]):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(data["settings"]["inductor"] | _CACHES_ON["inductor"] | threads))
+        stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
+        if not data["caches"]:
+            stack.enter_context(fresh_cache())
         examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
         artefact = compile_to_bytes(make_module, examples)
     partial = result.with_name("partial")

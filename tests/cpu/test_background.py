@@ -365,6 +365,26 @@ print(warning.category.__name__, warning.message)
     assert "No working C++ compiler found" in out
 
 
+@pytest.mark.parametrize("switched_by", ["a variable", "a setting"])
+def test_without_inductors_caches_graphs_are_compiled_and_nothing_is_left(switched_by: str, tmp_path: Path) -> None:
+    setting = "import torch._functorch.config\ntorch._functorch.config.enable_autograd_cache = False"
+    code = f"""
+{LOOP}
+{setting if switched_by == "a setting" else ""}
+loop = Loop()
+found = loop.run(3)
+assert lazy_backend.wait_for_compiles({LONG})
+found += loop.run(3)
+print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
+assert all(abs(a - b) < 1e-4 for a, b in zip(found, Loop("cpu").run(6)))
+"""
+    caches = tmp_path / "inductor"
+    environment = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"} if switched_by == "a variable" else {}
+    environment |= {"LAZY_BACKEND_CACHE": "0", "TORCHINDUCTOR_CACHE_DIR": str(caches)}
+    assert run_python(code, tmp_path, **environment) == "['optimized']\n"
+    assert not [file for file in caches.rglob("*") if file.is_file()]
+
+
 def alive(pid: int) -> bool:
     """Whether a process of this id runs, or one of its group."""
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -144,6 +145,27 @@ def test_threads_that_submit_while_it_ends_lose_nothing(worker: CompileWorker) -
         thread.join()
     assert [job.error for job in jobs] == [None] * 45
     assert all(job.result is not None for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("variable", "off"),
+    [
+        ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1"),
+        ("TORCH_COMPILE_FORCE_DISABLE_CACHES", "1"),
+        ("TORCHINDUCTOR_FX_GRAPH_CACHE", "0"),
+        ("TORCHINDUCTOR_AUTOGRAD_CACHE", "0"),
+    ],
+)
+def test_a_variable_that_switches_caches_off_is_told_but_not_passed_on(
+    variable: str, off: str, worker: CompileWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, off)
+    job = submit(worker)
+    worker.wait_for(job)
+    variables = Path(f"/proc/{pid(worker)}/environ").read_text().split("\0")
+    assert job.result is not None
+    assert json.loads(job.result.partition(b"\n")[0])["caches"] is False
+    assert not [text for text in variables if text.startswith(f"{variable}=")]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
