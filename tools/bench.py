@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import cold
+import compile_time
 import torch
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
 from tables import Result, make_tables, render
@@ -232,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--growth", type=_lengths, help="comma-separated lengths of the long traces; 0 for none")
     parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
+    parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print markdown")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -264,6 +266,9 @@ def main() -> None:
         return
     if arguments.cold:
         cold.main(arguments.workloads or ["mlp", "cnn", "gpt-adamw"], arguments.threads)
+        return
+    if arguments.compile_time:
+        compile_time.main(arguments.threads, "markdown" if arguments.markdown else "text")
         return
     results = measure(_plan(arguments))
     if arguments.json:

@@ -141,6 +141,20 @@ def _growth(growth: Result) -> Table:
     return Table("Growth: one trace of many calls", head, rows)
 
 
+def compile_times(results: Sequence[Result]) -> Table:
+    """What graphs of more and more blocks take to compile."""
+    rows = []
+    before: Result | None = None
+    for result in results:
+        cpu, blocks = result["cpu_seconds"], result["blocks"]
+        further = "-" if before is None else f"{(cpu - before['cpu_seconds']) / (blocks - before['blocks']):.2f}"
+        figures = [f"{cpu:.1f}", f"{cpu / blocks:.2f}", further, f"{result['seconds']:.1f}"]
+        rows.append([str(blocks), f"{result['nodes']:,}", *figures])
+        before = result
+    head = ["blocks", "nodes", "compile CPU s", "CPU s per block", "per block more than above", "compile s"]
+    return Table("Compile time: GPT, foreach AdamW, a whole step", head, rows)
+
+
 def _micro(seconds: float, digits: int = 2) -> str:
     return f"{seconds * 1e6:,.{digits}f}"
 
