@@ -6,6 +6,7 @@ In: a call with lazy arguments, all of which have their values. Out: what the op
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -36,7 +37,11 @@ def run_at_once(
         count_fallback(op, reason)
         executor.cut(context, f"{op}: {reason}")
     call = RealCall(context)
-    return call.to_lazy(call.run(op, args, kwargs, draw_seed_for(op, args, kwargs)))
+    seed = draw_seed_for(op, args, kwargs)
+    begin = perf_counter()
+    output = call.run(op, args, kwargs, seed)
+    metrics.observe("EagerOpExecuteTime", perf_counter() - begin)
+    return call.to_lazy(output)
 
 
 def draw_seed_for(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

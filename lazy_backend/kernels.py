@@ -22,6 +22,7 @@ from lazy_backend.storage import LazyUntypedStorage
 from lazy_backend.sync import executor
 from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, ViewData, assign, wrap
 from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.transfers import downloaded, uploaded
 
 aten = torch.ops.aten
 
@@ -92,7 +93,7 @@ def _uploaded_storage(context: DeviceContext, storage: torch.UntypedStorage, dty
     plain = storage.plain if isinstance(storage, LazyUntypedStorage) else storage
     with clean_thread_state():
         flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
-        made = new_data(context, flat.to(context.backing, copy=True))
+        made = new_data(context, uploaded(flat.nbytes, lambda: flat.to(context.backing, copy=True)))
     if isinstance(storage, LazyUntypedStorage):
         storage.lazy_storage = made
     return made
@@ -121,7 +122,7 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     real = executor.read(source._data, f"copy to {device}")
     if device.type != "lazy":
         with clean_thread_state():
-            return aten._to_copy.default(real, **kwargs)
+            return downloaded(real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
     target = contexts.get_device_context(device.index)
     options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     with clean_thread_state():
@@ -134,8 +135,7 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, LazyTensor):
         real = executor.read(source._data, f"copy to {target.device}")
-        target.copy_(real, *args[2:], **kwargs)
-        return target
+        return downloaded(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
     context = target._data.context
     if isinstance(source, LazyTensor):
         if source._data.context is context:
@@ -152,10 +152,11 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         meta = storage.meta
         with clean_thread_state():
-            storage.tensor = empty_of(meta, context.backing).copy_(source.detach())
+            base = empty_of(meta, context.backing)
+            storage.tensor = uploaded(base.nbytes, lambda: base.copy_(source.detach()))
         return
-    uploaded = wrap(new_data(context, upload(context, source)))
-    record(aten.copy_.default, (target, uploaded), {})
+    made = wrap(new_data(context, upload(context, source)))
+    record(aten.copy_.default, (target, made), {})
 
 
 def _lazy_copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -178,7 +179,7 @@ def _record_kernel(op: Op) -> Callable[..., Any]:
 def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
     real = executor.read(args[0]._data, "item()")
     with clean_thread_state():
-        return aten._local_scalar_dense.default(real)
+        return downloaded(real.nbytes, lambda: aten._local_scalar_dense.default(real))
 
 
 def _lazy_local_scalar(tensor: torch.Tensor) -> Any:

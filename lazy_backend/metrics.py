@@ -2,27 +2,70 @@
 
 In: events from the rest of the package. Out: the functions of `torch._lazy.metrics`, and structured data.
 Counters that would cost something on every recorded call (`CreateLtcTensor`, `lazy::<op>`) are not counted there: the
-recorder's paths know what they contain, and sources registered here add them up when somebody asks.
+recorder's paths know what they contain, and sources registered here add them up when somebody asks. Which names there
+are, and what they mean, is in `metric_names`; those of torch_xla are understood where a name is asked for.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from lazy_backend.metric_names import entry_of, own_name
+from lazy_backend.snapshot import PERCENTILES, Comparison, Snapshot, Summary, compare, printed
+
+__all__ = [
+    "Comparison",
+    "MetricData",
+    "Snapshot",
+    "Summary",
+    "compare",
+    "counter_names",
+    "counter_value",
+    "counters",
+    "executed_fallback_ops",
+    "metric_data",
+    "metric_names",
+    "metrics_report",
+    "reset",
+    "short_report",
+    "snapshot",
+    "to_json",
+    "to_prometheus",
+]
 
 _SAMPLES = 1024
 
 _lock = threading.Lock()
 _counters: Counter[str] = Counter()
-_metrics: defaultdict[str, MetricData] = defaultdict(lambda: MetricData())
+_metrics: defaultdict[str, _Series] = defaultdict(lambda: _Series())
 _sources: list[Source] = []
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MetricData:
-    """A series of values: how many, their sum, and the latest 1024 of them."""
+    """A series of values: how many, their sum, and the latest 1024 of them, oldest first. Times are in seconds."""
+
+    count: int
+    total: float
+    samples: tuple[float, ...]
+    unit: str = ""
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def percentile(self, percent: float) -> float:
+        """Of the kept samples; 0.0 if there are none."""
+        ordered = sorted(self.samples)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class _Series:
+    """A metric as it grows."""
 
     count: int = 0
     total: float = 0.0
@@ -32,11 +75,6 @@ class MetricData:
         self.count += 1
         self.total += value
         self.samples.append(value)
-
-    def percentile(self, percent: float) -> float:
-        """Of the kept samples; 0.0 if there are none."""
-        ordered = sorted(self.samples)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +100,11 @@ def observe(name: str, value: float) -> None:
         _metrics[name].add(value)
 
 
-def observe_step(counters: tuple[str, ...], **values: float) -> None:
-    """Several counters and metrics at once, as a sync has them: one lock instead of one each."""
+def observe_together(counters: Mapping[str, int], **values: float) -> None:
+    """Several counters and metrics at once, as a sync or a transfer has them: one lock instead of one each."""
     with _lock:
-        for counter in counters:
-            _counters[counter] += 1
+        for counter, by in counters.items():
+            _counters[counter] += by
         for name, value in values.items():
             _metrics[name].add(value)
 
@@ -85,8 +123,8 @@ def counter_names() -> list[str]:
 
 
 def counter_value(name: str) -> int:
-    """How often `name` happened since the start or the last `reset`; 0 if never."""
-    return _all_counters()[name]
+    """How often `name` happened since the start or the last `reset`; 0 if never. Takes torch_xla's names too."""
+    return _all_counters()[own_name(name)]
 
 
 def counters() -> dict[str, int]:
@@ -100,10 +138,44 @@ def metric_names() -> list[str]:
 
 
 def metric_data(name: str) -> MetricData | None:
-    """Count, sum and recent samples of a metric (times in seconds), or None if it never occurred."""
+    """Count, sum and recent samples of a metric (times in seconds), or None if it never occurred.
+
+    Takes torch_xla's names too.
+    """
+    name = own_name(name)
     with _lock:
-        data = _metrics.get(name)
-        return None if data is None else MetricData(data.count, data.total, deque(data.samples, maxlen=_SAMPLES))
+        found = _metrics.get(name)
+        return None if found is None else MetricData(found.count, found.total, tuple(found.samples), _unit(name))
+
+
+def _unit(name: str) -> str:
+    found = entry_of(name)
+    return "" if found is None else found[0].unit
+
+
+def executed_fallback_ops() -> list[str]:
+    """The operators that were not recorded but ran at once, as `aten::nonzero`. Name of torch_xla."""
+    return [name for name in counter_names() if (found := entry_of(name)) and found[0].name == "<namespace>::<op>"]
+
+
+def snapshot() -> Snapshot:
+    """Everything that was counted until now."""
+    found = {name: data for name in metric_names() if (data := metric_data(name)) is not None}
+    summaries = {
+        name: Summary(data.count, data.total, data.unit, {p: data.percentile(p) for p in PERCENTILES})
+        for name, data in found.items()
+    }
+    return Snapshot(counters(), summaries)
+
+
+def to_json() -> str:
+    """Everything that was counted until now, as JSON."""
+    return snapshot().to_json()
+
+
+def to_prometheus() -> str:
+    """Everything that was counted until now, in the text format that Prometheus scrapes."""
+    return snapshot().to_prometheus()
 
 
 def reset() -> None:
@@ -117,14 +189,17 @@ def reset() -> None:
 
 def metrics_report() -> str:
     """Every metric and counter, one block each, as torch._lazy prints them."""
+    taken = snapshot()
     lines = []
-    for name in metric_names():
-        data = metric_data(name)
-        assert data is not None
-        lines += [f"Metric: {name}", f"  TotalSamples: {data.count}", f"  Accumulator: {_printed(name, data.total)}"]
-        points = " ".join(f"{p}%={_printed(name, data.percentile(p))};" for p in (1, 5, 50, 95, 99))
+    for name, data in taken.metrics.items():
+        points = " ".join(f"{percent}%={printed(value, data.unit)};" for percent, value in data.percentiles.items())
+        lines += [
+            f"Metric: {name}",
+            f"  TotalSamples: {data.count}",
+            f"  Accumulator: {printed(data.total, data.unit)}",
+        ]
         lines.append(f"  Percentiles: {points}")
-    for name, value in counters().items():
+    for name, value in taken.counters.items():
         lines += [f"Counter: {name}", f"  Value: {value}"]
     return "\n".join(lines)
 
@@ -135,18 +210,13 @@ _SHORT_METRICS = ("TraceTime", "SyncTime", "ExecuteTime", "CompileTime", "Device
 
 def short_report() -> str:
     """What a training loop should look at, in a few lines: steps, compiles, cuts with their causes, times."""
-    found = counters()
+    taken = snapshot()
+    found = taken.counters
     lines = [f"{name}: {found.get(name, 0)}" for name in _SHORT_COUNTERS]
     lines += [f"{name}: {value}" for name, value in found.items() if name.startswith(("aten::", "GraphCut:"))]
     for name in _SHORT_METRICS:
-        data = metric_data(name)
+        data = taken.metrics.get(name)
         if data is not None:
-            mean = _printed(name, data.total / data.count)
-            lines.append(f"{name}: {data.count} x {mean}, {_printed(name, data.total)} in all")
+            mean, total = (printed(value, data.unit) for value in (data.mean, data.total))
+            lines.append(f"{name}: {data.count} x {mean}, {total} in all")
     return "\n".join(lines)
-
-
-def _printed(name: str, value: float) -> str:
-    if not name.endswith(("Time", "Wait")):
-        return f"{value:g}"
-    return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"

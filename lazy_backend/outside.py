@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,7 @@ from lazy_backend.settings import config
 from lazy_backend.sites import user_site
 from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, TensorData, wrap
 from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.transfers import uploaded
 
 
 def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
@@ -62,11 +64,12 @@ def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of `tensor` on the backing device; 0-d tensors come from the constants cache and must not be written."""
     with clean_thread_state():
         tensor = tensor.detach()
+        copy = functools.partial(uploaded, tensor.nbytes, lambda: tensor.to(context.backing, copy=True))
         if tensor.dim() or tensor.device.type != "cpu":
-            return tensor.to(context.backing, copy=True)
+            return copy()
         key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))
         cache = data_cache.get_data_cache(context.index)
-        return cache.get_device_data(key, lambda: tensor.to(context.backing, copy=True))
+        return cache.get_device_data(key, copy)
 
 
 def operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor, is_index: bool) -> TensorData:

@@ -15,6 +15,7 @@ from lazy_backend.lowering.ir import extent
 from lazy_backend.sites import user_site
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor
+from lazy_backend.transfers import downloaded
 
 
 class LazyUntypedStorage(torch.UntypedStorage):
@@ -98,7 +99,8 @@ class LazyUntypedStorage(torch.UntypedStorage):
         return list(self.cpu())
 
     def cpu(self) -> torch.UntypedStorage:
-        return self.plain.cpu()
+        plain = self.plain
+        return downloaded(plain.nbytes(), plain.cpu)
 
     def clone(self) -> torch.UntypedStorage:
         return LazyUntypedStorage.loaded(self.plain.clone(), self.lazy_device)
@@ -119,10 +121,10 @@ class LazyUntypedStorage(torch.UntypedStorage):
 
     def __reduce__(self) -> Any:  # type: ignore[override]
         # torch's would save a file that refers to this very object; multiprocessing sends tensors so
-        return _load_storage, (self.plain.cpu(), str(self.lazy_device))
+        return _load_storage, (self.cpu(), str(self.lazy_device))
 
     def _write_file(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plain.cpu()._write_file(*args, **kwargs)
+        return self.cpu()._write_file(*args, **kwargs)
 
     def _set_from_file(self, *args: Any, **kwargs: Any) -> Any:
         self.plain._set_from_file(*args, **kwargs)  # type: ignore[attr-defined]

@@ -65,6 +65,7 @@ from lazy_backend.settings import config
 from lazy_backend.sites import purpose_of_read, user_site, warn_user
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
 from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.transfers import downloaded
 
 # Live sets remembered per path. They differ from step to step only in odd programs; without a bound those would grow.
 _MAX_BINDINGS = 64
@@ -198,7 +199,8 @@ class Async:
             self.tensors_data.clear()
             self.collection.storages.clear()
         seconds = perf_counter() - start
-        metrics.observe("ExecuteTime", seconds)
+        counted = {"ExecuteComputation": 1} if error is None else {"ExecuteComputation": 1, "ExecuteFailed": 1}
+        metrics.observe_together(counted, ExecuteTime=seconds)
         if self.record is not None:
             self.record.run_begin, self.record.run_seconds = start - history.start, seconds
         context = self.collection.context
@@ -320,7 +322,8 @@ class LazyGraphExecutor:
         found = self._cache.get(key)
         if found is not None:
             return found
-        metrics.observe("TensorsGraphSize", len(data.graph.nodes))
+        aliased = len(data.graph.mutated_inputs())
+        metrics.observe_together({}, TensorsGraphSize=len(data.graph.nodes), InputOutputAliasCount=aliased)
         family = self._families.get_or_add((skeleton(data.graph), settings), lambda: Family(self._report_compile))
         return self._cache.add(key, Computation(key, data.graph, self._report_compile, family))
 
@@ -443,10 +446,10 @@ class LazyGraphExecutor:
             if trace.computed:
                 self._end_computed_trace(collection, settings, start, record)
                 return None
-            counters: tuple[str, ...] = ("SyncTensorsGraph", "CachedCompile")
+            counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
             bound = self.try_run_cached_sync(collection, settings)
             if bound is None:
-                counters = ("SyncTensorsGraph",)
+                del counted["CachedCompile"]  # `compile` counts
                 with clean_thread_state():
                     bound = self.compile(collection, settings)
             collection.hash = bound.computation.hash
@@ -472,7 +475,7 @@ class LazyGraphExecutor:
                         unlock(None)
         seconds = perf_counter() - start - waited
         trace_seconds = start - trace.start
-        metrics.observe_step(counters, TraceTime=trace_seconds, DeviceLockWait=waited, SyncTime=seconds)
+        metrics.observe_together(counted, TraceTime=trace_seconds, DeviceLockWait=waited, SyncTime=seconds)
         del trace  # or it would keep every input alive during a run right here
         if not background:
             # outside the context's lock, so that other threads may record meanwhile
@@ -630,9 +633,10 @@ class LazyGraphExecutor:
         context.count_path(cursor)
         trace_start = context.trace.start
         self.set_tensor_data(collection)
-        counters = ("SyncTensorsGraph", "CachedCompile" if is_known else "UncachedCompile")
+        counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices)}
+        counted["CachedCompile" if is_known else "UncachedCompile"] = 1
         seconds = perf_counter() - start
-        metrics.observe_step(counters, TraceTime=start - trace_start, SyncTime=seconds)
+        metrics.observe_together(counted, TraceTime=start - trace_start, SyncTime=seconds)
         if config.debug:
             nodes = cursor.depth
             print(
@@ -780,7 +784,7 @@ class LazyGraphExecutor:
                 f"{length} operators were recorded without a mark_step(), and strict mode does not allow a cut there\n"
                 f"  at {user_site()}\n  call lazy_backend.mark_step() once per step"
             )
-        metrics.increment("TraceTrimmed")
+        metrics.increment("TrimIrGraph")
         if not self._trim_warned:
             self._trim_warned = True
             warn_user(
@@ -843,7 +847,7 @@ class LazyGraphExecutor:
     def fetch_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the CPU."""
         with clean_thread_state():
-            return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+            return [downloaded(t.nbytes, functools.partial(t.detach().to, "cpu", copy=True)) for t in tensors]
 
     # ----- looking without running
 

@@ -11,7 +11,9 @@ import torch
 from harness import reset_state, settle
 
 import lazy_backend
+from lazy_backend import metrics
 from lazy_backend.context import contexts
+from lazy_backend.metric_names import entry_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +44,8 @@ def fresh_state() -> Iterator[None]:
     yield
     unraised = settle()
     assert not unraised, f"nobody was told of {unraised}"
+    unknown = [name for name in (*metrics.counter_names(), *metrics.metric_names()) if entry_of(name) is None]
+    assert not unknown, f"docs/metrics.md does not say what these count: {unknown}"
 
 
 @pytest.fixture

@@ -473,7 +473,7 @@ def test_a_long_trace_is_cut_with_a_warning() -> None:
 def test_a_long_trace_is_counted() -> None:
     limit_traces(10)
     x = torch.zeros(3, device="lazy")
-    with warnings.catch_warnings(), count("TraceTrimmed") as cuts:
+    with warnings.catch_warnings(), count("TrimIrGraph") as cuts:
         warnings.simplefilter("ignore", GraphCutWarning)
         for _ in range(25):
             x.add_(1)

@@ -1,0 +1,30 @@
+"""Copies between the host and the backing device, counted.
+
+In: bytes, and a function that copies them. Out: what it gives; seconds and bytes go to the metrics. 2 µs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeVar
+
+from lazy_backend import metrics
+
+T = TypeVar("T")
+
+
+def uploaded(num_bytes: int, copy: Callable[[], T]) -> T:
+    """What `copy` gives, an upload."""
+    begin = perf_counter()
+    copied = copy()
+    metrics.observe_together({}, TransferToDeviceTime=perf_counter() - begin, OutboundData=num_bytes)
+    return copied
+
+
+def downloaded(num_bytes: int, copy: Callable[[], T]) -> T:
+    """What `copy` gives, a download of a value that has been computed."""
+    begin = perf_counter()
+    copied = copy()
+    metrics.observe_together({}, TransferFromDeviceTime=perf_counter() - begin, InboundData=num_bytes)
+    return copied
