@@ -23,6 +23,7 @@ from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import TensorMeta
 from lazy_backend.lowering.program import Call, Cut, Fresh
+from lazy_backend.lowering.ranges import is_profiling, profiled
 from lazy_backend.settings import config
 from lazy_backend.tensor import LazyStorage
 from lazy_backend.trace import Trace
@@ -74,7 +75,16 @@ class DeviceContext:
         self.trace = self._fresh_trace()
 
     def _fresh_trace(self) -> Trace:
-        return Trace(self.eager_root if config.eager else self.trie.root, perf_counter())
+        trace = Trace(self.eager_root if config.eager else self.trie.root, perf_counter())
+        if is_profiling():
+            trace.default_dtype = None
+        return trace
+
+    def begin_traced_range(self) -> None:
+        """A range of the profiler from the first call of a trace to its sync. See Note [Traced ranges]."""
+        self.trace.default_dtype = self._settings[1]
+        self.trace.range = profiled("trace")
+        self.trace.range.__enter__()
 
     def forget_paths(self) -> None:
         """Start the trie afresh. The caller holds `lock` and starts a new trace."""

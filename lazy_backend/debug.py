@@ -1,52 +1,79 @@
-"""Look at graphs before they run. Names of `torch._lazy.debug`."""
+"""Look at graphs before they run, and at what a process did. Names of `torch._lazy.debug`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from lazy_backend.chrome_trace import export_chrome_trace
 from lazy_backend.computation import check_lazy
+from lazy_backend.difference import shown_site
 from lazy_backend.lowering.fx import to_fx
-from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.ir import Graph, Node, Value
 from lazy_backend.sync import executor
+
+__all__ = ["dump_ir", "export_chrome_trace", "render_ir_graph"]
 
 
 def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
     """The graph that computes `tensors`, which stay pending.
 
-    `format` "text": the program with shapes and user lines. "backend": the FX code that a compiler gets.
+    `format` "text": the program with shapes and user lines, as many per call as `config.source_frames` says. "dot": as
+    `render_ir_graph`. "fx" (or "backend"): the FX code that a compiler gets.
     """
+    if format not in ("text", "dot", "fx", "backend"):
+        raise ValueError(f"unknown format {format!r}\n  expected 'text', 'dot', 'fx' or 'backend'")
     graph = _graph_of(tensors)
     if format == "text":
         return str(graph)
-    if format == "backend":
-        # floats as arguments: their values belong to a run, not to the program
-        module, _ = to_fx(graph, [0.0] * graph.num_constants, frozenset(), numbers=True)
-        return str(module.code)
-    raise ValueError(f"unknown format {format!r}\n  expected 'text' or 'backend'")
+    if format == "dot":
+        return _to_dot(graph, False)
+    # floats as arguments: their values belong to a run, not to the program
+    module, _ = to_fx(graph, [0.0] * graph.num_constants, frozenset(), numbers=True)
+    return str(module.code)
 
 
-def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
-    """The graph that computes `tensors`, in Graphviz's dot language: data edges solid, effects dashed."""
-    graph = _graph_of(tensors)
-    lines = ["digraph G {"]
-    makers: dict[int, str] = {}
-    for value in graph.inputs:
-        makers[value.number] = f"in{value.number}"
-        lines.append(f'  in{value.number} [label="{value!r}: {value.meta}", shape=box]')
-    for place, (node, effects) in enumerate(zip(graph.nodes, graph.effects(), strict=True)):
-        lines.append(f'  n{place} [label="{node.name}"]')
-        lines += [f"  {makers[value.number]} -> n{place}" for value in dict.fromkeys(node.inputs())]
-        lines += [f"  n{earlier} -> n{place} [style=dashed]" for earlier in sorted(effects)]
-        makers |= {value.number: f"n{place}" for value in node.outputs if value is not None}
-    for value in graph.outputs:
-        lines += [
-            f'  out{value.number} [label="{value!r}", shape=box]',
-            f"  {makers[value.number]} -> out{value.number}",
-        ]
-    return "\n".join([*lines, "}"])
+def render_ir_graph(tensors: Sequence[torch.Tensor], lines: bool = False) -> str:
+    """The graph that computes `tensors`, in Graphviz's dot language: data edges solid, effects dashed.
+
+    `lines`: with the user's line, and its text, in each node.
+    """
+    return _to_dot(_graph_of(tensors), lines)
 
 
 def _graph_of(tensors: Sequence[torch.Tensor]) -> Graph:
     return executor.post_order_of(check_lazy(tensors)).graph
+
+
+def _to_dot(graph: Graph, lines: bool) -> str:
+    return "\n".join(["digraph G {", *_dot_lines(graph, lines), "}"])
+
+
+def _dot_lines(graph: Graph, lines: bool) -> Iterator[str]:
+    makers: dict[Value, str] = {}
+    for value in graph.inputs:
+        makers[value] = f"in{value.number}"
+        yield f"  in{value.number} [label={_quoted(f'{value!r}: {value.meta}')}, shape=box]"
+    for place, (node, effects) in enumerate(zip(graph.nodes, graph.effects(), strict=True)):
+        yield f"  n{place} [label={_quoted(_label(node, lines))}]"
+        for value in dict.fromkeys(node.inputs()):
+            yield f"  {makers[value]} -> n{place}"
+        for earlier in sorted(effects):
+            yield f"  n{earlier} -> n{place} [style=dashed]"
+        makers |= {value: f"n{place}" for value in node.outputs if value is not None}
+    for value in graph.outputs:
+        yield f"  out{value.number} [label={_quoted(f'{value!r}: {value.meta}')}, shape=box]"
+        yield f"  {makers[value]} -> out{value.number}"
+
+
+def _label(node: Node, lines: bool) -> str:
+    if not lines or not node.site:
+        return node.name
+    return "\n".join([node.name, shown_site(node.site), *node.frames])
+
+
+def _quoted(text: str) -> str:
+    """A string of the dot language, where a backslash begins an escape."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -21,7 +21,7 @@ from lazy_backend.lowering.schema import Operand, OpSchema, schema_of
 from lazy_backend.operators import INDEX_OPS, NotRecordable, Traits, float_shaped_ops, traits_of
 from lazy_backend.outside import mixed_devices
 from lazy_backend.settings import config
-from lazy_backend.sites import user_site
+from lazy_backend.sites import further_frames, user_site
 from lazy_backend.tensor import LazyTensor, TensorData, wrapper_arguments
 
 aten = torch.ops.aten
@@ -97,6 +97,7 @@ def describe(
         seeded=traits.draws and rng.draws_random_numbers(op, args),
         num_slots=first_slot + num_made,
         site=user_site(),
+        frames=further_frames(),
     )
 
 

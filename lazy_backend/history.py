@@ -125,6 +125,7 @@ class SyncRecord:
     trace_seconds: float = 0.0
     sync_seconds: float = 0.0
     wait_seconds: float = 0.0
+    wait_begin: float = 0.0
     plan: str = ""
     graph: str = ""
     nearest: str | None = None
@@ -207,9 +208,10 @@ class History:
         graph = f"#{number}"
         record = SyncRecord(
             next(self._numbers), self.steps, device, f"captured graph {graph}", 0, "a captured call", site, "replay",
-            begin - self.start, 0.0, perf_counter() - begin, 0.0, plan, graph,
+            begin - self.start, 0.0, perf_counter() - begin, plan=plan, graph=graph,
         )  # fmt: skip
-        self.records.append(record)
+        if config.explain:
+            self.records.append(record)
         return record
 
     def _add_program(self, device: str, cursor: Cursor, site: str) -> Program:

@@ -48,7 +48,7 @@ from lazy_backend.operators import (
 )
 from lazy_backend.outside import operand_from_outside
 from lazy_backend.settings import config
-from lazy_backend.sites import user_site
+from lazy_backend.sites import further_frames, user_site
 from lazy_backend.sync import conform, executor
 from lazy_backend.tensor import (
     UNWRITTEN,
@@ -541,6 +541,7 @@ def _empty_call(context: DeviceContext, cursor: TrieNode[Call | Cut], meta: Tens
         seeded=False,
         num_slots=num_slots_of(cursor) + 1,
         site=user_site(),
+        frames=further_frames(),
     )
 
 

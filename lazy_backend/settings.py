@@ -200,7 +200,24 @@ FLAGS: dict[str, Flag] = {
     ),
     "check_graphs": Flag(False, _boolean, "Check every graph for well-formedness.", "LAZY_BACKEND_CHECK_GRAPHS"),
     "debug": Flag(
-        0, _count, "1: a line per sync. 2: also run times. 3: also the graph. 4: also the FX code.", "LAZY_DEBUG"
+        0,
+        _count,
+        "1: a line per sync, with its explanation where it was no hit. 2: also runs and times. 3: also the program or "
+        "graph before and after each pass. 4: also the FX code of what is compiled.",
+        "LAZY_DEBUG",
+    ),
+    "debug_file": Flag(
+        None,
+        lambda value: None if value in (None, "") else str(value),
+        "Append what `debug` prints to this file instead of printing it; %p in its name is the process's number.",
+        "LAZY_DEBUG_FILE",
+    ),
+    "source_frames": Flag(
+        1,
+        _positive,
+        "Lines of your code that are noted per recorded call, from the innermost outwards; graphs print them. Holds "
+        "for calls seen for the first time from then on.",
+        "LAZY_BACKEND_SOURCE_FRAMES",
     ),
 }
 

@@ -16,6 +16,8 @@ from types import FrameType
 
 import torch
 
+from lazy_backend.settings import config
+
 # A trailing separator, so that a user's `lazy_backend_experiments/` is not taken for ours.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _LAYERS = [
@@ -38,6 +40,20 @@ def user_site() -> str:
     """`path/train.py:31` for the line of the user's code that is running, or "" if there is none."""
     frame = _user_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def further_frames() -> tuple[str, ...]:
+    """The lines of the user's code that led to `user_site`, from it outwards: `config.source_frames` in all."""
+    left = config.source_frames - 1
+    if not left:
+        return ()
+    found: list[str] = []
+    frame = _user_frame()
+    while frame is not None and len(found) < left:
+        frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_INTERNAL):
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    return tuple(found)
 
 
 def warn_user(message: str, category: type[Warning]) -> None:

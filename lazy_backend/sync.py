@@ -38,6 +38,7 @@ import torch
 from lazy_backend import metrics
 from lazy_backend.cache.computation import BoundedTable, ComputationCache
 from lazy_backend.context import DeviceContext, lockers
+from lazy_backend.debug_log import tell_compile, tell_run, tell_sync, told
 from lazy_backend.disk_cache import current_store
 from lazy_backend.errors import (
     CompileWarning,
@@ -52,12 +53,13 @@ from lazy_backend.history import SyncRecord, history
 from lazy_backend.limits import GraphLimit
 from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
-from lazy_backend.lowering.compiler import Backend, CompiledPlan
+from lazy_backend.lowering.compiler import Backend
 from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
 from lazy_backend.lowering.families import Family
 from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import ExecutionPlan
 from lazy_backend.lowering.program import Call, Token
+from lazy_backend.lowering.ranges import is_profiling, profiled
 from lazy_backend.lowering.shapes import skeleton
 from lazy_backend.lowering.specialise import ArtefactStore, CompilePolicy, CompileReport, FusionStrategy
 from lazy_backend.reasons import explain_binding, note_plan, record_compile
@@ -188,7 +190,11 @@ class Async:
         start = perf_counter()
         try:
             with clean_thread_state():
-                self._execute()
+                if is_profiling():
+                    with profiled("run"), profiled(f"{self.cached_computation.computation.name}, {self.plan.kind}"):
+                        self._execute()
+                else:
+                    self._execute()
         except BaseException as raised:
             error = self._describe(raised)
             for storage in filter(None, self.tensors_data):
@@ -205,7 +211,8 @@ class Async:
             self.record.run_begin, self.record.run_seconds = start - history.start, seconds
         context = self.collection.context
         if config.debug >= 2:
-            print(f"lazy_backend: {context.device} ran in {seconds * 1e3:.2f} ms", file=sys.stderr)
+            computation = self.cached_computation.computation
+            tell_run(str(context.device), computation, self.plan.kind, seconds, error)
         interrupted = isinstance(error, KeyboardInterrupt)
         for unlock in self.collection.unlocker:
             unlock(None if interrupted else error)
@@ -398,6 +405,8 @@ class LazyGraphExecutor:
             record = getattr(self._thread, "record", None)
             if record is not None and found not in record.compiles:
                 record.compiles.append(found)
+        if config.debug:
+            tell_compile(report)
         if report.error is None:
             self._tell_of_compile(report)
             return
@@ -422,11 +431,8 @@ class LazyGraphExecutor:
         elif report.stage == "loaded":
             metrics.observe("LoadTime", report.seconds)
         shown = sys.stderr.isatty() if config.progress is None else config.progress
-        if shown or config.debug:
-            what = {"started": "compiling in the background", "loaded": "found compiled on disk"}
-            seconds = f" in {report.seconds:.1f} s" if report.seconds else ""
-            done = what.get(report.stage, "compiled") + seconds
-            print(f"lazy_backend: a graph of {len(report.graph.nodes)} nodes: {done}", file=sys.stderr)
+        if shown and not config.debug:
+            print(f"lazy_backend: {told(report)}", file=sys.stderr)
 
     # ----- running
 
@@ -434,6 +440,13 @@ class LazyGraphExecutor:
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
     ) -> Async | None:
         """Cut the trace of `context` and schedule it; None if there was nothing to run."""
+        if not is_profiling():
+            return self._sync_tensors_graph(context, sync_config, cause)
+        context.trace.end_range()
+        with profiled(f"sync ({cause})"):
+            return self._sync_tensors_graph(context, sync_config, cause)
+
+    def _sync_tensors_graph(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str) -> Async | None:
         start = perf_counter()
         background = self.runs_in_background(context)
         with context.lock:
@@ -460,6 +473,8 @@ class LazyGraphExecutor:
             before_waiting = perf_counter()
             self.tensor_collection_barrier(collection)
             waited = perf_counter() - before_waiting
+            if record is not None:
+                record.wait_begin = before_waiting - history.start
             scheduled: Async | None = None
             try:
                 context.count_path(trace.cursor)
@@ -481,17 +496,16 @@ class LazyGraphExecutor:
             # outside the context's lock, so that other threads may record meanwhile
             scheduled.run()
             context.trace.start = perf_counter()  # the run is no part of the next step's recording
-        if config.debug:
-            self._print_sync(collection, bound, plan, constants, seconds)
         if record is not None:
-            self._end_record(record, trace_seconds=trace_seconds, wait_seconds=waited, sync_seconds=seconds)
+            times = trace_seconds, waited, seconds
+            self._end_record(record, times, bound.computation)
         if sync_config.force_ltc_data:
             context.locker.barrier()
         return scheduled
 
     def _begin_record(self, collection: SyncTensorCollection, settings: Environment) -> SyncRecord | None:
         """What a sync will be known by, and its explanation if path, live set or settings are new."""
-        if not (config.explain or self._has_limit()):
+        if not (config.explain or config.debug or self._has_limit()):
             return None
         context = collection.context
         cursor = context.trace.cursor
@@ -502,10 +516,13 @@ class LazyGraphExecutor:
             explain_binding(record, cursor, bindings, collection.indices, settings)
         return record
 
-    def _end_record(self, record: SyncRecord, **seconds: float) -> None:
-        """Keep the record of a sync that is done. Raises `TooManyGraphsError`."""
-        for name, value in seconds.items():
-            setattr(record, name, value)
+    def _end_record(
+        self, record: SyncRecord, times: tuple[float, float, float], computation: Computation | None
+    ) -> None:
+        """Keep the record of a sync that is done: seconds of trace, wait and sync. Raises `TooManyGraphsError`."""
+        record.trace_seconds, record.wait_seconds, record.sync_seconds = times
+        if config.debug:
+            tell_sync(record, computation)
         if config.explain:
             history.add(record)
         if config.max_different_graphs is not None:
@@ -575,9 +592,11 @@ class LazyGraphExecutor:
         collection.hash = bound.computation.hash
         self.tensor_collection_barrier(collection)
         record: SyncRecord | None = None
-        if config.explain:
+        if config.explain or config.debug:
             number = bound.computation.number
             record = history.add_replay(str(context.device), number, plan.kind, collection.site, begin)
+            if config.debug:
+                tell_sync(record, bound.computation)
         scheduled: Async | None = None
         background = self.runs_in_background(context)
         try:
@@ -637,17 +656,10 @@ class LazyGraphExecutor:
         counted["CachedCompile" if is_known else "UncachedCompile"] = 1
         seconds = perf_counter() - start
         metrics.observe_together(counted, TraceTime=start - trace_start, SyncTime=seconds)
-        if config.debug:
-            nodes = cursor.depth
-            print(
-                f"lazy_backend: {context.device} {nodes} calls seen for the first time, run as they were recorded, "
-                f"{collection.cause} at {collection.site}",
-                file=sys.stderr,
-            )
         if record is not None:
             record.plan = "as recorded"
             record.outcome = "hit, level 1" if is_known else "miss"
-            self._end_record(record, trace_seconds=start - trace_start, sync_seconds=seconds)
+            self._end_record(record, (start - trace_start, 0.0, seconds), None)
 
     @staticmethod
     def _bind(bindings: dict[Hashable, Any], key: Hashable, value: CachedComputation | FirstRun) -> None:
@@ -797,6 +809,10 @@ class LazyGraphExecutor:
 
     def change_default_dtype(self, context: DeviceContext) -> None:
         """Start afresh after `torch.set_default_dtype`, which no key mentions but stored metadata rests on."""
+        if context.trace.default_dtype is None:  # the first call under a profiler
+            context.begin_traced_range()
+            if context.trace.default_dtype is torch.get_default_dtype():
+                return
         if not context.trace.is_empty():
             self.check_allowed("torch.set_default_dtype")
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "torch.set_default_dtype")
@@ -865,25 +881,6 @@ class LazyGraphExecutor:
     def get_graph_hash(self, tensors: Sequence[LazyTensor]) -> str:
         data = self.post_order_of(tensors)
         return make_key(data.graph, self.policy()[1]).hash_hex()
-
-    def _print_sync(
-        self,
-        collection: SyncTensorCollection,
-        bound: CachedComputation,
-        plan: ExecutionPlan,
-        constants: Sequence[float],
-        seconds: float,
-    ) -> None:
-        graph = bound.computation.graph
-        line = (
-            f"lazy_backend: {collection.context.device} {bound.computation!r} {plan.kind}, {len(graph.inputs)} inputs, "
-            f"{len(graph.outputs)} outputs, sync {seconds * 1e3:.2f} ms, {collection.cause} at {collection.site}"
-        )
-        print(line, file=sys.stderr)
-        if config.debug >= 3:
-            print(graph, file=sys.stderr)
-        if config.debug >= 4 and isinstance(plan, CompiledPlan):
-            print(plan.code(constants), file=sys.stderr)
 
 
 executor = LazyGraphExecutor()

@@ -1,8 +1,16 @@
-"""What one device has recorded since its last sync."""
+"""What one device has recorded since its last sync.
+
+Note [Traced ranges]
+Under a profiler each trace is shown as a range, from its first call to its sync. The recorder must not ask at every
+call whether this is the first one under a profiler; but it compares the default dtype with the trace's at every call.
+So a trace made under a profiler has none: its first call finds a difference, and whoever looks into it opens the range.
+"""
 
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -32,6 +40,7 @@ class Trace:
         "start",
         "default_dtype",
         "computed",
+        "range",
     )
 
     def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
@@ -43,8 +52,9 @@ class Trace:
         self.seeds: list[int] = []
         self.pending: list[weakref.ref[LazyStorage]] = []
         self.start = start
-        self.default_dtype = torch.get_default_dtype()
+        self.default_dtype: torch.dtype | None = torch.get_default_dtype()
         self.computed = False
+        self.range: AbstractContextManager[Any] | None = None  # of the profiler; see Note [Traced ranges]
 
     def is_empty(self) -> bool:
         return self.cursor.depth == 0
@@ -62,6 +72,11 @@ class Trace:
         while len(self.groups) > len({e.group for e in entered}):
             self.groups.popitem()
         del self.constants[sum(call.num_constants for call in path) :]
+
+    def end_range(self) -> None:
+        opened, self.range = self.range, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
 
     def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
         """The pending storages somebody still holds: their places, and themselves."""

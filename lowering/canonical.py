@@ -29,6 +29,7 @@ from lazy_backend.lowering.ir import (
     extent,
     intern_meta,
 )
+from lazy_backend.lowering.passes import graph_pass
 from lazy_backend.lowering.program import Call, Entered, Fresh, Same, Token, View
 
 aten = torch.ops.aten
@@ -60,6 +61,7 @@ def fresh_slots(calls: Sequence[Call]) -> list[Fresh]:
     return [result for call in calls for result in call.results if isinstance(result, Fresh)]
 
 
+@graph_pass("prune and number")
 def run_post_order(calls: Sequence[Call], roots: Sequence[Token], device: torch.device) -> PostOrderData:
     """Prune `calls` to what the `roots` and the inputs' storages need, and number what is left.
 
@@ -266,7 +268,8 @@ class _GraphBuilder:
         if call.seeded:
             seed = len(self.seeds)
             self.seeds.append(seed_place)
-        self.nodes.append(Node(call.op, args, kwargs, outputs, mutates, call.returns_list, seed, call.site))
+        where = call.site, call.frames
+        self.nodes.append(Node(call.op, args, kwargs, outputs, mutates, call.returns_list, seed, *where))
         self.post_order.append(call)
 
     def _convert(self, arg: Any, offset: int) -> Any:

@@ -41,6 +41,10 @@ class Computation:
         """The canonical graph; made again from its text if it was set aside."""
         return self.executor.stored.get()
 
+    @property
+    def name(self) -> str:
+        return f"graph #{self.number} {self.hash[:8]} ({self.executor.stored.num_nodes} nodes)"
+
     def __repr__(self) -> str:
         return f"Computation(#{self.number}, {self.hash[:8]}, {self.executor.stored.num_nodes} nodes)"
 

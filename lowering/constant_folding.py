@@ -18,6 +18,7 @@ import torch
 
 from lazy_backend.lowering.frame import ExecutionFrame
 from lazy_backend.lowering.ir import Graph, Node, Value
+from lazy_backend.lowering.passes import graph_pass
 from lazy_backend.lowering.serial import SerialGraphExecutor
 from lazy_backend.lowering.task import GraphTask
 
@@ -46,6 +47,7 @@ class ConstantFolder:
         return {value: frame.values[value.number] for value in self.folded}
 
 
+@graph_pass("fold constants")
 def split_constants(graph: Graph, weights: Iterable[Value], constants: Iterable[float]) -> ConstantFolder:
     """Split `graph`. See Note [What is folded]."""
     weight_values = tuple(weights)

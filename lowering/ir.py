@@ -180,6 +180,7 @@ class Node:
     returns_list: bool  # the results come as one list, as from `split` or `_foreach_mul`
     seed: int | None  # place among the graph's seeds, for an op that draws random numbers
     site: str  # user line that first recorded it; never part of a key
+    frames: tuple[str, ...] = ()  # further user lines, outwards, if they were asked for
 
     @property
     def name(self) -> str:
@@ -258,7 +259,7 @@ class Graph:
 
     def __str__(self) -> str:
         """The program with user lines, to be read."""
-        return self._printed(lambda node: f"  # {node.site}" if node.site else "")
+        return self._printed(_print_lines)
 
     def text(self) -> str:
         """The program without user lines: exact, and so the graph's own key."""
@@ -279,6 +280,11 @@ class Graph:
     def effects(self) -> list[set[int]]:
         """`effects` of the nodes."""
         return effects(self.nodes)
+
+
+def _print_lines(node: Node) -> str:
+    further = "".join(f"\n      # from {frame}" for frame in node.frames)
+    return f"  # {node.site}{further}" if node.site else ""
 
 
 class Step(Protocol):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lazy_backend.lowering.ir import Arg, Graph, Node, Step, Value, extent, map_arg
+from lazy_backend.lowering.passes import graph_pass
 
 # Small results come from the allocator's own caches faster than a call with `out=` is made.
 MIN_PLANNED_BYTES = 4096
@@ -116,6 +117,7 @@ def _piece(buffer: torch.Tensor, value: Value) -> torch.Tensor:
     return buffer[: _bytes_of(value)].view(meta.dtype).as_strided(meta.shape, meta.stride, 0)
 
 
+@graph_pass("plan buffers")
 def plan_layout(graph: Graph, min_bytes: int = MIN_PLANNED_BYTES) -> LayoutPlan:
     """Give results of at least `min_bytes` their places in as few buffers as lifetimes allow."""
     lifetimes = storage_lifetimes(graph)

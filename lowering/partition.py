@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from lazy_backend.lowering.ir import Graph, Node, Value, constants_of, dependencies
+from lazy_backend.lowering.passes import graph_pass
 
 Supported = Callable[[Node], bool]
 
 
+@graph_pass("split into regions")
 def partition(graph: Graph, supported: Supported) -> list[Graph | Node]:
     """See Note [Regions]. Whether a compiler can take a view is not asked: it has to take all of them."""
     parts = _Parts(graph)

@@ -7,12 +7,13 @@ with an int argument, since a Python number may stand where the schema has a ten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lazy_backend.lowering.ir import TensorMeta
+from lazy_backend.lowering.ir import TensorMeta, print_arg
 
 
 class Token:
@@ -108,11 +109,32 @@ class Call:
     seeded: bool
     num_slots: int  # made on the path, this call's among them: where the next call's slots start
     site: str
+    frames: tuple[str, ...] = ()  # further lines of the user's, outwards, if they were asked for
     single: Fresh | View | Same | None = field(init=False)  # the result, if there is just one
 
     def __post_init__(self) -> None:
         alone = len(self.results) == 1 and not self.returns_list
         object.__setattr__(self, "single", self.results[0] if alone else None)
+
+
+def print_program(calls: Sequence[Call]) -> str:
+    """The calls of a path as they were recorded, one per line, with user lines."""
+    return "\n".join(map(_print_call, calls))
+
+
+def _print_call(call: Call) -> str:
+    results = ", ".join("_" if r is None else _print_result(r) for r in call.results)
+    args = [print_arg(arg) for arg in call.args] + [f"{name}={print_arg(arg)}" for name, arg in call.kwargs]
+    entered = "".join(f"\n      {e.token} is an input {e.meta}" for e in call.entered)
+    where = f"  # {call.site}" if call.site else ""
+    return f"  {results}{' = ' if results else ''}{call.op}({', '.join(args)}){where}{entered}"
+
+
+def _print_result(result: Fresh | View | Same) -> str:
+    if isinstance(result, Same):
+        return repr(result.token)
+    shared = f" in {result.of}" if isinstance(result, View) else ""
+    return f"{result.token}: {result.meta}{shared}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lazy_backend.lowering.ir import Arg, Constant, Graph, Node, Value, map_arg
+from lazy_backend.lowering.passes import graph_pass
 
 Samples = Sequence[tuple[int, ...]]
 
@@ -265,6 +266,7 @@ class SymbolicGraph:
     inputs: tuple[Geometry, ...]
 
 
+@graph_pass("write sizes as symbols")
 def symbolic_graph(graph: Graph, sizes: Sizes) -> SymbolicGraph:
     """`graph`, one of the samples behind `sizes`, with what depends on symbols written so."""
     hints = sizes.bind(numbers_of(graph))

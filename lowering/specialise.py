@@ -26,6 +26,7 @@ from lazy_backend.lowering.background import Job, NotPortableThere, compiler_set
 from lazy_backend.lowering.compiler import Backend, CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.ir import Graph, constants_of
 from lazy_backend.lowering.portable import NotPortable, StoredGraph
+from lazy_backend.lowering.ranges import profiled
 from lazy_backend.lowering.scalars import can_promote
 from lazy_backend.lowering.shapes import Sizes
 
@@ -175,7 +176,8 @@ class GraphCompiler:
     def _compile_here(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> None:
         start = time.perf_counter()
         try:
-            plan = compile_graph(self.graph, constants, promoted, policy.backend, self.sizes, self.stored)
+            with profiled("compile"):
+                plan = compile_graph(self.graph, constants, promoted, policy.backend, self.sizes, self.stored)
         except Exception as error:
             self._fail(error, time.perf_counter() - start)
         else:
@@ -206,8 +208,9 @@ class GraphCompiler:
         self._request = _Request(job, tuple(constants), promoted, policy)
         self._tell("started")
         if not policy.background:
-            worker.wait_for(job)
-            self.adopt()
+            with profiled("compile"):
+                worker.wait_for(job)
+                self.adopt()
 
     def adopt(self) -> None:
         """Turn a compile that has ended into a plan."""

@@ -200,7 +200,7 @@ def test_dump_ir_backend() -> None:
 
 
 def test_dump_ir_of_another_format() -> None:
-    with pytest.raises(ValueError, match="expected 'text' or 'backend'"):
+    with pytest.raises(ValueError, match="expected 'text', 'dot', 'fx' or 'backend'"):
         debug.dump_ir([total()], "xml")
 
 
