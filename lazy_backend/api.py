@@ -22,11 +22,12 @@ from lazy_backend.tensor import LazyTensor
 
 
 def mark_step(device: Device = "", wait: bool = False) -> None:
-    """End a step: run everything pending, in the background, then the step closures.
+    """End a step: run everything pending, then the step closures.
 
-    `device`: one lazy device; "" means every device that was used. `wait`: return only when the step has run.
-    Raises what an earlier run raised, if nobody was told yet (`ExecutionError`), and what a closure raises.
-    Seed: torch/_lazy/__init__.py.
+    `device`: one lazy device, as in `"lazy:1"`; `""` means every device that was used. `wait`: return only when the
+    step has run; otherwise the run may go on in the background (`config.run_in_background`). Raises what an earlier
+    run raised, if nobody was told yet (`ExecutionError`), and what a closure raises. Named after
+    `torch._lazy.mark_step`.
     """
     metrics.increment("MarkStep")
     executor.sync_live_tensors_graph(_devices(device), wait, "mark_step")
@@ -46,7 +47,8 @@ def _devices(device: Device) -> list[DeviceContext]:
 def wait_for_compiles(timeout: float | None = None) -> bool:
     """Wait until no graph is being compiled in the background, as for a benchmark.
 
-    Returns False if `timeout` seconds were not enough. Training need not wait: graphs are interpreted meanwhile.
+    `timeout`: seconds, or None to wait as long as it takes; returns False if they were not enough. Training need not
+    wait: graphs are interpreted meanwhile. What is ready is used from the next step on.
     """
     return profiling.wait_for_compiles(timeout)
 
@@ -64,18 +66,28 @@ def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:
 
 
 def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Device] = ()) -> None:
-    """Compute `tensors`, and with them everything pending on their devices: nothing is ever computed twice."""
+    """Compute `tensors`, and with them everything pending on their devices and on `devices`.
+
+    Unlike `torch._lazy.sync_multi`, which computes what `tensors` need and later, again, what others share with them.
+    Returns once the runs are scheduled.
+    """
     chosen = {t._data.context for t in tensors if isinstance(t, LazyTensor)} | {context_of(d) for d in devices}
     executor.sync_live_tensors_graph(sorted(chosen, key=lambda context: context.index), False, "sync_multi")
 
 
 def get_tensor_id(tensor: torch.Tensor) -> int:
-    """A number that is the same for tensors standing for the same data, and for no others alive."""
+    """A number that is the same for tensors standing for the same data, and for no others alive.
+
+    Raises `TypeError` for a tensor that is not lazy.
+    """
     return id(_lazy(tensor)._data)
 
 
 def to_cpu(tree: Any) -> Any:
-    """A copy of `tree` (nested lists, tuples, dicts) with every lazy tensor on the CPU, after one sync per device."""
+    """A copy of `tree` (nested lists, tuples, dicts) with every lazy tensor on the CPU, after one sync per device.
+
+    Shapes, dtypes and `requires_grad` are kept; the copies are leaves, whatever made the tensors.
+    """
     found: list[LazyTensor] = []
     tree_map_only(LazyTensor, found.append, tree)
     copies = iter(executor.get_tensors_fused(found, "to_cpu"))
@@ -91,7 +103,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
     """Call `closure(*args)` after the next `mark_step`, when reading `args` cuts nothing.
 
     `run_async`: on a thread of its own, in order; at most `config.max_async_closures` wait. Its error is raised at the
-    next `mark_step`, `add_step_closure` or `wait_device_ops`. Seed: torch/_lazy/closure.py.
+    next `mark_step`, `add_step_closure` or `wait_device_ops`. After `torch/_lazy/closure.py`, which loses such errors.
     """
     executor.check_allowed("add_step_closure")
     closures.runner.add(closure, args, run_async)
@@ -131,7 +143,10 @@ def _step(device: Device, strict: bool) -> Iterator[None]:
 
 
 def strict() -> contextlib.AbstractContextManager[None]:
-    """Within this block, whatever would cut the graph raises `StrictModeError` with the line. Per thread."""
+    """Within this block, whatever would cut the graph raises `StrictModeError` with the line and the cause.
+
+    For this thread; `config.strict` holds for all. `mark_step` and other syncs that were asked for are allowed.
+    """
     return executor.strict()
 
 

@@ -61,6 +61,7 @@ class DeviceModule:
 
     @staticmethod
     def is_available() -> bool:
+        """Always True: without CUDA the CPU is behind the lazy device."""
         return True
 
     @staticmethod
@@ -81,11 +82,12 @@ class DeviceModule:
 
     @staticmethod
     def set_device(device: Device) -> None:
+        """What `"lazy"` without an index means from now on. Raises `DeviceError` if there is no such device."""
         contexts.current = context_of(device).index
 
     @staticmethod
     def synchronize(device: Device = None) -> None:
-        """Run what is pending on `device` and wait until its work is done."""
+        """Run what is pending on `device` and wait until its work is done. Raises `ExecutionError` if a run failed."""
         context = context_of(device)
         executor.sync_live_tensors_graph([context], wait=True, cause="synchronize")
         if context.backing.type == "cuda":
@@ -93,16 +95,19 @@ class DeviceModule:
 
     @staticmethod
     def manual_seed(seed: int) -> None:
+        """As `torch.manual_seed`: lazy random ops draw their seeds from torch's default generator."""
         contexts.set_rng_seed(seed)
 
     manual_seed_all = manual_seed
 
     @staticmethod
     def seed() -> int:
+        """Seed that generator with a random number, which is returned."""
         return torch.default_generator.seed()
 
     @staticmethod
     def initial_seed() -> int:
+        """The number that it was last seeded with."""
         return contexts.get_running_seed()
 
     @staticmethod
@@ -113,6 +118,7 @@ class DeviceModule:
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
+        """Set what `get_rng_state` gives."""
         context_of(device)
         torch.set_rng_state(state)
 

@@ -133,6 +133,7 @@ def counters() -> dict[str, int]:
 
 
 def metric_names() -> list[str]:
+    """Names of all metrics that occurred, sorted."""
     with _lock:
         return sorted(_metrics)
 

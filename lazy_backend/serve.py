@@ -71,8 +71,8 @@ def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads:
     `num_threads` work on one request. `config.backend` compiles the graph, unless `config.compile` is "off".
 
     The result takes and returns tensors of the backing device, as in `served(torch.randn(1, 8))`;
-    `served.swap_weights(module.state_dict())` holds from the next request on. Seed: nativert Executor.
-    Raises `CaptureError` for what cannot be recorded, as a read, with its line.
+    `served.swap_weights(module.state_dict())` holds from the next request on. Designed after
+    `torch::nativert::Executor`. Raises `CaptureError` for what cannot be recorded, as a read, with its line.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     function = _on_lazy_device(module_or_fn)
