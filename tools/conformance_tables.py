@@ -272,7 +272,7 @@ def _defect(entries: Sequence[Entry]) -> str:
 def _escaped(text: str) -> str:
     """Text as markdown shows it unchanged, on one line, and without addresses, which differ from run to run."""
     text = re.sub(r"0x[0-9a-f]+", "0x...", " ".join(text.split()))
-    return re.sub(r"([<>|*_`])", r"\\\1", text)
+    return re.sub(r"([][<>|*_`])", r"\\\1", text)
 
 
 # ----- one line per entry
