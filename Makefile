@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint ruff-check ruff-format mypy bench conformance clean
+.PHONY: help demo test lint ruff-check ruff-format mypy docs pictures bench conformance clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -13,6 +13,8 @@ help:
 	@echo "make demo    train a convolutional network on handwritten digits, on device=\"lazy\""
 	@echo "make test    run the tests; ARGS are passed to pytest, as in: make test ARGS='-k views'"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    build the documentation into site/"
+	@echo "make pictures  draw the pictures of the documentation anew, with Graphviz"
 	@echo "make bench   time per recorded operator, per sync and per step, next to eager and torch.compile"
 	@echo "make conformance  PyTorch's own tests of operators, modules and optimizers; ARGS='--help' tells more"
 	@echo "make clean   remove the environment and everything built"
@@ -38,6 +40,14 @@ mypy: $(VENV)/dev.installed
 	cd .typed/lazy_backend && ln -s ../../lazy_backend/*.py ../../lazy_backend/py.typed ../../lazy_backend/compat ../../lowering ../../cache .
 	$(BIN)/mypy
 
+# the variable silences the theme's advertisement of its successor
+docs: $(VENV)/docs.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+# needs Graphviz; what it draws is kept, so that the documentation is built without it
+pictures:
+	for source in docs/images/*.dot; do dot -Tsvg "$$source" -o "$${source%.dot}.svg"; done
+
 bench: $(VENV)/test.installed
 	$(BIN)/python tools/bench.py $(ARGS)
 
@@ -45,10 +55,10 @@ conformance: $(VENV)/test.installed
 	$(BIN)/python tools/conformance.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .typed build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache
+	rm -rf $(VENV) .typed site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# demo, test and dev are the optional dependencies of pyproject.toml
+# demo, test, docs and dev are the optional dependencies of pyproject.toml
 $(VENV)/%.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[$*]'
 	touch $@

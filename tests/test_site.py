@@ -1,0 +1,113 @@
+"""The documentation as it is built: strictly, whole, and without a network."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import lazy_backend
+from lazy_backend.settings import FLAGS
+
+pytest.importorskip("mkdocs", reason="the documentation is not built without `pip install '.[docs]'`")
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import docs_hooks  # noqa: E402
+from mkdocs.exceptions import PluginError  # noqa: E402
+
+MODULES = ("computation", "debug", "ir_cache", "metrics")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages. A broken link, an anchor that is missing or a page left out fails here."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def anchors(page: Path) -> set[str]:
+    found = docs_hooks.Addresses()
+    found.feed(page.read_text())
+    return found.anchors
+
+
+def test_every_public_name_is_described(site: Path) -> None:
+    described = anchors(site / "api.html")
+    # those of errors.py, and functions whose module has their name, are found under their full names
+    prefixes = ("lazy_backend.", "lazy_backend.errors.", "lazy_backend.capture.", "lazy_backend.serve.")
+    missing = {name for name in lazy_backend.__all__ if not any(prefix + name in described for prefix in prefixes)}
+    assert missing <= {"config", "sync", *MODULES}  # told in words there
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_function_of_a_public_module_is_described(site: Path, name: str) -> None:
+    described = anchors(site / "api.html")
+    module = getattr(lazy_backend, name)
+    own = {n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    internal = {"add_source", "increment", "observe", "observe_step", "Source", "check_lazy"}
+    missing = {n for n in own - internal if n[0] != "_" and f"{module.__name__}.{n}" not in described}
+    assert not missing
+
+
+def test_every_setting_is_described(site: Path) -> None:
+    assert FLAGS.keys() <= anchors(site / "settings.html")
+
+
+def test_every_page_is_built(site: Path) -> None:
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if not (site / f"{page.stem}.html").exists()]
+    assert not missing
+
+
+def test_the_start_page_has_the_quickstart_of_the_readme(site: Path) -> None:
+    assert "parameters stay the same objects" in (site / "index.html").read_text()
+
+
+def test_every_error_and_warning_is_in_the_troubleshooting_page() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    ours = {name for name, value in vars(lazy_backend.errors).items() if isinstance(value, type)}
+    assert not {name for name in ours - {"LazyBackendError", "LazyBackendWarning"} if name not in page}
+
+
+@pytest.mark.parametrize("source", sorted((ROOT / "docs" / "images").glob("*.dot")), ids=lambda source: source.stem)
+def test_a_picture_says_what_its_source_says(source: Path) -> None:
+    labels = re.findall(r'label="([^"]*)"', source.read_text())
+    expected = {" ".join(line.split()) for label in labels for line in re.split(r"\\[nl]", label)} - {""}
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", source.with_suffix(".svg").read_text())
+    assert {" ".join(html.unescape(text).split()) for text in drawn} >= expected, "make pictures"
+
+
+def test_a_section_that_the_readme_lacks_is_refused() -> None:
+    with pytest.raises(PluginError, match="no section 'Quickest start'"):
+        docs_hooks.on_page_markdown("<!-- README: Quickest start -->")
+
+
+def test_a_comment_in_code_is_no_heading() -> None:
+    text = "# Title\n\n```sh\n# no heading\n```\nmore\n\n## Next\n"
+    assert docs_hooks.sections(text) == {"Title": "```sh\n# no heading\n```\nmore", "Next": ""}
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        '<script src="https://example.org/mermaid.js"></script>',
+        '<link rel="stylesheet" href="//example.org/font.css">',
+        '<img src="http://example.org/picture.png">',
+    ],
+)
+def test_a_page_that_loads_from_elsewhere_is_refused(tmp_path: Path, tag: str) -> None:
+    (tmp_path / "page.html").write_text(f'<link rel="canonical" href="https://example.org"><a href="//x">x</a>{tag}')
+    with pytest.raises(PluginError, match=r"page.html loads .*example.org"):
+        docs_hooks.on_post_build(SimpleNamespace(site_dir=tmp_path))
