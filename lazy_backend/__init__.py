@@ -53,6 +53,7 @@ from lazy_backend.errors import (
     TooManyGraphsError,
 )
 from lazy_backend.explanation import explain
+from lazy_backend.reporting import report
 from lazy_backend.serve import serve
 from lazy_backend.settings import config
 from lazy_backend.tensor import LazyTensor
@@ -91,6 +92,7 @@ __all__ = [
     "manual_seed",
     "mark_step",
     "metrics",
+    "report",
     "save",
     "serve",
     "set_bailout_depth",

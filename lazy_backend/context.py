@@ -22,11 +22,12 @@ from lazy_backend.history import history
 from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import TensorMeta
-from lazy_backend.lowering.program import Call, Cut, Fresh
+from lazy_backend.lowering.program import Call, Cut, Fresh, Token
 from lazy_backend.lowering.ranges import is_profiling, profiled
+from lazy_backend.memory import Alive
 from lazy_backend.settings import config
 from lazy_backend.tensor import LazyStorage
-from lazy_backend.trace import Trace
+from lazy_backend.trace import Epoch, Trace
 
 lockers = DeviceLockerArena()
 
@@ -72,6 +73,7 @@ class DeviceContext:
         settings = config.force_fallback, torch.get_default_dtype()
         if self.trie.size > config.trie_limit or settings != self._settings:
             self.forget_paths()
+        self.trace.epoch.cursor = self.trace.cursor
         self.trace = self._fresh_trace()
 
     def _fresh_trace(self) -> Trace:
@@ -135,6 +137,35 @@ class DeviceContext:
             known = [storage for reference in self._registry if (storage := reference()) is not None]
             return known + self.trace.live()[1]
 
+    def alive(self) -> Alive:
+        """How much is alive on this device."""
+        sizes = [storage.meta.nbytes for storage in self._each_live()]
+        allocated = torch.cuda.memory_allocated(self.backing) if self.backing.type == "cuda" else None
+        return Alive(len(sizes), sum(sizes), allocated)
+
+    def _each_live(self) -> Iterator[LazyStorage]:
+        """Every live storage, held one at a time: what dies in a run under way must not wait for who counts."""
+        with self.lock:
+            references = [*self._registry, *self.trace.pending]
+        for reference in references:
+            storage = reference()
+            if storage is not None:
+                yield storage
+
+    def live_by_line(self) -> list[dict[str, Any]]:
+        """The live tensors, by the line that made them, or that used them last if a later step did."""
+        groups: Counter[tuple[str, str]] = Counter()
+        sizes: Counter[tuple[str, str]] = Counter()
+        origins: dict[Epoch, dict[Token, tuple[str, str]]] = {}
+        for storage in self._each_live():
+            origin = _origin(storage, origins)
+            groups[origin] += 1
+            sizes[origin] += storage.meta.nbytes
+        return [
+            {"device": str(self.device), "how": how, "site": site, "tensors": count, "bytes": sizes[how, site]}
+            for (how, site), count in groups.most_common()
+        ]
+
     # Counters. See the module docstring of `metrics`: paths are counted per sync, calls when somebody asks.
 
     def count_path(self, cursor: TrieNode[Call | Cut]) -> None:
@@ -178,6 +209,16 @@ class DeviceContext:
             self._baseline = self._cumulative()
             self._created += self._created_in_paths()
             self._path_uses.clear()
+
+
+def _origin(storage: LazyStorage, origins: dict[Epoch, dict[Token, tuple[str, str]]]) -> tuple[str, str]:
+    """How a live tensor was met last, "made at", "used at" or "from outside", and the line."""
+    epoch, token = storage.epoch, storage.token
+    if not isinstance(epoch, Epoch) or token is None:
+        return "from outside", ""
+    if epoch not in origins:
+        origins[epoch] = epoch.origins()
+    return origins[epoch].get(token, ("from outside", ""))
 
 
 def _calls(path: list[Call | Cut]) -> Counter[str]:
@@ -237,6 +278,18 @@ class DeviceContextArena:
         for context in self.get_active_devices():
             function(context)
 
+    def alive(self, device: str) -> Alive:
+        """How much is alive on `device`."""
+        return self.get_device_context(torch.device(device).index).alive()
+
+    def live_by_line(self, device: str) -> list[dict[str, Any]]:
+        """`DeviceContext.live_by_line` of `device`."""
+        return self.get_device_context(torch.device(device).index).live_by_line()
+
+    def all_live_by_line(self) -> list[dict[str, Any]]:
+        """The same of all devices."""
+        return [row for context in self.get_active_devices() for row in context.live_by_line()]
+
     def get_rng_seed(self) -> int:
         """A seed for the next random op. See Note [Random numbers are data]."""
         return rng.draw_seed()
@@ -275,4 +328,7 @@ class DeviceContextArena:
 
 
 contexts = DeviceContextArena()
+history.alive = contexts.alive
+history.alive_by_line = contexts.live_by_line
+history.sources["live tensors"] = contexts.all_live_by_line
 metrics.add_source(metrics.Source(contexts.read_counters, contexts.reset_counters))

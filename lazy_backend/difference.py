@@ -6,7 +6,6 @@ with the user's line on both sides and what to do about it.
 
 from __future__ import annotations
 
-import linecache
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from lazy_backend.lowering.ir import Constant, Graph, Node, TensorMeta, constants_of
 from lazy_backend.lowering.program import Call, Entered, Fresh, Token, View
+from lazy_backend.run_log import source_line
 
 # Calls looked at to tell one operator more, or one less, from a program that goes on in another way.
 _WINDOW = 3
@@ -37,6 +37,8 @@ _ADVICE = {
     "aliasing": "tensors that share memory in one step and not in the other are different programs: pass the same "
     "views, or copies, in every step",
     "operand": "the step combines other tensors than before: keep to the same ones, or expect one program for each",
+    "list": "a list that grows or shrinks makes another program in each step: keep a running sum, or a tensor of fixed "
+    "size that is written at an index",
     "longer": "call lazy_backend.mark_step() once per step, at its end",
     "shorter": "the step ended earlier: a read or a mark_step in its midst cuts it",
     "outputs more": "something still holds it, such as a list of losses or a logger: drop it, or hold it in every step",
@@ -78,12 +80,6 @@ def shown_site(site: str) -> str:
     line = source_line(site)
     below = os.getcwd() + os.sep
     return f"{site.removeprefix(below)}{': ' if line else ''}{line}"
-
-
-def source_line(site: str) -> str:
-    """The text of a `file:line`, stripped; "" if it cannot be read."""
-    file, _, number = site.rpartition(":")
-    return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
 
 
 # ----- two programs
@@ -208,7 +204,13 @@ def _of_arguments(
         return kind, f"{name} is {_origin(a, first)}", f"{name} is {_origin(b, second)}", _ADVICE[kind]
     if a == b and type(a) is type(b):
         return None
+    if _is_list_of_tensors(a) and _is_list_of_tensors(b):  # of other lengths: equal ones were compared by element
+        return "operand", f"{name} is a list of {len(a)} tensors", f"{name} is a list of {len(b)}", _ADVICE["list"]
     return "scalar", f"{name} = {_printed(a)}", f"{name} = {_printed(b)}", _ADVICE["scalar"]
+
+
+def _is_list_of_tensors(arg: Any) -> bool:
+    return isinstance(arg, tuple) and any(isinstance(item, Token) for item in arg)
 
 
 def _origin(token: Token, entered: Entered | None) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from lazy_backend import metrics
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.cache.folder import CacheRefused, default_directory
 from lazy_backend.errors import CacheWarning
+from lazy_backend.history import history
 from lazy_backend.settings import config
 from lazy_backend.sites import warn_user
 
@@ -84,3 +87,18 @@ def _reset_counters() -> None:
 
 
 metrics.add_source(metrics.Source(_read_counters, _reset_counters))
+
+
+def describe() -> dict[str, Any] | None:
+    """The disk cache for a report: where it is, how full, and what this process did there; None if there is none."""
+    store = _opened[1] if _opened else None
+    if store is None:
+        return None
+    found: dict[str, Any] = {"place": str(store.directory), "limit": store.max_bytes, **asdict(store.counts())}
+    try:
+        return found | {"entries": sum(1 for _ in store), "bytes": store.total_bytes()}
+    except (CacheRefused, OSError) as error:
+        return found | {"error": str(error)}
+
+
+history.sources["disk cache"] = describe

@@ -16,6 +16,8 @@ from typing import Any
 
 from lazy_backend.difference import shown_site
 from lazy_backend.history import CompileRecord, Program, SyncRecord, history
+from lazy_backend.memory import MemorySeries
+from lazy_backend.run_log import describe_process, source_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Explanation:
     records: Sequence[SyncRecord]
     compiles: Sequence[CompileRecord]
     programs: Sequence[Program]
+    memory: MemorySeries
 
     def misses(self) -> list[SyncRecord]:
         """The syncs that were not served by what was known: those that have something to explain."""
@@ -39,16 +42,23 @@ class Explanation:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON lines: one object per sync, compile and program, each with its `type`."""
+        """Write it as JSON lines, as `config.log_file` does: `python -m lazy_backend.report path` shows them."""
         with open(path, "w") as file:
             for line in self.lines():
                 file.write(json.dumps(line) + "\n")
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What `save` writes."""
-        yield from (program.to_dict() | {"type": "program"} for program in self.programs)
+        """What `save` writes: one dict per sync, compile, program and so on, each with its `type`."""
+        programs = [program.to_dict() for program in self.programs]
+        records = [record.to_dict() for record in self.records]
+        yield describe_process()
+        yield source_lines(programs, records)
+        yield from programs
         yield from (compiled.to_dict() for compiled in self.compiles)
-        yield from (record.to_dict() for record in self.records)
+        yield from records
+        yield from (sample.to_dict() for sample in self.memory.samples)
+        yield from (peak.to_dict() for peak in self.memory.peaks.values())
+        yield {"type": "state", **history.state()}
 
     def __str__(self) -> str:
         lines = [self._summary()]
@@ -75,7 +85,7 @@ def explain(last: int | None = None) -> Explanation:
     program, with your line on both sides. `config.explain = False` keeps no records.
     """
     records, compiles, programs = history.snapshot()
-    return Explanation(records if last is None else records[-last:], compiles, programs)
+    return Explanation(records if last is None else records[-last:], compiles, programs, history.memory.copy())
 
 
 def explain_record(record: SyncRecord) -> str:

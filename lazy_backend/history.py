@@ -1,7 +1,8 @@
 """What every sync did, kept for whoever asks why.
 
 In: facts from the executor as it goes. Out: `history`, a bounded list of `SyncRecord`s with the programs and compiles
-they speak of. A sync of a known path costs one record, 1 µs; what is new is compared with the programs before it.
+they speak of; the same to a file, if `config.log_file` names one. A sync of a known path costs one record, 1 µs; what
+is new is compared with the programs before it.
 
 Note [Which program is nearest]
 A program that was never recorded is explained against the one it has most in common with, among the latest: calls that
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -22,7 +23,10 @@ from typing import Any
 from lazy_backend import metrics
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.difference import Difference, difference, similarity
-from lazy_backend.lowering.program import Call, Cut
+from lazy_backend.lowering.ir import print_arg
+from lazy_backend.lowering.program import Call, Cut, Entered, Fresh, Result, Token, View
+from lazy_backend.memory import Alive, MemorySample, MemorySeries, Peak, process_bytes
+from lazy_backend.run_log import RunLog
 from lazy_backend.settings import config
 
 # By the beginning of a cause, what to do about a sync that nobody asked for.
@@ -67,9 +71,10 @@ class Program:
         return [call for call in self.cursor.path() if isinstance(call, Call)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Name, number of calls, first sync's line, syncs, graph and the text of the calls."""
-        texts = [{"op": str(call.op), "site": call.site} for call in self.calls()]
+        """Name, first sync's line, syncs, graph and the calls: operator, line, operands and results with shapes."""
+        texts = [_call_to_dict(call) for call in self.calls()]
         return {
+            "type": "program",
             "name": self.name,
             "device": self.device,
             "site": self.site,
@@ -77,6 +82,37 @@ class Program:
             "graph": self.graph,
             "calls": texts,
         }
+
+
+def _call_to_dict(call: Call) -> dict[str, Any]:
+    """`reads`: tokens of operands, once each. `enters`, `makes`: tokens with shapes; `of`: what a view looks into."""
+    named = [f"{name}={print_arg(arg)}" for name, arg in call.kwargs]
+    found: dict[str, Any] = {
+        "op": str(call.op),
+        "site": call.site,
+        "args": ", ".join([*map(print_arg, call.args), *named]),
+        "reads": list(dict.fromkeys(map(repr, _tokens((call.args, [arg for _, arg in call.kwargs]))))),
+        "makes": [
+            [repr(result.token), _shape_of(result)] for result in call.results if isinstance(result, Fresh | View)
+        ],
+    }
+    of = {repr(result.token): repr(result.of) for result in call.results if isinstance(result, View)}
+    extra = {
+        "enters": [[repr(entered.token), _shape_of(entered)] for entered in call.entered],
+        "writes": list(map(repr, call.mutates)),
+        "of": of,
+    }
+    return found | {name: value for name, value in extra.items() if value}
+
+
+def _shape_of(tensor: Entered | Result) -> str:
+    return str(getattr(tensor, "meta", ""))
+
+
+def _tokens(arg: Any) -> list[Token]:
+    if isinstance(arg, Token):
+        return [arg]
+    return [token for item in arg for token in _tokens(item)] if isinstance(arg, tuple | list) else []
 
 
 @dataclass(slots=True)
@@ -97,6 +133,7 @@ class CompileRecord:
     seconds: float = 0.0
     difference: Difference | None = None
     error: str | None = None
+    number: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "compile", **asdict(self)}
@@ -155,18 +192,30 @@ def advice_on_cut(cause: str) -> str:
 
 
 class History:
-    """The latest syncs, programs and compiles. Safe from any thread."""
+    """The latest syncs, programs and compiles. Safe from any thread.
+
+    `alive`, `alive_by_line`: say what a device holds. `sources`: what else a report shows as it is at its end, by name.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.programs: dict[Cursor, Program] = {}
         self._program_numbers = itertools.count(1)
+        self._compile_numbers = itertools.count(1)
+        self.alive: Callable[[str], Alive] | None = None
+        self.alive_by_line: Callable[[str], list[dict[str, Any]]] = lambda device: []
+        self.sources: dict[str, Callable[[], Any]] = {}
+        self.log: RunLog | None = None
         self.clear()
 
     def clear(self) -> None:
-        """Forget what happened and count from zero; programs stay known."""
+        """Forget what happened and count from zero; programs stay known. A log goes on as that of another run."""
+        if self.log is not None:
+            self.log.close()
+        self.log = None
         self.start = perf_counter()
         self.steps = 0
+        self.memory = MemorySeries()
         self.records: deque[SyncRecord] = deque(maxlen=config.explain_records)
         self.compiles: deque[CompileRecord] = deque(maxlen=config.explain_records)
         self._numbers = itertools.count(1)
@@ -200,7 +249,59 @@ class History:
         return record
 
     def add(self, record: SyncRecord) -> None:
+        """Keep the record of a sync that is done; its run may be under way."""
         self.records.append(record)
+        if record.begin >= self.memory.due:
+            self._sample_memory(record)
+        if config.log_file is not None:
+            self._log(record)
+
+    def ran(self, record: SyncRecord, begin: float, seconds: float) -> None:
+        """The run of `record` took `seconds` from `begin` (of `perf_counter`) on."""
+        record.run_begin, record.run_seconds = begin - self.start, seconds
+        if self.log is not None:
+            self.log.add_run(record.number, record.run_begin, seconds)
+
+    def state(self) -> dict[str, Any]:
+        """What the `sources` say now."""
+        return {name: read() for name, read in self.sources.items()}
+
+    def _sample_memory(self, record: SyncRecord) -> None:
+        if self.alive is None:
+            return
+        begin = perf_counter()
+        alive = self.alive(record.device)
+        sample = MemorySample(
+            self.now(), record.step, record.device, alive.tensors, alive.bytes, alive.device_bytes, process_bytes()
+        )
+        if self.memory.is_peak(record.device, alive.tensors):
+            peak = Peak(record.device, record.step, alive.tensors, self.alive_by_line(record.device))
+            self.memory.peaks[record.device] = peak
+            if config.log_file is not None:
+                self._log(peak)
+        self.memory.add(sample, perf_counter() - begin)
+        if config.log_file is not None:
+            self._log(sample)
+
+    def _log(self, record: SyncRecord | CompileRecord | MemorySample | Peak) -> None:
+        """Append `record` to the log that the settings name, after the programs that it speaks of and that are new."""
+        log = self.log
+        if log is None or log.name != config.log_file:
+            log = self.log = RunLog(str(config.log_file), self.state)
+        if isinstance(record, SyncRecord):
+            for program in self._programs_for(record, log):
+                log.add_program(program.to_dict())
+            log.add_sync(record.to_dict())
+        else:
+            log.add(record.to_dict())
+
+    def _programs_for(self, record: SyncRecord, log: RunLog) -> list[Program]:
+        """The programs that `record` names and the log has not."""
+        names = {record.program, record.nearest} - log.programs
+        if not names:
+            return []
+        with self._lock:
+            return [program for program in self.programs.values() if program.name in names]
 
     def add_replay(self, device: str, number: int, plan: str, site: str, begin: float) -> SyncRecord:
         """A captured call that was replayed from `begin` until now. 3 µs."""
@@ -211,7 +312,7 @@ class History:
             begin - self.start, 0.0, perf_counter() - begin, plan=plan, graph=graph,
         )  # fmt: skip
         if config.explain:
-            self.records.append(record)
+            self.add(record)
         return record
 
     def _add_program(self, device: str, cursor: Cursor, site: str) -> Program:
@@ -254,16 +355,24 @@ class History:
     def compile_began(self, graph: Hashable, record: CompileRecord) -> None:
         """`graph` identifies the compile until `compile_ended`."""
         self._underway[graph] = record
-        self.compiles.append(record)
+        self._add_compile(record)
 
     def compile_ended(self, graph: Hashable, record: CompileRecord) -> CompileRecord:
         """Complete the record of a compile, or add `record` if it never was under way."""
         found = self._underway.pop(graph, None)
         if found is None:
-            self.compiles.append(record)
+            self._add_compile(record)
             return record
         found.outcome, found.end, found.seconds, found.error = record.outcome, record.end, record.seconds, record.error
+        if config.log_file is not None:
+            self._log(found)
         return found
+
+    def _add_compile(self, record: CompileRecord) -> None:
+        record.number = next(self._compile_numbers)
+        self.compiles.append(record)
+        if config.log_file is not None:
+            self._log(record)
 
     def snapshot(self) -> tuple[Sequence[SyncRecord], Sequence[CompileRecord], Sequence[Program]]:
         """Copies of the lists as they are now."""

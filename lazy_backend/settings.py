@@ -182,6 +182,13 @@ FLAGS: dict[str, Flag] = {
     ),
     "explain": Flag(True, _boolean, "Keep a record of each sync for lazy_backend.explain().", "LAZY_BACKEND_EXPLAIN"),
     "explain_records": Flag(10_000, _positive, "Syncs that are remembered. Read at import and by history.clear()."),
+    "log_file": Flag(
+        None,
+        lambda value: None if value in (None, "") else str(value),
+        "Append each record to this file as it is made, as JSON lines, for python -m lazy_backend.report; also of a "
+        "program that is killed. {pid} in the name becomes the process's number. 60 µs per sync.",
+        "LAZY_BACKEND_LOG",
+    ),
     "eager": Flag(
         False,
         _boolean,

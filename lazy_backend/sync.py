@@ -29,7 +29,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -208,7 +208,7 @@ class Async:
         counted = {"ExecuteComputation": 1} if error is None else {"ExecuteComputation": 1, "ExecuteFailed": 1}
         metrics.observe_together(counted, ExecuteTime=seconds)
         if self.record is not None:
-            self.record.run_begin, self.record.run_seconds = start - history.start, seconds
+            history.ran(self.record, start, seconds)
         context = self.collection.context
         if config.debug >= 2:
             computation = self.cached_computation.computation
@@ -294,6 +294,20 @@ class LazyGraphExecutor:
 
     def get_computation_cache(self) -> ComputationCache[Computation]:
         return self._cache
+
+    def describe_computations(self) -> list[dict[str, Any]]:
+        """The cached computations for a report: name, size and what `get_debug_state` shows."""
+        return [
+            {
+                "graph": f"#{computation.number}",
+                "hash": computation.hash,
+                "nodes": len(computation.graph.nodes),
+                "inputs": len(computation.graph.inputs),
+                "outputs": len(computation.graph.outputs),
+                **asdict(computation.executor.get_debug_state()),
+            }
+            for computation in self._cache
+        ]
 
     # ----- what a sync collects
 
@@ -884,3 +898,4 @@ class LazyGraphExecutor:
 
 
 executor = LazyGraphExecutor()
+history.sources["computations"] = executor.describe_computations

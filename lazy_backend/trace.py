@@ -16,8 +16,30 @@ import torch
 
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.canonical import storage_of_tokens
-from lazy_backend.lowering.program import Call, Cut
+from lazy_backend.lowering.program import Call, Cut, Fresh, Token, View
 from lazy_backend.tensor import LazyStorage, TensorData
+
+
+class Epoch:
+    """Identifies a trace in the tokens that it gives out. `cursor`: where the trace ended; None until it has.
+
+    What is alive later leads back through it to the line that made it, as long as its token is that trace's.
+    """
+
+    __slots__ = ("cursor",)
+
+    def __init__(self) -> None:
+        self.cursor: TrieNode[Call | Cut] | None = None
+
+    def origins(self) -> dict[Token, tuple[str, str]]:
+        """By token: ("made at", line) for what the trace made, ("used at", line) for what entered it from outside."""
+        found: dict[Token, tuple[str, str]] = {}
+        for call in [] if self.cursor is None else self.cursor.path():
+            if isinstance(call, Call):
+                found |= {entered.token: ("used at", call.site) for entered in call.entered}
+                made = [result.token for result in call.results if isinstance(result, Fresh | View)]
+                found |= dict.fromkeys(made, ("made at", call.site))
+        return found
 
 
 class Trace:
@@ -44,7 +66,7 @@ class Trace:
     )
 
     def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
-        self.epoch = object()
+        self.epoch = Epoch()
         self.cursor = root
         self.inputs: list[TensorData] = []
         self.groups: dict[LazyStorage, int] = {}

@@ -22,7 +22,7 @@ PUBLIC = """
 CacheWarning CaptureError CaptureWarning CompileWarning DeviceError ExecutionError ExecutionNotAllowedError
 GraphCutWarning LazyBackendError LazyBackendWarning LazyTensor PoisonedTensorError StrictModeError
 TooManyGraphsError add_step_closure allow_execution capture computation config debug eager_mode explain
-get_bailout_depth get_fusion_strategy get_tensor_id ir_cache is_lazy manual_seed mark_step metrics save serve
+get_bailout_depth get_fusion_strategy get_tensor_id ir_cache is_lazy manual_seed mark_step metrics report save serve
 set_bailout_depth set_fusion_strategy step strict sync sync_multi to_cpu wait_device_ops wait_for_compiles
 """
 

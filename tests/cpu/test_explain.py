@@ -306,7 +306,8 @@ def test_records_as_data(tmp_path: Path) -> None:
     explanation.save(tmp_path / "run.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [line for line in lines if line["type"] == "sync"] == explanation.to_dict()["records"]
-    assert {line["type"] for line in lines} == {"program", "compile", "sync"}
+    types = {"run", "source", "program", "compile", "sync", "memory", "peak", "state"}
+    assert {line["type"] for line in lines} == types
     assert explanation.records[1].run_seconds is not None
 
 
@@ -342,7 +343,7 @@ def test_nothing_is_kept_when_off() -> None:
 def test_no_record_keeps_a_tensor(first_sight: None) -> None:
     weight = torch.ones(3).to("lazy")
     made = weight * 2
-    lazy_backend.mark_step()
+    lazy_backend.mark_step(wait=True)
     del made
     live = lazy_backend.metrics.counter_value("CreateLtcTensor") - lazy_backend.metrics.counter_value(
         "DestroyLtcTensor"

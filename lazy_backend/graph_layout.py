@@ -1,0 +1,93 @@
+"""Where the calls of a program stand in its picture.
+
+In: calls as a run log has them. Out: `Layout`, a layer and a place in it for each call, and the edges.
+
+Note [Layers]
+A call stands one layer below the lowest of those whose results it reads, so data flows down and a layer holds what
+could run at once; a call that reads nothing, such as a weight's transpose, stands right above its first reader. Within
+a layer calls stand as near as they can below the middle of what they read, one unit apart: the places that move them
+least in squares, found by pooling neighbours that would overlap. One pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+Call = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`x` in units of a call's width, `y` the layers from 0; `edges` from the call that made or wrote to its reader."""
+
+    x: list[float]
+    y: list[int]
+    edges: list[tuple[int, int]]
+
+
+def lay_out(calls: Sequence[Call]) -> Layout:
+    """The layout of a program. See Note [Layers]."""
+    operands = operands_of(calls)
+    y: list[int] = []
+    for sources in operands:
+        y.append(1 + max((y[source] for source in sources), default=-1))
+    readers: list[list[int]] = [[] for _ in calls]
+    for call, sources in enumerate(operands):
+        for source in sources:
+            readers[source].append(call)
+    for call, sources in enumerate(operands):
+        if not sources and readers[call]:
+            y[call] = min(y[reader] for reader in readers[call]) - 1
+    layers: list[list[int]] = [[] for _ in range(max(y, default=-1) + 1)]
+    for call, layer in enumerate(y):
+        layers[layer].append(call)
+    x = [0.0] * len(calls)
+    for members in layers:
+        wanted = {call: _below(call, operands, readers, y, x) for call in members}
+        ordered = sorted(members, key=lambda call: (wanted[call], call))
+        for call, place in zip(ordered, _spread([wanted[call] for call in ordered]), strict=True):
+            x[call] = round(place, 2)
+    return Layout(x, y, [(source, call) for call, sources in enumerate(operands) for source in sources])
+
+
+def _below(call: int, operands: list[list[int]], readers: list[list[int]], y: list[int], x: list[float]) -> float:
+    """Where a call would best stand: below what it reads, or beside what its first reader reads from higher layers."""
+    above = operands[call]
+    if not above and readers[call]:
+        above = [other for other in operands[readers[call][0]] if y[other] < y[call]]
+    return fmean(x[source] for source in above) if above else 0.0
+
+
+def operands_of(calls: Sequence[Call]) -> list[list[int]]:
+    """For each call, the earlier calls whose results or writes it reads, in order, once each."""
+    maker: dict[str, int] = {}
+    base: dict[str, str] = {}  # of views: the tensor whose memory they see
+    written: dict[str, int] = {}  # by base: the call that wrote it last
+    operands: list[list[int]] = []
+    for place, call in enumerate(calls):
+        sources = [maker[token] for token in call["reads"] if token in maker]
+        sources += [written[root] for token in call["reads"] if (root := base.get(token, token)) in written]
+        operands.append(sorted(set(sources)))
+        for token, _ in call["makes"]:
+            maker[token] = place
+        for token, of in call.get("of", {}).items():
+            base[token] = base.get(of, of)
+        for token in call.get("writes", ()):
+            maker[token] = written[base.get(token, token)] = place
+    return operands
+
+
+def _spread(wanted: Sequence[float]) -> list[float]:
+    """Places at least one apart, in the order given, as near to `wanted` as can be: isotonic regression."""
+    blocks: list[tuple[float, int]] = []  # the mean of (wanted - rank), how many
+    for rank, place in enumerate(wanted):
+        mean, count = place - rank, 1
+        while blocks and blocks[-1][0] > mean:
+            other, size = blocks.pop()
+            mean, count = (mean * count + other * size) / (count + size), count + size
+        blocks.append((mean, count))
+    means = [mean for mean, count in blocks for _ in range(count)]
+    return [mean + rank for rank, mean in enumerate(means)]

@@ -1,0 +1,240 @@
+"""What the report's page shows, as plain data.
+
+In: a `Run`. Out: one dict for JSON, in the order of the page. Syncs stand in columns, and texts that recur (lines of
+code, programs, causes) once in a table, so that 10,000 steps take 1 MB.
+
+Note [Which graphs are shown]
+A run that never repeats a program has as many programs as steps. Those that most syncs ran are shown, then the latest,
+up to a number of calls in all; of the others the page has name, line and counts, and says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from lazy_backend.findings import HITS, blocked_seconds, compiles_waited_for, find, is_cut, run_seconds
+from lazy_backend.graph_layout import lay_out
+from lazy_backend.history import advice_on_cut
+from lazy_backend.lowering.executor import ProfileMetrics
+from lazy_backend.run_log import Line, Run
+
+_MAX_CALLS = 40_000  # in the pictures of all programs together
+_MAX_EXAMPLES = 5  # of syncs that are explained alike
+
+
+class Texts:
+    """A table of texts, each by its number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    def table(self) -> list[str]:
+        return list(self._numbers)
+
+
+def page_data(run: Run, profile: ProfileMetrics | None = None) -> dict[str, Any]:
+    """Everything on the page. `profile`: what `Executor.benchmark_nodes` measured, if it did."""
+    texts = Texts()
+    syncs = list(run.syncs.values())
+    return {
+        "run": run.header,
+        "notes": run.notes,
+        "summary": _summary(run, syncs),
+        "findings": [finding.to_dict() for finding in find(run)],
+        "syncs": _columns(syncs, texts) | {"compile": _compile_seconds(run, syncs)},
+        "explained": _explained(syncs, texts),
+        "compiles": list(run.compiles.values()),
+        "cuts": _cuts(syncs),
+        "programs": _programs(run, texts),
+        "graphs": _graphs(run, syncs),
+        "nodes": _nodes(profile),
+        "memory": [_without_type(sample) for sample in run.memory],
+        "peaks": [_without_type(peak) for peak in run.peaks.values()],
+        "state": _without_type(run.state),
+        "sources": run.sources,
+        "texts": texts.table(),
+    }
+
+
+def _without_type(line: Line) -> Line:
+    return {name: value for name, value in line.items() if name != "type"}
+
+
+def _summary(run: Run, syncs: Sequence[Line]) -> dict[str, Any]:
+    compiled = [line for line in run.compiles.values() if line["outcome"] in ("compiled", "failed")]
+    return {
+        "seconds": run_seconds(run),
+        "steps": max((sync["step"] for sync in syncs), default=0),
+        "first_step": min((sync["step"] for sync in syncs), default=0),
+        "syncs": len(syncs),
+        "hits": sum(sync["outcome"] in HITS for sync in syncs),
+        "programs": len({sync["program"] for sync in syncs}),
+        "compiles": len(compiled),
+        "compile_seconds": sum(line["seconds"] for line in compiled),
+        "cuts": sum(map(is_cut, syncs)),
+        "cut_seconds": sum(blocked_seconds(sync) for sync in syncs if is_cut(sync)),
+        "wait_seconds": sum(sync["wait_seconds"] for sync in syncs),
+        "devices": sorted({sync["device"] for sync in syncs}),
+    }
+
+
+_TEXT_COLUMNS = ("device", "program", "cause", "site", "outcome", "plan", "graph")
+_TIME_COLUMNS = {"trace_seconds": "trace", "sync_seconds": "sync", "wait_seconds": "wait", "run_seconds": "run"}
+
+
+def _columns(syncs: Sequence[Line], texts: Texts) -> dict[str, list[Any]]:
+    """The syncs in columns; times in seconds, to the microsecond."""
+    columns: dict[str, list[Any]] = {name: [texts.number(sync[name]) for sync in syncs] for name in _TEXT_COLUMNS}
+    columns |= {name: [sync[name] for sync in syncs] for name in ("number", "step", "calls")}
+    columns |= {short: [_rounded(sync[name]) for sync in syncs] for name, short in _TIME_COLUMNS.items()}
+    columns |= {name: [_rounded(sync[name]) for sync in syncs] for name in ("begin", "run_begin")}
+    return columns
+
+
+def _compile_seconds(run: Run, syncs: Sequence[Line]) -> list[float]:
+    """For each sync, the part of its seconds that was the compiler's."""
+    waited = compiles_waited_for(run)
+    numbers = [[c["number"] for c in sync["compiles"] if c["number"] in waited] for sync in syncs]
+    spent = [sum(run.compiles[number]["seconds"] for number in found) for found in numbers]
+    return [round(min(seconds, sync["sync_seconds"]), 6) for seconds, sync in zip(spent, syncs, strict=True)]
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _explained(syncs: Sequence[Line], texts: Texts) -> list[dict[str, Any]]:
+    """The syncs that were no plain hits, those that differ in the same way together."""
+    groups: defaultdict[Any, list[tuple[int, Line]]] = defaultdict(list)
+    for index, sync in enumerate(syncs):
+        if sync["outcome"] not in ("hit, level 1", "replay") or sync["difference"] is not None:
+            groups[_kind_of(sync)].append((index, sync))
+    rows = []
+    for group in groups.values():
+        _, last = group[-1]
+        rows.append(
+            {
+                "outcome": last["outcome"],
+                "difference": last["difference"],
+                "nearest": last["nearest"],
+                "program": last["program"],
+                "cause": last["cause"],
+                "site": last["site"],
+                "advice": last["advice"],
+                "count": len(group),
+                "seconds": sum(sync["trace_seconds"] + sync["sync_seconds"] for _, sync in group),
+                "first_step": group[0][1]["step"],
+                "last_step": last["step"],
+                "examples": [index for index, _ in group[-_MAX_EXAMPLES:]],
+            }
+        )
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def _kind_of(sync: Line) -> tuple[Any, ...]:
+    found = sync["difference"]
+    if found is None:
+        return sync["outcome"], sync["site"], sync["cause"]
+    return sync["outcome"], sync["site"], found["kind"], found["now_site"], found["before_site"], found["advice"]
+
+
+def _cuts(syncs: Sequence[Line]) -> list[dict[str, Any]]:
+    groups: defaultdict[tuple[str, str], list[Line]] = defaultdict(list)
+    for sync in filter(is_cut, syncs):
+        groups[sync["site"], sync["cause"]].append(sync)
+    rows = [
+        {
+            "site": site,
+            "cause": cause,
+            "count": len(group),
+            "steps": len({sync["step"] for sync in group}),
+            "seconds": sum(map(blocked_seconds, group)),
+            "advice": advice_on_cut(cause),
+        }
+        for (site, cause), group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+# ----- programs and graphs
+
+
+def _programs(run: Run, texts: Texts) -> list[dict[str, Any]]:
+    """Every program, with its picture if there is room. See Note [Which graphs are shown]."""
+    newest_first = list(reversed(run.programs.values()))
+    shown: set[str] = set()
+    room = _MAX_CALLS
+    for program in sorted(newest_first, key=lambda program: -program["syncs"]):
+        if len(program["calls"]) <= room:
+            shown.add(program["name"])
+            room -= len(program["calls"])
+    rows = []
+    for program in run.programs.values():
+        row = {name: program[name] for name in ("name", "device", "site", "syncs", "graph")}
+        picture = _picture(program["calls"], texts) if program["name"] in shown else None
+        rows.append(row | {"calls": len(program["calls"]), "picture": picture})
+    return rows
+
+
+def _picture(calls: Sequence[Line], texts: Texts) -> dict[str, Any]:
+    """A program's calls in columns, and where they stand."""
+    layout = lay_out(calls)
+    return {
+        "op": [texts.number(_short(call["op"])) for call in calls],
+        "site": [texts.number(call["site"]) for call in calls],
+        "args": [call.get("args", "") for call in calls],
+        "makes": [texts.number(_joined(call["makes"])) for call in calls],
+        "enters": [_joined(call.get("enters", ())) for call in calls],
+        "writes": {place: call["writes"] for place, call in enumerate(calls) if call.get("writes")},
+        "x": layout.x,
+        "y": layout.y,
+        "edges": [number for edge in layout.edges for number in edge],
+    }
+
+
+def _short(op: str) -> str:
+    return op.removesuffix(".default").removesuffix(".Tensor")
+
+
+def _joined(tensors: Sequence[Sequence[str]]) -> str:
+    return ", ".join(f"{token}: {shape}" for token, shape in tensors)
+
+
+def _graphs(run: Run, syncs: Sequence[Line]) -> list[dict[str, Any]]:
+    """Seconds per run of each graph and plan, the slowest in all first."""
+    runs: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    programs: dict[str, Counter[str]] = defaultdict(Counter)
+    for sync in syncs:
+        if sync["run_seconds"] is not None:
+            runs[sync["graph"], sync["plan"]].append(sync["run_seconds"])
+            programs[sync["graph"]][sync["program"]] += 1
+    nodes = {line["graph"]: line["nodes"] for line in run.state.get("computations", ())}
+    rows = [
+        {
+            "graph": graph,
+            "plan": plan,
+            "program": programs[graph].most_common(1)[0][0],
+            "nodes": nodes.get(graph),
+            "runs": len(seconds),
+            "seconds": sum(seconds),
+            "median": median(seconds),
+            "slowest": max(seconds),
+        }
+        for (graph, plan), seconds in runs.items()
+    ]
+    return sorted(rows, key=lambda row: -float(row["seconds"]))
+
+
+def _nodes(profile: ProfileMetrics | None) -> list[dict[str, Any]]:
+    """The kernels of a profile, the slowest first."""
+    if profile is None:
+        return []
+    timed: Mapping[int, float] = dict(enumerate(profile.seconds_per_node))
+    slowest = sorted(timed, key=lambda place: -timed[place])
+    return [{"place": place, "op": profile.names[place], "seconds": timed[place]} for place in slowest]

@@ -1,0 +1,60 @@
+"""A run as one page for the browser.
+
+In: the history, or a run log. Out: an HTML file that holds everything it needs and asks no network. What the page shows
+is made in `report_data`; how, in `assets/`: its own script and style, and Apache ECharts.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from lazy_backend.explanation import explain
+from lazy_backend.lowering.executor import ProfileMetrics
+from lazy_backend.report_data import page_data
+from lazy_backend.run_log import Run, collect
+
+_ASSETS = Path(__file__).parent / "assets"
+_SCRIPTS = ("base.js", "tables.js", "steps.js", "graph.js", "report.js")  # in the order in which they need each other
+
+
+def report(path: str | Path = "report.html", *, profile: ProfileMetrics | None = None) -> Path:
+    """Write what happened since the start, or the last `metrics.reset()`, as one HTML page; returns its path.
+
+    Findings ranked by the seconds they cost, a timeline, hits and misses with their explanations, cuts by line,
+    compiles, the graph of each program with your lines, memory and caches. The page needs no network. `profile`: node
+    times of `Executor.benchmark_nodes`, to be shown too. `python -m lazy_backend.report run.jsonl` does the same for
+    what `config.log_file` or `explain().save(path)` wrote.
+    """
+    path = Path(path)
+    path.write_text(render(collect(explain().lines()), profile), encoding="utf-8")
+    return path
+
+
+def render(run: Run, profile: ProfileMetrics | None = None) -> str:
+    """The page of a run."""
+    parts = {
+        "title": html.escape(_title(run)),
+        "style": _asset("report.css"),
+        "charts": _asset("echarts.min.js"),
+        "scripts": "\n".join(map(_asset, _SCRIPTS)),
+        "data": _embedded(page_data(run, profile)),
+    }
+    return Template(_asset("report.html")).substitute(parts)
+
+
+def _title(run: Run) -> str:
+    command = str(run.header.get("command", "")).split(" ")[0]
+    return f"{Path(command).name or 'Python'} on lazy_backend"
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that can stand in a script element: nothing in it ends the element or starts a comment there."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

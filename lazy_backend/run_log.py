@@ -1,0 +1,252 @@
+"""A run as JSON lines: written as it goes or afterwards, read for a report.
+
+In: records as dicts, each with its `type`. Out: a file, and from such a file `Run`.
+
+Note [A run log]
+Lines are only ever appended, each in one write, so a log is readable however its process ended; a last line that was
+cut short is left out. What changes after it was written is written again: a sync's run (`ran`) when it is over, a
+compile when it ends, under the same number. Types: `run` (one, first), `program` (before the first sync that names it),
+`source` (texts of lines), `sync`, `ran`, `compile`, `memory`, `peak` (the last of a device counts), and `state` (at the
+end). A file that another run was appended to holds several; the last one counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import linecache
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+Line = dict[str, Any]
+
+
+def describe_process() -> Line:
+    """The `run` line: what ran, where, since when."""
+    return {
+        "type": "run",
+        "format": 1,
+        "command": " ".join(sys.argv),
+        "directory": os.getcwd(),
+        "process": os.getpid(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "written": time.time(),
+    }
+
+
+def source_lines(programs: Iterable[Line], syncs: Iterable[Line] = (), known: set[str] | None = None) -> Line:
+    """The `source` line: the text of every line of the user's code that these name, but for those that are `known`."""
+    sites = {call["site"] for program in programs for call in program["calls"]}
+    sites.update(sync["site"] for sync in syncs)
+    found = {site: source_line(site) for site in sites.difference(known or ())}
+    return {"type": "source", "lines": found}
+
+
+def source_line(site: str) -> str:
+    """The text of a `file:line`, stripped; "" if it cannot be read."""
+    file, _, number = site.rpartition(":")
+    return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+
+
+class RunLog:
+    """Appends to the file `name`. Safe from any thread; a forked child writes nothing. See Note [A run log].
+
+    `state` is asked for at exit. An error of the file is told once on standard error, and ends the log.
+    """
+
+    def __init__(self, name: str, state: Callable[[], dict[str, Any]]) -> None:
+        self.name = name
+        self.programs: set[str] = set()
+        self._process = os.getpid()
+        self._sites: set[str] = set()
+        self._running: set[int] = set()  # numbers of the syncs whose run is not over
+        self._lock = threading.Lock()
+        self._state = state
+        self._file: BinaryIO | None = None
+        try:
+            # unbuffered: a line is in the file when it is written, whatever happens to the process
+            self._file = open(name.replace("{pid}", str(self._process)), "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            self._give_up(error)
+            return
+        self.add(describe_process())
+        atexit.register(self.close)
+
+    def add(self, line: Line) -> None:
+        """Write one line."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._file is not None:
+                try:
+                    self._file.write(json.dumps(line).encode() + b"\n")
+                except OSError as error:
+                    self._give_up(error)
+
+    def add_program(self, program: Line) -> None:
+        """Write a program, and the texts of its lines that are not there yet."""
+        self.programs.add(program["name"])
+        self._add_source(source_lines([program], known=self._sites))
+        self.add(program)
+
+    def add_sync(self, sync: Line) -> None:
+        """Write a sync. If its run is under way, that is written by `add_run`."""
+        with self._lock:
+            if sync["run_seconds"] is None:
+                self._running.add(sync["number"])
+        self._add_source(source_lines([], [sync], self._sites))
+        self.add(sync)
+
+    def add_run(self, number: int, begin: float, seconds: float) -> None:
+        """Write that the run of a sync is over, unless it was over when the sync was written."""
+        with self._lock:
+            if number not in self._running:
+                return
+            self._running.remove(number)
+        self.add({"type": "ran", "number": number, "run_begin": begin, "run_seconds": seconds})
+
+    def close(self) -> None:
+        """Write the state at the end."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._process:
+            return
+        self.add({"type": "state", **self._state()})
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _add_source(self, line: Line) -> None:
+        if line["lines"]:
+            self._sites.update(line["lines"])
+            self.add(line)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        print(f"lazy_backend: no run log any more: {error}", file=sys.stderr)
+
+
+# ----- reading
+
+
+@dataclass
+class Run:
+    """What a log tells of one run. Lines are as they were written, with what came later filled in."""
+
+    header: Line = field(default_factory=dict)
+    programs: dict[str, Line] = field(default_factory=dict)
+    syncs: dict[int, Line] = field(default_factory=dict)
+    compiles: dict[int, Line] = field(default_factory=dict)
+    memory: list[Line] = field(default_factory=list)
+    peaks: dict[str, Line] = field(default_factory=dict)  # by device
+    sources: dict[str, str] = field(default_factory=dict)
+    state: Line = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # on what is missing, for the reader of a report
+
+
+class RunLogError(ValueError):
+    """A file that holds no run."""
+
+
+def read_run(path: str | Path) -> Run:
+    """The last run in a file. Raises `RunLogError` if there is none, OSError if it cannot be read."""
+    broken: list[int] = []
+    with open(path, "rb") as file:
+        run = collect(_parsed(file, broken))
+    if not run.syncs and not run.programs:
+        raise RunLogError(
+            f"{path} holds no run\n  lazy_backend.config.log_file, LAZY_BACKEND_LOG and "
+            "lazy_backend.explain().save(path) write one"
+        )
+    if broken:
+        first = f"the first is line {broken[0]}: the process may have been killed while it wrote"
+        run.notes.append(f"{len(broken)} unreadable line(s) left out, {first}.")
+    if not run.state:
+        run.notes.append("The log ends without the state at exit: the process was killed, or is still running.")
+    return run
+
+
+def _parsed(file: Iterable[bytes], broken: list[int]) -> Iterator[Line]:
+    for number, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError:
+            broken.append(number)
+            continue
+        if isinstance(line, dict) and "type" in line:
+            yield line
+        else:
+            broken.append(number)
+
+
+def collect(lines: Iterable[Line]) -> Run:
+    """The last run among `lines`."""
+    run = Run()
+    runs = 0
+    for line in lines:
+        if line["type"] == "run":
+            run, runs = Run(header=line), runs + 1
+        else:
+            _take(run, line)
+    if runs > 1:
+        run.notes.append(f"The file holds {runs} runs; this is the last one.")
+    _fill_in(run)
+    return run
+
+
+def _take(run: Run, line: Line) -> None:
+    kind = line["type"]
+    if kind == "program":
+        run.programs[line["name"]] = line
+    elif kind == "sync":
+        run.syncs[line["number"]] = line
+        for compiled in line["compiles"]:
+            _take_compile(run, compiled)
+    elif kind == "ran" and line["number"] in run.syncs:
+        run.syncs[line["number"]].update(run_begin=line["run_begin"], run_seconds=line["run_seconds"])
+    elif kind == "compile":
+        _take_compile(run, line)
+    elif kind == "memory":
+        run.memory.append(line)
+    elif kind == "peak":
+        run.peaks[line["device"]] = line
+    elif kind == "source":
+        run.sources.update(line["lines"])
+    elif kind == "state":
+        run.state = line
+
+
+def _take_compile(run: Run, line: Line) -> None:
+    """A compile is written when it begins and when it ends, and its graph is known from some line between."""
+    known = run.compiles.get(line["number"])
+    if known is None:
+        run.compiles[line["number"]] = dict(line)
+    elif line["outcome"] != "started":
+        run.compiles[line["number"]] = line | {"graph": line["graph"] or known["graph"]}
+    else:
+        known["graph"] = known["graph"] or line["graph"]
+
+
+def _fill_in(run: Run) -> None:
+    """What lines written later say of what was written before."""
+    syncs: dict[str, int] = {}
+    for sync in run.syncs.values():
+        syncs[sync["program"]] = syncs.get(sync["program"], 0) + 1
+        program = run.programs.get(sync["program"])
+        if program is not None and sync["graph"]:
+            program["graph"] = sync["graph"]
+    for name, program in run.programs.items():
+        program["syncs"] = max(program["syncs"], syncs.get(name, 0))
