@@ -44,6 +44,7 @@ COUNTERS = (
     Entry("CachedCompile", "syncs whose graph was known"),
     Entry("Compile", "calls of the compiler that gave a plan"),
     Entry("CompileFailed", "calls of the compiler that gave none: the graph is interpreted"),
+    Entry("ShapeLimitPassed", "programs with more shapes than the settings give plans to"),
     Entry("ExecuteComputation", "graphs that ran, steps and replays"),
     Entry("ExecuteFailed", "of these, those that raised", elsewhere=("ThreadPoolException",)),
     Entry("CaptureRecorded", "calls of captured functions that ran as written"),
