@@ -56,7 +56,7 @@ class Member:
         self.is_sample = False
         # what was found out last, so that it is not found out again at every sync: thousands of numbers are compared
         self.bound: tuple[Sizes, tuple[int, ...] | None] | None = None
-        self.failed_with = 0  # samples, when no guess held for it
+        self.failed_with: tuple[int, int] | None = None  # samples and symbols, when no guess held for it
         self.is_counted = False
         self.limited: TooManyShapes | None = None  # why it has no plan, until the limits are raised
 
@@ -134,16 +134,17 @@ class Family:
             self._limit(member, policy, "max_dynamic_shapes")
             return False
         samples = self._samples if member.is_sample else [*self._samples, member.numbers]
-        if len(samples) < 2 or member.failed_with == len(samples):
+        attempt = len(samples), policy.strategy.symbols
+        if len(samples) < 2 or member.failed_with == attempt:
             return False
         sizes = generalise(samples, input_sizes(member.stored.get()), policy.strategy.symbols)
         if sizes is None:
-            member.failed_with = len(samples)
+            member.failed_with = attempt
             self._limit(member, policy, "max_symbols")
             return False
         values = sizes.bind(member.numbers)
         if values is None or min(values, default=2) < 2:
-            member.failed_with = len(samples)
+            member.failed_with = attempt
             self._refuse(member, policy)
             return False
         self._guesses += 1
@@ -180,7 +181,7 @@ class Family:
                 self._sizes = self._compiler = None
                 self._guesses = 0
             member.is_refused = False
-            member.failed_with = 0
+            member.failed_with = None
             member.limited = None
 
     def adopt_compiled(self) -> None:

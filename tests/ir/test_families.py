@@ -88,6 +88,12 @@ def test_raised_limits_are_heeded() -> None:
     assert shape.limited is None
 
 
+def test_more_symbols_are_heeded() -> None:
+    shapes, shape = Shapes(), member(6, 17)
+    assert shapes.ask(member(4, 5), shape, policy=policy(symbols=1)) == ["own", "none"]
+    assert shapes.ask(shape, policy=policy(symbols=2)) == ["shared"]
+
+
 def test_sizes_that_are_no_symbols_have_plans_of_their_own() -> None:
     shapes = Shapes()
     assert shapes.ask(member(4, 5), member(1, 5), member(6, 5), member(0, 5)) == ["own", "own", "shared", "own"]
