@@ -240,6 +240,7 @@ class DeviceContextArena:
         self._lock = threading.Lock()
         self._contexts: dict[int, DeviceContext] = {}
         self.current = 0
+        self.prepare: Callable[[], None] = lambda: None  # called once, before the first context is made
 
     def backing_type(self) -> str:
         """`cuda` or `cpu`: the setting, or what there is."""
@@ -267,6 +268,8 @@ class DeviceContextArena:
             )
             raise DeviceError(f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})")
         backing = torch.device("cuda", index) if self.backing_type() == "cuda" else torch.device("cpu")
+        prepare, self.prepare = self.prepare, lambda: None
+        prepare()
         with self._lock:
             return self._contexts.setdefault(index, DeviceContext(index, backing))
 

@@ -41,6 +41,7 @@ from lazy_backend.operators import (
     HOST_OPERAND_OPS,
     INDEX_OPS,
     NotRecordable,
+    common_ops,
     float_shaped_ops,
     learn,
     scalar_list_ops,
@@ -123,6 +124,17 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
     learn(op)
     add_handler(op, handler)
     return handler
+
+
+def prepare() -> None:
+    """Look up the common operators. When the first lazy device is made: the first step would pay for it otherwise."""
+    for op in common_ops():
+        if id(op) not in _handlers:
+            _choose_handler(op)
+        traits_of(op)
+
+
+contexts.prepare = prepare
 
 
 def _ask(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

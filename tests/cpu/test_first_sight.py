@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import random
 import sys
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,19 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NoSync, Program, Sync, SyncAt, assert_like_eager, assert_same, count, eager, grid, live_tensors
+from harness import (
+    NoSync,
+    Program,
+    Sync,
+    SyncAt,
+    assert_like_eager,
+    assert_same,
+    count,
+    eager,
+    grid,
+    live_tensors,
+    run_python,
+)  # fmt: skip
 from random_programs import RandomProgram, random_program
 from test_custom_ops import ALIASED, RECORDED, RUN_AT_ONCE, positive
 from test_data_dependent import READS
@@ -30,7 +43,8 @@ from test_views import PROGRAMS
 from torch import nn
 
 import lazy_backend
-from lazy_backend import ExecutionError, PoisonedTensorError, StrictModeError, config, metrics
+from lazy_backend import ExecutionError, PoisonedTensorError, StrictModeError, config, metrics, operators
+from lazy_backend.at_once import RealCall
 from lazy_backend.context import contexts
 from lazy_backend.tensor import backing_tensor
 
@@ -910,3 +924,28 @@ def test_a_first_run_on_another_thread_is_known_here() -> None:
     with count("UncachedCompile") as misses:
         assert step() == [0, 2, 4]
     assert misses() == 0
+
+
+def test_common_operators_are_looked_up_when_the_first_device_is_made(tmp_path: Path) -> None:
+    assert len(operators.common_ops()) == len(operators._COMMON.split())  # all exist
+    program = """
+        import torch, lazy_backend.operators as operators
+        x = torch.ones(2, 2, device="lazy", requires_grad=True)
+        known = len(operators._traits)
+        (x @ x + x).relu().sum().backward()
+        assert len(operators._traits) == known > 50
+        torch.trace(x)
+        assert len(operators._traits) == known + 1
+    """
+    run_python(textwrap.dedent(program), tmp_path)
+
+
+@pytest.mark.parametrize("operands", [2, 20])
+def test_whose_memory_a_result_shares(operands: int) -> None:
+    tensors = [grid("lazy", 3) for _ in range(operands)]
+    call = RealCall(contexts.get_device_context(0))
+    lazy_backend.mark_step(wait=True)
+    made = call.run(torch.ops.aten.cat.default, (tensors,), {}, None)
+    assert call.source_of(made) is None
+    for tensor in tensors:
+        assert call.source_of(backing_tensor(tensor._data)[1:]) is tensor._data
