@@ -43,6 +43,7 @@ class DeviceContext:
     def __init__(self, index: int, backing: torch.device) -> None:
         self.index = index
         self.device = torch.device("lazy", index)
+        self.name = str(self.device)  # 0.4 µs, and every sync's record has it
         self.backing = backing
         self.lock = threading.RLock()
         self.trie: Trie[Call | Cut] = Trie()
@@ -92,7 +93,7 @@ class DeviceContext:
         """Start the trie afresh. The caller holds `lock` and starts a new trace."""
         self._settings = config.force_fallback, torch.get_default_dtype()
         self._count_paths()
-        history.forget_paths(str(self.device))
+        history.forget_paths(self.name)
         self.trie.reset()
 
     # Live tensors. A trace registers what it makes in `pending`; what outlives its trace, and what never was in one,

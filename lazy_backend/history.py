@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -167,7 +167,7 @@ class SyncRecord:
     graph: str = ""
     nearest: str | None = None
     difference: Difference | None = None
-    compiles: list[CompileRecord] = field(default_factory=list)
+    compiles: tuple[CompileRecord, ...] = ()  # a list each would keep the garbage collector busy
     run_begin: float | None = None
     run_seconds: float | None = None
 
@@ -181,7 +181,8 @@ class SyncRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, texts, lists and dicts, as for JSON."""
-        return {"type": "sync", **asdict(self), "advice": self.advice}
+        compiles = [asdict(compiled) for compiled in self.compiles]
+        return {"type": "sync", **asdict(self), "compiles": compiles, "advice": self.advice}
 
 
 def advice_on_cut(cause: str) -> str:

@@ -54,6 +54,9 @@ def note_plan(
 ) -> None:
     """Which plan a sync of `cursor` got, and with it how much of the work was there."""
     record.plan = kind
+    is_plain = record.outcome == "hit, level 1" and not record.compiles and record.difference is None
+    if is_plain and record.graph and (was_optimized or kind != SizedPlan.kind):
+        return  # nearly always
     if not record.graph:
         record.graph = history.name_graph(cursor, computation.number)
     if record.difference is not None or record.outcome == "miss":

@@ -418,7 +418,7 @@ class LazyGraphExecutor:
             found = record_compile(report)
             record = getattr(self._thread, "record", None)
             if record is not None and found not in record.compiles:
-                record.compiles.append(found)
+                record.compiles = (*record.compiles, found)
         if config.debug:
             tell_compile(report)
         if report.error is None:
@@ -469,12 +469,12 @@ class LazyGraphExecutor:
                 return None
             policy, settings = self.policy()
             collection = self.collect_sync_tensors(context, sync_config, cause)
-            record = self._begin_record(collection, settings)
+            bound = None if trace.computed else self.try_run_cached_sync(collection, settings)
+            record = self._begin_record(collection, settings, bound is not None)
             if trace.computed:
                 self._end_computed_trace(collection, settings, start, record)
                 return None
             counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
-            bound = self.try_run_cached_sync(collection, settings)
             if bound is None:
                 del counted["CachedCompile"]  # `compile` counts
                 with clean_thread_state():
@@ -517,16 +517,18 @@ class LazyGraphExecutor:
             context.locker.barrier()
         return scheduled
 
-    def _begin_record(self, collection: SyncTensorCollection, settings: Environment) -> SyncRecord | None:
+    def _begin_record(
+        self, collection: SyncTensorCollection, settings: Environment, is_bound: bool
+    ) -> SyncRecord | None:
         """What a sync will be known by, and its explanation if path, live set or settings are new."""
         if not (config.explain or config.debug or self._has_limit()):
             return None
         context = collection.context
         cursor = context.trace.cursor
         begin = context.trace.start
-        record = history.begin_sync(str(context.device), cursor, collection.cause, collection.site, begin)
+        record = history.begin_sync(context.name, cursor, collection.cause, collection.site, begin)
         bindings = cursor.bindings
-        if bindings and (collection.indices, settings) not in bindings:
+        if not is_bound and bindings and (collection.indices, settings) not in bindings:
             explain_binding(record, cursor, bindings, collection.indices, settings)
         return record
 
@@ -608,7 +610,7 @@ class LazyGraphExecutor:
         record: SyncRecord | None = None
         if config.explain or config.debug:
             number = bound.computation.number
-            record = history.add_replay(str(context.device), number, plan.kind, collection.site, begin)
+            record = history.add_replay(context.name, number, plan.kind, collection.site, begin)
             if config.debug:
                 tell_sync(record, bound.computation)
         scheduled: Async | None = None

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 import cold
 import compile_time
+import diagnostics
 import torch
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
 from tables import Result, make_tables, render
@@ -234,6 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
+    parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print markdown")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -270,13 +272,17 @@ def main() -> None:
     if arguments.compile_time:
         compile_time.main(arguments.threads, "markdown" if arguments.markdown else "text")
         return
+    shown = render["markdown" if arguments.markdown else "text"]
+    if arguments.diagnostics:
+        names = arguments.workloads or ["mlp", "gpt-sgd", "gpt-adamw"]
+        diagnostics.main(names, arguments.threads, 60 if arguments.quick else 300, shown)
+        return
     results = measure(_plan(arguments))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     about = results["about"]
     print(f"PyTorch {about['torch']}, Python {about['python']}, {about['cores']} cores, {about['threads']} threads, "
           f"{about['rounds']} rounds\n")  # fmt: skip
-    shown = render["markdown" if arguments.markdown else "text"]
     print("\n\n".join(map(shown, make_tables(results))))
 
 
