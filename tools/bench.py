@@ -6,6 +6,7 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
+`--cold` and `--diagnostics` measure something else: the first steps of a process, and what `config.explain` costs.
 See docs/benchmarks.md.
 """
 

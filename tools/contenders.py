@@ -117,7 +117,7 @@ def _lazy_backend(backend: str, compile: str) -> Callable[[], Contender]:
             "lazy",
             mark=lazy_backend.mark_step,
             wait=lazy_backend.wait_device_ops,
-            hold=_hold_queue,
+            hold=hold_queue,
             compiles=lambda: lazy_backend.metrics.counter_value("Compile"),
             operators=_recorded_calls,
         )
@@ -148,7 +148,7 @@ def _recorded_calls() -> int:
     return sum(value for name, value in found.items() if name.startswith("lazy::"))
 
 
-def _hold_queue() -> Callable[[], None]:
+def hold_queue() -> Callable[[], None]:
     """Put a task in front of the next run: then a sync is timed without a run, within it or beside it."""
     from lazy_backend import config
     from lazy_backend.context import contexts
@@ -358,7 +358,7 @@ def _timed_trace(kind: Callable[[int], object], length: int) -> tuple[float, flo
     begin = thread_time()
     kept = kind(length)
     traced = thread_time() - begin
-    release = _hold_queue()
+    release = hold_queue()
     begin = thread_time()
     lazy_backend.mark_step()
     synced = thread_time() - begin

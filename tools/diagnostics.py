@@ -19,7 +19,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from contenders import _hold_queue
+from contenders import hold_queue
 from tables import Table
 from workloads import WORKLOADS, make_training
 
@@ -61,7 +61,7 @@ def _step(train: Callable[[], None], mark: Callable[[], None]) -> tuple[float, f
     begin = thread_time()
     train()
     traced = thread_time() - begin
-    release = _hold_queue()
+    release = hold_queue()
     begin = thread_time()
     mark()
     synced = thread_time() - begin
