@@ -173,7 +173,7 @@ class CompileWorker:
         self._from, from_child = os.pipe()
         os.set_blocking(self._from, False)
         environment = {name: value for name, value in os.environ.items() if name not in _CACHE_VARIABLES}
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LAZY_DEBUG": "0"}  # what it would print is told here too
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
         try:
             self._process = subprocess.Popen(
