@@ -6,7 +6,7 @@ Note [What a finding costs]
 Seconds are measured ones, on the thread that trains. A cut costs from the read until the value is there. A program that
 is not known costs what its recording and syncing took beyond the median of known ones, or all of it if none is known. A
 compile costs its time if training waited for it; in the background it costs nothing here, and the steps that were
-interpreted meanwhile are seen in the timeline. What has no seconds, such as memory that grows, stands at the end.
+interpreted meanwhile are told of apart. What has no seconds, such as memory that grows, stands after what has.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ _NEW = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to look at. `section`: of the report; `program`: one to show, with the number of a call."""
+    """One thing to look at. `section`: of the report; `program`: one to show, with the number of a call.
+
+    `is_fault`: whether anything can be done about it, or it is as it should be and only says where time went.
+    """
 
     title: str
     text: str
@@ -67,13 +70,14 @@ class Finding:
     section: str
     program: str = ""
     place: int | None = None
+    is_fault: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def find(run: Run) -> list[Finding]:
-    """The findings of a run, the most expensive first. See Note [What a finding costs]."""
+    """The findings of a run: faults first, the most expensive of them at the top. See Note [What a finding costs]."""
     syncs = list(run.syncs.values())
     found = [
         *_cuts(syncs),
@@ -84,8 +88,9 @@ def find(run: Run) -> list[Finding]:
         *_waits(syncs),
     ]
     least = _SHOWN_SHARE * run_seconds(run)
-    ranked = sorted((f for f in found if f.seconds >= least), key=lambda f: -f.seconds)
-    return [*ranked, *_failures(run), *_growth(run)]
+    ranked = sorted((f for f in found if f.seconds >= least and f.seconds > 0.0), key=lambda f: -f.seconds)
+    faults = [finding for finding in ranked if finding.is_fault]
+    return [*faults, *_failures(run), *_growth(run), *(finding for finding in ranked if not finding.is_fault)]
 
 
 def run_seconds(run: Run) -> float:
@@ -202,6 +207,7 @@ def _interpreted(run: Run, syncs: Sequence[Line]) -> Iterable[Finding]:
             "",
             "compiles",
             late[-1]["program"],
+            is_fault=False,
         )
 
 
@@ -245,6 +251,7 @@ def _waits(syncs: Sequence[Line]) -> Iterable[Finding]:
         sum(sync["wait_seconds"] > 1e-4 for sync in syncs),
         "",
         "graphs",
+        is_fault=False,
     )
 
 

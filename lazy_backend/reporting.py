@@ -1,13 +1,16 @@
 """A run as one page for the browser.
 
 In: the history, or a run log. Out: an HTML file that holds everything it needs and asks no network. What the page shows
-is made in `report_data`; how, in `assets/`: its own script and style, and Apache ECharts.
+is made in `report_data`; how, in `assets/`: its own script and style, and Apache ECharts. `main` is the command
+`python -m lazy_backend.report`.
 """
 
 from __future__ import annotations
 
+import argparse
 import html
 import json
+import sys
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 from lazy_backend.explanation import explain
 from lazy_backend.lowering.executor import ProfileMetrics
 from lazy_backend.report_data import page_data
-from lazy_backend.run_log import Run, collect
+from lazy_backend.run_log import Run, RunLogError, collect, read_run
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("base.js", "tables.js", "steps.js", "graph.js", "report.js")  # in the order in which they need each other
@@ -58,3 +61,19 @@ def _asset(name: str) -> str:
 def _embedded(data: dict[str, Any]) -> str:
     """JSON that can stand in a script element: nothing in it ends the element or starts a comment there."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the page of a log, also of a run that was killed. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m lazy_backend.report", description="Show a run as a web page.")
+    parser.add_argument("log", type=Path, help="JSON lines from LAZY_BACKEND_LOG or lazy_backend.explain().save()")
+    parser.add_argument("-o", "--output", type=Path, help="the page (default: the log's name with .html)")
+    given = parser.parse_args(arguments)
+    output = given.output or given.log.with_suffix(".html")
+    try:
+        output.write_text(render(read_run(given.log)), encoding="utf-8")
+    except (RunLogError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    print(output)
+    return 0

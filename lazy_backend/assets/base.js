@@ -6,7 +6,7 @@ const text = (number) => data.texts[number];
 
 // ----- words
 
-const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
+const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : /(s|ch)$/.test(noun) ? "es" : "s"}`;
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";

@@ -87,7 +87,7 @@ function stepSeries(first, last) {
   shownBuckets = stepBuckets(first, last);
   const middle = (bucket) => (bucket.from + bucket.to) / 2;
   const bars = (name, key, axis, values, fill) => ({
-    id: `${axis}${key}`, name, type: "bar", stack: `stack${axis}`, xAxisIndex: axis, yAxisIndex: axis, barCategoryGap: "6%",
+    id: `${axis}${key}`, name, type: "bar", stack: `stack${axis}`, xAxisIndex: axis, yAxisIndex: axis, barCategoryGap: shownBuckets.length > 80 ? "0%" : "8%",
     itemStyle: { color: fill }, emphasis: { disabled: true }, data: shownBuckets.map((bucket) => [middle(bucket), values(bucket)]),
   });
   return [

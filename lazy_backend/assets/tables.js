@@ -85,7 +85,7 @@ function findingElement(finding) {
   const cost = finding.seconds > 0
     ? element("div", {}, element("div", { className: "cost" }, seconds(finding.seconds)),
       element("div", { className: "dim" }, `${percent(share, 1)} of the run`),
-      element("div", { className: "share" }, element("i", { style: { width: `${100 * share}%` } })))
+      element("div", { className: "share" }, element("i", { style: { width: `${100 * share}%`, background: finding.is_fault ? "var(--compile)" : "var(--dim)" } })))
     : element("div", { className: "dim" }, "no time by itself");
   const actions = [link("details", () => scrollTo(finding.section))];
   if (finding.program) actions.push(programLink(finding.program, finding.place, "show in the program"));

@@ -1,0 +1,80 @@
+"""A page in a real browser. Without Chromium or Playwright these tests are skipped, and say so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_runs import make_run
+
+import lazy_backend.reporting
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+
+CHROMIUM = os.environ.get("LAZY_BACKEND_CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+# Opens a file and gives the page when it is drawn.
+Open = Callable[[Path], Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if CHROMIUM is None:
+        here = str(Path(__file__).parent)
+        for item in items:
+            if str(item.path).startswith(here):
+                item.add_marker(pytest.mark.skip(reason="needs Chromium: apt-get install chromium"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # without a sandbox of its own: it runs as root in containers, and opens only what the tests wrote
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Fails at the end of the test if the page wrote to the console or asked for anything but its file."""
+    context = browser.new_context(viewport={"width": 1440, "height": 1000})
+    faults: list[str] = []
+
+    def open_file(path: Path) -> Any:
+        page = context.new_page()
+        page.on(
+            "console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda request: faults.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready=true]", state="attached")
+        while path.as_uri() in faults:  # the page itself
+            faults.remove(path.as_uri())
+        return page
+
+    yield open_file
+    context.close()
+    assert faults == []
+
+
+@pytest.fixture(scope="session")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of 10,000 steps of a program with 5,000 calls."""
+    path = tmp_path_factory.mktemp("pages") / "big.html"
+    path.write_text(lazy_backend.reporting.render(make_run(10_000, 5_000)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of 900 steps of a program with 60 calls."""
+    path = tmp_path_factory.mktemp("pages") / "small.html"
+    path.write_text(lazy_backend.reporting.render(make_run(900, 60)))
+    return path

@@ -1,0 +1,183 @@
+"""The report in Chromium: it opens, zooms, filters and selects. Every test fails on an error in the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Open
+
+import lazy_backend
+from lazy_backend.reporting import render
+from lazy_backend.run_log import Run
+
+
+def window(page: Any, chart: str) -> tuple[float, float]:
+    """What a chart shows of its first axis."""
+    script = f"echarts.getInstanceByDom(document.getElementById('{chart}')).getOption().dataZoom[0]"
+    zoom = page.evaluate(script)
+    return zoom["startValue"], zoom["endValue"]
+
+
+def turn_wheel(page: Any, selector: str, turns: int = 6) -> None:
+    """Zoom in at the middle of an element."""
+    place = page.locator(selector)
+    place.scroll_into_view_if_needed()
+    box = place.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 3)
+    for _ in range(turns):
+        page.mouse.wheel(0, -300)
+    page.wait_for_timeout(250)  # ECharts gathers events for 100 ms
+
+
+def pixel_of_call(page: Any, place: int) -> tuple[float, float]:
+    """Where the middle of a call is drawn, in the window."""
+    page.locator("#graph-chart").scroll_into_view_if_needed()
+    x, y = page.evaluate(
+        f"graph.chart.convertToPixel({{ gridIndex: 0 }}, [graph.picture.x[{place}], graph.picture.y[{place}]])"
+    )
+    box = page.locator("#graph-chart").bounding_box()
+    return box["x"] + x, box["y"] + y
+
+
+def test_every_section_is_drawn(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    assert page.locator("nav a").count() == page.locator("section").count() == 9
+    for chart in ("steps-chart", "timeline-chart", "graph-chart", "memory-chart", "tensors-chart"):
+        assert page.locator(f"#{chart} canvas").count() == 1
+    assert page.locator("#tiles").inner_text().startswith("19.5 s\nof 900 steps")
+
+
+def test_findings_come_first_with_lines_and_advice(open_page: Open, small: Path) -> None:
+    first = open_page(small).locator("ol.findings li").first
+    assert "train.py:" in first.inner_text()
+    assert first.locator(".advice").count() == 1
+
+
+def test_10_000_steps_and_5_000_calls_open_in_3_seconds(open_page: Open, big: Path) -> None:
+    # the best of three: other processes of the machine are not what is measured
+    times = [open_page(big).evaluate("performance.getEntriesByName('ready')[0].startTime") for _ in range(3)]
+    assert min(times) < 3000
+
+
+def test_the_steps_zoom(open_page: Open, big: Path) -> None:
+    page = open_page(big)
+    before = window(page, "steps-chart")
+    turn_wheel(page, "#steps-chart")
+    after = window(page, "steps-chart")
+    assert after[1] - after[0] < 0.8 * (before[1] - before[0])
+    # and what is shown is drawn anew, in finer pieces
+    size = page.evaluate("shownBuckets[0].to - shownBuckets[0].from + 1")
+    assert size < 42  # of 10,000 steps in 240 bars
+
+
+def test_the_timeline_zooms_and_goes_back(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    before = window(page, "timeline-chart")
+    turn_wheel(page, "#timeline-chart")
+    assert window(page, "timeline-chart")[1] - window(page, "timeline-chart")[0] < 0.8 * (before[1] - before[0])
+    page.click("[data-zoom=all]")
+    assert window(page, "timeline-chart") == before
+
+
+def test_a_click_on_a_step_shows_its_time(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    before = window(page, "timeline-chart")
+    page.locator("#steps-chart").scroll_into_view_if_needed()
+    box = page.locator("#steps-chart").bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 150)
+    after = window(page, "timeline-chart")
+    assert after[1] - after[0] < 0.1 * (before[1] - before[0])
+
+
+def test_a_timeline_is_drawn_with_few_shapes(open_page: Open, big: Path) -> None:
+    assert open_page(big).evaluate("shownSegments.length") < 5000  # of 40,000 pieces
+
+
+def test_a_table_is_sorted_and_filtered(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    rows = page.locator("#compiles tbody tr")
+    assert rows.count() == 2
+    page.locator("#compiles th", has_text="at").first.click()
+    assert rows.first.locator("td").first.inner_text() == "14.0 s"
+
+
+def test_a_program_is_found_and_selected(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    assert "program 1 on lazy:0: 60 calls" in page.locator("#graph-title").inner_text()
+    page.fill(".programs .list input", "program 2")
+    assert page.locator(".program").count() == 1
+    page.click(".program")
+    assert "program 2 on lazy:0: 12 calls" in page.locator("#graph-title").inner_text()
+
+
+def test_a_click_on_a_call_shows_its_line(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    page.mouse.click(*pixel_of_call(page, 3))
+    shown = page.locator("#call").inner_text()
+    assert "3: aten.mul_" in shown
+    assert "train.py:3" in shown
+    assert "x = layer3(x)  # line 3" in shown
+    assert "slot3: f32[64, 128]" in shown
+
+
+def test_a_pointer_over_a_call_shows_its_line(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    page.mouse.move(*pixel_of_call(page, 0))
+    page.wait_for_selector("text=click for more")
+    assert "x = layer1(x)  # line 1" in page.locator("#graph-chart").inner_text()
+
+
+def test_operands_lead_from_call_to_call(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    page.evaluate("selectCall(10, true)")
+    page.locator("#call .link", has_text="9: relu").click()
+    assert page.evaluate("graph.selected") == 9
+
+
+def test_the_graph_zooms(open_page: Open, big: Path) -> None:
+    page = open_page(big)
+    page.click("[data-graph=fit]")
+    before = window(page, "graph-chart")
+    turn_wheel(page, "#graph-chart")
+    after = window(page, "graph-chart")
+    assert after[1] - after[0] < 0.8 * (before[1] - before[0])
+
+
+def test_a_call_is_found_by_its_line(open_page: Open, big: Path) -> None:
+    page = open_page(big)
+    page.fill("#find-call", "line 33")
+    assert page.locator("#matches").inner_text() == "125 matches"
+    page.press("#find-call", "Enter")
+    assert "line 33" in page.locator("#call").inner_text()
+
+
+def test_a_finding_leads_to_its_call(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    page.locator("ol.findings li", has_text="another shape").get_by_text("show in the program").click()
+    assert page.evaluate("graph.selected") == 3
+
+
+def test_light_and_dark(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    colour = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(colour)
+    page.click("#theme")
+    assert page.evaluate(colour) != before
+    assert page.locator("#steps-chart canvas").count() == 1
+
+
+@pytest.mark.parametrize("kind", ["empty", "recorded"])
+def test_pages_of_little(open_page: Open, tmp_path: Path, kind: str) -> None:
+    if kind == "recorded":
+        torch.ones(2).to("lazy").mul_(2)
+        lazy_backend.mark_step(wait=True)
+        page = open_page(lazy_backend.report(tmp_path / "page.html"))
+        assert page.locator("#tiles").inner_text().count("1 step") == 1
+    else:
+        (tmp_path / "page.html").write_text(render(Run()))
+        page = open_page(tmp_path / "page.html")
+        assert "Nothing was recorded" in page.locator("#findings").inner_text()
+        assert page.locator(".empty").count() >= 7
