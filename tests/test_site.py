@@ -99,6 +99,12 @@ def test_a_comment_in_code_is_no_heading() -> None:
     assert docs_hooks.sections(text) == {"Title": "```sh\n# no heading\n```\nmore", "Next": ""}
 
 
+def test_a_long_name_in_a_table_can_be_broken_behind_a_dot() -> None:
+    cell = '<td><code>torch._lazy.mark_step</code>, <a href="a.b.html">1.5</a></td>'
+    broken = '<td><code>torch.<wbr>_lazy.<wbr>mark_step</code>, <a href="a.b.html">1.5</a></td>'
+    assert docs_hooks.on_page_content(f"<code>a.b</code>{cell}") == f"<code>a.b</code>{broken}"
+
+
 @pytest.mark.parametrize(
     "tag",
     [

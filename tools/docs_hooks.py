@@ -50,6 +50,15 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     return re.sub(r"<!-- README: (.+?) -->", lambda match: readme_section(match[1]), markdown)
 
 
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Let long names in tables be broken behind a dot, or a table of them would be wider than the page."""
+    return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>.*?</code>", _breakable, cell[0]), html, flags=re.S)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=\w)\.(?=\w)", ".<wbr>", code[0])
+
+
 # ----- the README
 
 
