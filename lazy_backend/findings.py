@@ -141,13 +141,13 @@ def _new_programs(syncs: Sequence[Line], run: Run) -> Iterable[Finding]:
     missed = [sync for sync in syncs if sync["outcome"] not in HITS and sync["difference"] is not None]
     for key, group in _grouped(missed, lambda sync: _kind_of(sync["difference"])):
         difference = group[-1]["difference"]
-        beyond = " beyond what a known one takes" if known else ""
+        longer = "so much longer than known ones take" if known else "so long"
         programs = len({sync["program"] for sync in group})
         recurs = "None of these was met again: the step never becomes one that is known. " * _never_recurs(group, run)
         yield Finding(
             f"{_many(len(group), 'sync')} of new programs: {_NEW[key[0]]}",
-            f"{recurs}{_many(programs, 'program')}; recording and syncing took so long{beyond}. The last time, before: "
-            f"{_cut_short(difference['before'])}; now: {_cut_short(difference['now'])}.",
+            f"{recurs}Recording and syncing {_many(programs, 'program')} took {longer}. The last time, before: "
+            f"{cut_short(difference['before'], 160)}; now: {cut_short(difference['now'], 160)}.",
             difference["advice"],
             sum(max(0.0, _host_seconds(sync) - usual) for sync in group),
             len(group),
@@ -316,8 +316,8 @@ def _grouped(items: Iterable[Line], key: Any) -> list[tuple[Any, list[Line]]]:
     return list(groups.items())
 
 
-def _cut_short(text: str) -> str:
-    return text if len(text) <= 160 else f"{text[:160]} …"
+def cut_short(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]} …"
 
 
 def _times(count: int) -> str:

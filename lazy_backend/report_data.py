@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lazy_backend.findings import HITS, blocked_seconds, compiles_waited_for, find, is_cut, run_seconds
+from lazy_backend.findings import HITS, blocked_seconds, compiles_waited_for, cut_short, find, is_cut, run_seconds
 from lazy_backend.graph_layout import lay_out
 from lazy_backend.history import advice_on_cut
 from lazy_backend.lowering.executor import ProfileMetrics
 from lazy_backend.run_log import Line, Run
 
 _MAX_CALLS = 40_000  # in the pictures of all programs together
+_MAX_ARGUMENTS = 400  # characters of a call's arguments: a list may hold thousands of tensors
 _MAX_EXAMPLES = 5  # of syncs that are explained alike
 
 
@@ -188,9 +189,9 @@ def _picture(calls: Sequence[Line], texts: Texts) -> dict[str, Any]:
     return {
         "op": [texts.number(_short(call["op"])) for call in calls],
         "site": [texts.number(call["site"]) for call in calls],
-        "args": [call.get("args", "") for call in calls],
+        "args": [cut_short(call.get("args", ""), _MAX_ARGUMENTS) for call in calls],
         "makes": [texts.number(_joined(call["makes"])) for call in calls],
-        "enters": [_joined(call.get("enters", ())) for call in calls],
+        "enters": [cut_short(_joined(call.get("enters", ())), _MAX_ARGUMENTS) for call in calls],
         "writes": {place: call["writes"] for place, call in enumerate(calls) if call.get("writes")},
         "x": layout.x,
         "y": layout.y,

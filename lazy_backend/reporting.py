@@ -21,7 +21,7 @@ from lazy_backend.report_data import page_data
 from lazy_backend.run_log import Run, RunLogError, collect, read_run
 
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("base.js", "tables.js", "steps.js", "graph.js", "report.js")  # in the order in which they need each other
+SCRIPTS = ("base.js", "tables.js", "steps.js", "graph.js", "report.js")  # in the order in which they need each other
 
 
 def report(path: str | Path = "report.html", *, profile: ProfileMetrics | None = None) -> Path:
@@ -43,7 +43,7 @@ def render(run: Run, profile: ProfileMetrics | None = None) -> str:
         "title": html.escape(_title(run)),
         "style": _asset("report.css"),
         "charts": _asset("echarts.min.js"),
-        "scripts": "\n".join(map(_asset, _SCRIPTS)),
+        "scripts": "\n".join(map(_asset, SCRIPTS)),
         "data": _embedded(page_data(run, profile)),
     }
     return Template(_asset("report.html")).substitute(parts)

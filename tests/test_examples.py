@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import lazy_backend
+from lazy_backend.findings import find
+from lazy_backend.run_log import collect
 
 EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
 
@@ -34,6 +36,31 @@ def test_gpt() -> None:
     runs = [train_gpt.train(device, steps=12) for device in ("lazy", "cpu")]
     assert common.compare(*runs).equal
     assert lazy_backend.metrics.counter_value("Compile") <= 3
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.errors.GraphCutWarning")
+def test_slow_training(tmp_path: Path) -> None:
+    import slow_training
+
+    slow_training.main(["--steps", "8", "-o", str(tmp_path / "slow.html")])
+    found = {(f.section, Path(f.site).name) for f in find(collect(lazy_backend.explain().lines()))}
+    lines = Path(slow_training.__file__).read_text().splitlines()
+    cut, grown = (
+        next(f"slow_training.py:{number}" for number, line in enumerate(lines, 1) if text in line)
+        for text in ("if not loss.isfinite()", "torch.stack(losses)")
+    )
+    assert {("cuts", cut), ("misses", grown)} <= found
+    assert (tmp_path / "slow.html").exists()
+
+
+def test_slow_training_without_its_faults() -> None:
+    import slow_training
+
+    fixed = slow_training.train_fixed(6)
+    explanation = lazy_backend.explain()
+    assert [record.outcome for record in explanation.records[2:]] == ["hit, level 1"] * 4
+    assert lazy_backend.metrics.counter_value("GraphCut") == 0
+    assert fixed == pytest.approx(slow_training.train(6))
 
 
 def test_serve() -> None:

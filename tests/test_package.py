@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 import torch
 
 import lazy_backend
+from lazy_backend import reporting
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"lazy_backend": 2, "lowering": 1, "cache": 0}
@@ -176,6 +178,25 @@ def test_a_wrong_index_says_which_there_are() -> None:
 def test_a_bad_setting_raises_where_it_is_written(name: str, value: object, text: str) -> None:
     with pytest.raises((AttributeError, ValueError), match=text):
         setattr(lazy_backend.config, name, value)
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / page).read_text())
+    assert [target for target in targets if not ((ROOT / page).parent / target).exists()] == []
+
+
+def test_the_package_holds_every_asset() -> None:
+    patterns = re.search(r"^lazy_backend = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    assert patterns is not None
+    assets = [f"assets/{file.name}" for file in (ROOT / "lazy_backend" / "assets").iterdir()]
+    assert len(assets) >= 10
+    assert all(any(fnmatch(asset, pattern) for pattern in ast.literal_eval(patterns[1])) for asset in assets)
+
+
+def test_the_report_scripts_are_those_of_the_page() -> None:
+    scripts = {file.name for file in (ROOT / "lazy_backend" / "assets").glob("*.js")}
+    assert scripts == {*reporting.SCRIPTS, "echarts.min.js"}
 
 
 def test_the_highest_debug_level_runs(tmp_path: Path) -> None:
