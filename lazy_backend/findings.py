@@ -81,6 +81,7 @@ def find(run: Run) -> list[Finding]:
     syncs = list(run.syncs.values())
     found = [
         *_cuts(syncs),
+        *_first_programs(syncs),
         *_new_programs(syncs, run),
         *_compiles(run),
         *_interpreted(run, syncs),
@@ -155,7 +156,25 @@ def _new_programs(syncs: Sequence[Line], run: Run) -> Iterable[Finding]:
             "misses",
             group[-1]["program"],
             difference["place"],
+            is_fault=len(group) > 1,
         )
+
+
+def _first_programs(syncs: Sequence[Line]) -> Iterable[Finding]:
+    """What each device began with, and what was loaded meanwhile."""
+    for sync in syncs:
+        if sync["outcome"] == "miss" and sync["difference"] is None:
+            yield Finding(
+                f"The first program on {sync['device']}",
+                "It was recorded and run for the first time, which loads what operators need: once per process.",
+                "nothing; measure without the first steps",
+                _host_seconds(sync),
+                1,
+                sync["site"],
+                "timeline",
+                sync["program"],
+                is_fault=False,
+            )
 
 
 def _never_recurs(group: Sequence[Line], run: Run) -> bool:
@@ -199,7 +218,7 @@ def _interpreted(run: Run, syncs: Sequence[Line]) -> Iterable[Finding]:
         until = "was not over at the end" if open_ones else "went on"
         yield Finding(
             "Graphs were interpreted while the compiler worked",
-            f"{_many(len(late), 'run')} while compiling in the background {until}: the same results, only slower.",
+            f"{_many(len(late), 'run')}; compiling in the background {until}. Results are the same, only slower.",
             "nothing, in a long run. lazy_backend.wait_for_compiles() before measuring; the next process finds on disk "
             "what was compiled to the end (config.cache)",
             sum(sync["run_seconds"] or 0.0 for sync in late),
@@ -231,7 +250,7 @@ def _recording(syncs: Sequence[Line]) -> Iterable[Finding]:
         share = recording / (recording + running)
         yield Finding(
             "Python's own time is most of a known step",
-            f"In {_many(len(hits), 'known step')} {share:.0%} of the time was between the first call and the sync "
+            f"In {_many(len(hits), 'known sync')} {share:.0%} of the time was between the first call and the sync "
             "(Python, data loading, recording), the rest was running the graphs.",
             "lazy_backend.capture replays a step without its Python; look at data loading too",
             recording,
