@@ -153,7 +153,9 @@ def _of_lengths(before: Sequence[Call], now: Sequence[Call]) -> Difference:
     goes_on = f"goes on with {_name(extra)}"
     ended_site = (before if longer else now)[place - 1].site if place else ""
     if longer:
-        return Difference("length", last, goes_on, _ADVICE["longer"], place, ended_site, extra.site)
+        # what follows is the program once more: two steps that nobody told apart
+        kind = "longer" if _continues(now[place:], before) else "op more"
+        return Difference("length", last, goes_on, _ADVICE[kind], place, ended_site, extra.site)
     return Difference("length", goes_on, last, _ADVICE["shorter"], place, extra.site, ended_site)
 
 

@@ -180,10 +180,10 @@ def test_a_bad_setting_raises_where_it_is_written(name: str, value: object, text
         setattr(lazy_backend.config, name, value)
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
-def test_links_between_pages_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / page).read_text())
-    assert [target for target in targets if not ((ROOT / page).parent / target).exists()] == []
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """Those of the other pages are checked when the site is built."""
+    targets = re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / "README.md").read_text())
+    assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
 def test_the_package_holds_every_asset() -> None:

@@ -133,6 +133,30 @@ def test_an_operator_for_a_log() -> None:
     assert "add_step_closure" in latest().advice
 
 
+def test_an_operator_at_the_end() -> None:
+    weight = torch.ones(3).to("lazy")
+    for step in range(3):
+        weight.mul_(0.5)
+        if step == 2:
+            mean = weight.mean()  # at the end
+        lazy_backend.mark_step()
+    del mean
+    found = latest().difference
+    assert found is not None
+    assert (found.kind, found.now_site) == ("length", line_of("at the end"))
+    assert "add_step_closure" in latest().advice
+
+
+def test_two_steps_in_one() -> None:
+    weight = torch.ones(3).to("lazy")
+    for step in range(3):
+        for _ in range(2 if step == 2 else 1):
+            weight.mul_(0.5)
+            weight.add_(1.0)
+        lazy_backend.mark_step()
+    assert "mark_step() once per step" in latest().advice
+
+
 def test_a_leaked_activation() -> None:
     leaked: list[torch.Tensor] = []
     weight = torch.ones(3).to("lazy")
