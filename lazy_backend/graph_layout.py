@@ -4,9 +4,9 @@ In: calls as a run log has them. Out: `Layout`, a layer and a place in it for ea
 
 Note [Layers]
 A call stands one layer below the lowest of those whose results it reads, so data flows down and a layer holds what
-could run at once; a call that reads nothing, such as a weight's transpose, stands right above its first reader. Within
-a layer calls stand as near as they can below the middle of what they read, one unit apart: the places that move them
-least in squares, found by pooling neighbours that would overlap. One pass.
+could run at once. A call that reads nothing, or only looks at what such a call made, stands right above its first
+reader, as a weight's transpose does. Within a layer calls stand as near as they can below the middle of what they read,
+one unit apart: the places that move them least in squares, found by pooling neighbours that would overlap. One pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def lay_out(calls: Sequence[Call]) -> Layout:
     for call, sources in enumerate(operands):
         for source in sources:
             readers[source].append(call)
-    for call, sources in enumerate(operands):
-        if not sources and readers[call]:
+    for call in reversed(_floating(calls, operands)):
+        if readers[call]:
             y[call] = min(y[reader] for reader in readers[call]) - 1
     layers: list[list[int]] = [[] for _ in range(max(y, default=-1) + 1)]
     for call, layer in enumerate(y):
@@ -51,6 +51,15 @@ def lay_out(calls: Sequence[Call]) -> Layout:
         for call, place in zip(ordered, _spread([wanted[call] for call in ordered]), strict=True):
             x[call] = round(place, 2)
     return Layout(x, y, [(source, call) for call, sources in enumerate(operands) for source in sources])
+
+
+def _floating(calls: Sequence[Call], operands: list[list[int]]) -> list[int]:
+    """The calls that no computation has to precede: those that read nothing, and views of what these made."""
+    found: dict[int, None] = {}
+    for call, sources in enumerate(operands):
+        if not sources or (calls[call].get("of") and all(source in found for source in sources)):
+            found[call] = None
+    return list(found)
 
 
 def _below(call: int, operands: list[list[int]], readers: list[list[int]], y: list[int], x: list[float]) -> float:

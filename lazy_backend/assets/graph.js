@@ -3,13 +3,15 @@
 
 const NODE = { width: 0.9, height: 0.56 }; // of the distance of two calls, of two layers
 const READABLE = { x: 176, y: 62 }; // pixels from call to call, from layer to layer
+const LONG_EDGE = 12; // layers
 const MAX_MATCHES = 400;
 
 const graph = { program: null, picture: null, entry: null, chart: null, selected: null, matches: [], colours: new Map() };
 
 const programNamed = (name) => data.programs.find((program) => program.name === name);
 const shortOp = (number) => text(number).replace(/^aten\./, "");
-const resultShape = (place) => text(graph.picture.makes[place]).split(", %")[0].replace(/^\S+: /, "");
+// `f32[4, 8]`, and a mark if there are further results
+const resultShape = (place) => text(graph.picture.makes[place]).replace(/^\S+: /, "").replace(/, slot.*/, " …");
 
 // ----- the list of programs
 
@@ -130,7 +132,10 @@ function edgeShape(api) {
 
 function drawEdge(params, api) {
   const far = api.size([1, 1])[1] < 14;
-  return { type: far ? "line" : "bezierCurve", shape: edgeShape(api), style: { stroke: colour2().dim, fill: null, lineWidth: 1, opacity: far ? 0.18 : 0.4 } };
+  // from forward to backward there are hundreds, one beside the other: faint, until a call is selected
+  const isLong = api.value(3) - api.value(1) > LONG_EDGE;
+  const opacity = isLong ? 0.06 : far ? 0.18 : 0.45;
+  return { type: far || isLong ? "line" : "bezierCurve", shape: edgeShape(api), style: { stroke: colour2().dim, fill: null, lineWidth: 1, opacity } };
 }
 
 function drawNearEdge(params, api) {

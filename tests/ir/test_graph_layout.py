@@ -27,6 +27,13 @@ def test_a_call_that_reads_nothing_stands_above_its_first_reader() -> None:
     assert layout.y == [0, 1, 2, 2, 3]
 
 
+def test_views_of_what_reads_nothing_stand_above_their_first_reader_too() -> None:
+    chain = [call([], "a"), call(["a"], "b"), call(["b"], "c"), call(["c"], "d")]
+    weight = [call([], "w"), call(["w"], "v", of={"v": "w"})]
+    layout = lay_out([*chain, *weight, call(["b", "w"], "e"), call(["d", "v"], "f")])
+    assert layout.y == [0, 1, 2, 3, 1, 3, 2, 4]
+
+
 def test_calls_of_a_layer_do_not_overlap() -> None:
     layout = lay_out(make_run(1, 600).programs["program 1"]["calls"])
     rows: dict[int, list[float]] = {}
