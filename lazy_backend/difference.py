@@ -242,7 +242,8 @@ def _of_inputs(name: str, a: Entered, b: Entered) -> Found | None:
 
 
 def _is_last_batch(one: TensorMeta, other: TensorMeta) -> bool:
-    return len(one.shape) > 0 and one.shape[1:] == other.shape[1:] and other.shape[0] < one.shape[0]
+    has_batches = len(one.shape) == len(other.shape) > 0
+    return has_batches and one.shape[1:] == other.shape[1:] and other.shape[0] < one.shape[0]
 
 
 def _printed(arg: Any) -> str:

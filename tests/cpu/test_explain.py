@@ -348,6 +348,15 @@ def test_printed() -> None:
     assert "lazy_backend.mark_step()" in text
 
 
+def test_a_scalar_after_a_vector_is_explained() -> None:
+    for x in (torch.ones(3), torch.ones(())):
+        x.to("lazy").exp()
+        lazy_backend.mark_step()
+    found = latest().difference
+    assert found is not None
+    assert (found.kind, found.now) == ("shape", "aten.exp: self is an input f32[]")
+
+
 def test_only_the_last() -> None:
     weight = torch.ones(3).to("lazy")
     for _ in range(4):
