@@ -21,20 +21,19 @@ from lazy_backend.tensor import LazyStorage, TensorData
 
 
 class Epoch:
-    """Identifies a trace in the tokens that it gives out. `cursor`: where the trace ended; None until it has.
+    """Identifies a trace in the tokens that it gives out. `cursor`: where the trace ended, once it has.
 
     What is alive later leads back through it to the line that made it, as long as its token is that trace's.
     """
 
     __slots__ = ("cursor",)
 
-    def __init__(self) -> None:
-        self.cursor: TrieNode[Call | Cut] | None = None
+    cursor: TrieNode[Call | Cut]
 
     def origins(self) -> dict[Token, tuple[str, str]]:
         """By token: ("made at", line) for what the trace made, ("used at", line) for what entered it from outside."""
         found: dict[Token, tuple[str, str]] = {}
-        for call in [] if self.cursor is None else self.cursor.path():
+        for call in self.cursor.path() if hasattr(self, "cursor") else []:
             if isinstance(call, Call):
                 found |= {entered.token: ("used at", call.site) for entered in call.entered}
                 made = [result.token for result in call.results if isinstance(result, Fresh | View)]
