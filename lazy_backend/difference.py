@@ -54,7 +54,7 @@ class Difference:
     """The first difference of two programs.
 
     `kind`: "op", "shape", "dtype", "layout", "scalar", "aliasing", "operand", "length", "outputs", "configuration",
-    "forgotten". `place`: the number of the call, counted from 0. Sites are `file:line`, or "" if unknown.
+    "forgotten", "unexplained". `place`: the number of the call, from 0. Sites are `file:line`, or "" if unknown.
     """
 
     kind: str

@@ -12,10 +12,11 @@ changes every call. Of two that are as near, the later one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -192,6 +193,18 @@ def advice_on_cut(cause: str) -> str:
     return next((advice for start, advice in _ADVICE_ON_CUTS.items() if cause.startswith(start)), "")
 
 
+@contextlib.contextmanager
+def explaining(record: SyncRecord) -> Iterator[None]:
+    """An explanation that fails is a defect of ours, and no reason to end a training run: only tests raise it."""
+    try:
+        yield
+    except Exception as error:
+        if config.check_graphs:
+            raise
+        text = f"{type(error).__name__}: {error}"
+        record.difference = Difference("unexplained", "", text, "please report this together with the program")
+
+
 class History:
     """The latest syncs, programs and compiles. Safe from any thread.
 
@@ -246,7 +259,8 @@ class History:
             "miss" if is_new else "hit, level 1", begin - self.start, graph=program.graph,
         )  # fmt: skip
         if is_new:
-            self._compare(program, record)
+            with explaining(record):
+                self._compare(program, record)
         return record
 
     def add(self, record: SyncRecord) -> None:

@@ -49,7 +49,7 @@ from lazy_backend.errors import (
     PoisonedTensorError,
     StrictModeError,
 )
-from lazy_backend.history import SyncRecord, history
+from lazy_backend.history import SyncRecord, explaining, history
 from lazy_backend.limits import GraphLimit
 from lazy_backend.locks import MultiWait
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
@@ -529,7 +529,8 @@ class LazyGraphExecutor:
         record = history.begin_sync(context.name, cursor, collection.cause, collection.site, begin)
         bindings = cursor.bindings
         if not is_bound and bindings and (collection.indices, settings) not in bindings:
-            explain_binding(record, cursor, bindings, collection.indices, settings)
+            with explaining(record):
+                explain_binding(record, cursor, bindings, collection.indices, settings)
         return record
 
     def _end_record(

@@ -335,6 +335,20 @@ def test_records_as_data(tmp_path: Path) -> None:
     assert explanation.records[1].run_seconds is not None
 
 
+def test_an_explanation_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(before: object, now: object) -> None:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr("lazy_backend.history.difference", fail)
+    config.check_graphs = False
+    weight = torch.ones(3).to("lazy")
+    for step in range(2):
+        (weight.mul_ if step else weight.add_)(2.0)
+        lazy_backend.mark_step()
+    assert weight.tolist() == [6.0] * 3
+    assert "IndexError: a defect" in str(lazy_backend.explain())
+
+
 def test_printed() -> None:
     weight = torch.ones(3).to("lazy")
     for step in range(6):
