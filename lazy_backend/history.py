@@ -300,15 +300,26 @@ class History:
 
     def _log(self, record: SyncRecord | CompileRecord | MemorySample | Peak) -> None:
         """Append `record` to the log that the settings name, after the programs that it speaks of and that are new."""
-        log = self.log
-        if log is None or log.name != config.log_file:
-            log = self.log = RunLog(str(config.log_file), self.state)
+        log = self._open_log()
         if isinstance(record, SyncRecord):
             for program in self._programs_for(record, log):
                 log.add_program(program.to_dict())
             log.add_sync(record.to_dict())
         else:
             log.add(record.to_dict())
+
+    def _open_log(self) -> RunLog:
+        """The log that the settings name now."""
+        log = self.log
+        if log is not None and log.name == config.log_file:
+            return log
+        with self._lock:  # two threads that began at once would make two runs of one
+            before, log = self.log, self.log
+            if log is None or log.name != config.log_file:
+                log = self.log = RunLog(str(config.log_file), self.state)
+        if before is not None and before is not log:
+            before.close()
+        return log
 
     def _programs_for(self, record: SyncRecord, log: RunLog) -> list[Program]:
         """The programs that `record` names and the log has not."""

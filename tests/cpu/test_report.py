@@ -205,6 +205,16 @@ def test_a_reset_begins_another_run_in_the_log(tmp_path: Path) -> None:
     assert any("2 runs" in note for note in run.notes)
 
 
+def test_another_name_is_another_log(tmp_path: Path) -> None:
+    for name in ("one.jsonl", "two.jsonl"):
+        config.log_file = str(tmp_path / name)
+        steps(2)
+    one, two = (read_run(tmp_path / name) for name in ("one.jsonl", "two.jsonl"))
+    assert (list(one.syncs), list(two.syncs)) == ([1, 2], [3, 4])
+    assert one.notes == []  # it was closed, with the state at its end
+    assert list(two.programs) == ["program 1"]
+
+
 KILLED = """
 import os, signal, torch, lazy_backend
 x = torch.ones(3).to("lazy")
