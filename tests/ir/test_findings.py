@@ -134,7 +134,8 @@ def test_the_most_expensive_comes_first() -> None:
     run = run_of()
     for number in (10, 20):
         run.syncs[number] |= {"cause": "item()", "site": f"{SITE}:9", "run_seconds": 5.0}
-    run.syncs[50] |= {"outcome": "miss", "difference": difference("op"), "trace_seconds": 2.0}
+    for number in (50, 60):
+        run.syncs[number] |= {"outcome": "miss", "difference": difference("op"), "trace_seconds": 2.0}
     found = find(run)
     seconds = [finding.seconds for finding in found if finding.is_fault]
     assert seconds == sorted(seconds, reverse=True)
