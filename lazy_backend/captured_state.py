@@ -66,7 +66,7 @@ class Watch:
 
     def see_operands(self, operands: Sequence[Any]) -> None:
         for operand in operands:
-            if operand.__class__ is LazyTensor and operand.requires_grad and operand.is_leaf:
+            if operand.__class__ is LazyTensor and operand.requires_grad and operand.is_leaf and not _is_inner(operand):
                 self.leaves[id(operand)] = operand
 
     def parameters(self) -> list[LazyTensor]:
@@ -104,6 +104,11 @@ class TensorSet:
     def __contains__(self, tensor: LazyTensor) -> bool:
         reference = self._references.get(id(tensor))
         return reference is not None and reference() is tensor
+
+
+def _is_inner(tensor: LazyTensor) -> bool:
+    """Whether a tensor without a `grad_fn` is a view made without gradients, as backward transposes what it saved."""
+    return tensor._base is not None and tensor._base.requires_grad
 
 
 class _Operands:

@@ -741,6 +741,28 @@ def test_no_warning_in_a_usual_training() -> None:
         training.run(capture(training.step))
 
 
+@pytest.mark.parametrize("with_bmm", [False, True])
+def test_what_backward_transposes_is_no_state(with_bmm: bool) -> None:
+    """The view that the backward of a product takes of a saved operand looks like a leaf."""
+    weight = nn.Parameter(full(0.5, 2, 3, 3))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        inner = weight * x
+        (torch.bmm(inner, inner) if with_bmm else inner @ inner.transpose(1, 2)).sum().backward()
+        with torch.no_grad():
+            weight.sub_(0.01 * weight.grad)
+        return weight.sum()
+
+    captured = capture(body)
+    totals = [captured(full(1.0, 2, 3, 3)) for _ in range(6)]
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 4
+    expected = torch.tensor(0.5)
+    for total in totals:
+        expected = expected - 0.01 * 6 * expected
+        torch.testing.assert_close(total.cpu(), 18 * expected)
+
+
 def test_what_cannot_be_replayed_is_seldom_recorded() -> None:
     """Looking for all holders of all state costs more than the step; but a body may be replayed later on."""
     weight = torch.ones(3).to("lazy")
