@@ -136,6 +136,7 @@ def _captured() -> Contender:
         training.train = lazy_backend.capture(training.train)
 
     lazy_backend.config.compile = "foreground"
+    lazy_backend.config.cache = False  # each process starts cold
     return Contender(
         "lazy",
         prepare=prepare,
