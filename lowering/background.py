@@ -361,7 +361,9 @@ def _changed_settings(module_name: str) -> dict[str, Any]:
     if not changed:  # as nearly always, and `save_config_portable` takes 1 ms
         return {}
     portable = module.save_config_portable(ignore_private_configs=True)
-    return {name: portable[name] for name in changed if name in portable and _has_text(portable[name])}
+    found = {name: portable[name] for name in changed if name in portable and _has_text(portable[name])}
+    # set back is not changed: torch.use_deterministic_algorithms(False) assigns one of them
+    return {name: value for name, value in found.items() if value != module._config[name].default}
 
 
 def _has_text(value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from builder import Program, aten
 
 from lazy_backend.lowering import background
-from lazy_backend.lowering.background import CompileWorker, Job
+from lazy_backend.lowering.background import CompileWorker, Job, compiler_settings
 
 # Answers each request with the request itself, after as many seconds as its constants say.
 ECHO = """
@@ -180,3 +180,18 @@ def test_a_forked_child_watches_a_process_of_its_own(worker: CompileWorker) -> N
     assert os.waitpid(child, 0)[1] == 0
     assert worker._process is not None
     assert worker._process.poll() is None
+
+
+@pytest.fixture
+def not_deterministic_afterwards() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("not_deterministic_afterwards")
+def test_a_setting_set_back_is_not_changed() -> None:
+    """Another process that never touched it finds what this one compiled."""
+    torch.use_deterministic_algorithms(True)
+    assert compiler_settings()["inductor"] == {"deterministic": True}
+    torch.use_deterministic_algorithms(False)
+    assert compiler_settings()["inductor"] == {}
