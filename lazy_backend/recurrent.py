@@ -128,28 +128,12 @@ def _run_layers(
     return outputs, *(torch.stack(parts, 0) for parts in zip(*last, strict=True))
 
 
-def lstm(
-    input: torch.Tensor,
-    hx: Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, ...]:
-    """`aten::lstm.input`: outputs, last hidden states, last cell states."""
-    hidden, cells = hx
-    weights = _split(params, has_biases, hidden.shape[2] != cells.shape[2])
-    states = list(zip(hidden.unbind(0), cells.unbind(0), strict=True))
-    return _run_layers(_lstm_cell, input, states, weights, dropout, train, bidirectional, batch_first)
+def _kernel(cell: Cell) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """`aten::lstm.input` and its like: outputs of the last layer, then each part of the last states."""
 
-
-def _with_cell(cell: Cell) -> Callable[..., tuple[torch.Tensor, ...]]:
     def run(
         input: torch.Tensor,
-        hx: torch.Tensor,
+        hx: torch.Tensor | Sequence[torch.Tensor],
         params: Sequence[torch.Tensor],
         has_biases: bool,
         num_layers: int,
@@ -158,18 +142,19 @@ def _with_cell(cell: Cell) -> Callable[..., tuple[torch.Tensor, ...]]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[torch.Tensor, ...]:
-        states = [(state,) for state in hx.unbind(0)]
-        weights = _split(params, has_biases, False)
+        parts = (hx,) if isinstance(hx, torch.Tensor) else tuple(hx)
+        states = list(zip(*(part.unbind(0) for part in parts), strict=True))
+        weights = _split(params, has_biases, projected=parts[0].shape[2] != parts[-1].shape[2])
         return _run_layers(cell, input, states, weights, dropout, train, bidirectional, batch_first)
 
     return run
 
 
 _KERNELS: dict[torch._ops.OpOverload, Callable[..., tuple[torch.Tensor, ...]]] = {
-    aten.lstm.input: lstm,
-    aten.gru.input: _with_cell(_gru_cell),
-    aten.rnn_tanh.input: _with_cell(_tanh_cell),
-    aten.rnn_relu.input: _with_cell(_relu_cell),
+    aten.lstm.input: _kernel(_lstm_cell),
+    aten.gru.input: _kernel(_gru_cell),
+    aten.rnn_tanh.input: _kernel(_tanh_cell),
+    aten.rnn_relu.input: _kernel(_relu_cell),
 }
 
 
