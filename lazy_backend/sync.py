@@ -296,14 +296,14 @@ class LazyGraphExecutor:
         return self._cache
 
     def describe_computations(self) -> list[dict[str, Any]]:
-        """The cached computations for a report: name, size and what `get_debug_state` shows."""
+        """The cached computations for a report: name, size and what `get_debug_state` shows. Makes no graph again."""
         return [
             {
                 "graph": f"#{computation.number}",
                 "hash": computation.hash,
-                "nodes": len(computation.graph.nodes),
-                "inputs": len(computation.graph.inputs),
-                "outputs": len(computation.graph.outputs),
+                "nodes": computation.executor.stored.num_nodes,
+                "inputs": computation.executor.stored.num_inputs,
+                "outputs": computation.executor.stored.num_outputs,
                 **asdict(computation.executor.get_debug_state()),
             }
             for computation in self._cache

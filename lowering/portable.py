@@ -40,11 +40,11 @@ def from_bytes(data: bytes) -> Graph:
 class StoredGraph:
     """A graph that may be set aside and is made again when somebody wants it. See Note [Graphs are set aside]."""
 
-    __slots__ = ("device", "num_nodes", "_graph", "_text")
+    __slots__ = ("device", "num_inputs", "num_nodes", "num_outputs", "_graph", "_text")
 
     def __init__(self, graph: Graph) -> None:
         self.device = graph.device
-        self.num_nodes = len(graph.nodes)
+        self.num_inputs, self.num_nodes, self.num_outputs = len(graph.inputs), len(graph.nodes), len(graph.outputs)
         self._graph: Graph | None = graph
         self._text: bytes | None = None
 

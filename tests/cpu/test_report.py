@@ -20,6 +20,7 @@ from lazy_backend import config
 from lazy_backend.history import history
 from lazy_backend.reporting import main
 from lazy_backend.run_log import read_run
+from lazy_backend.sync import executor
 
 HERE = Path(__file__).name
 ASSETS = Path(lazy_backend.__file__).parent / "assets"
@@ -252,3 +253,16 @@ def test_the_command_is_no_module_to_import() -> None:
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "missing.jsonl")]) == 1
     assert "missing.jsonl" in capsys.readouterr().err
+
+
+def test_a_report_makes_no_graph_again() -> None:
+    x = torch.ones(4).to("lazy")
+    for _ in range(3):
+        x = x * 2
+        lazy_backend.mark_step(wait=True)
+    computations = list(executor.get_computation_cache())
+    assert computations
+    assert all(computation.executor.stored.set_aside() for computation in computations)
+    (row, *_) = executor.describe_computations()
+    assert (row["nodes"], row["inputs"], row["outputs"]) == (1, 1, 1)
+    assert all(computation.executor.stored.is_set_aside() for computation in computations)
