@@ -17,8 +17,9 @@ Note [Where a run happens]
 On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU that
 thread would have an OpenMP team of its own beside the main thread's: with more threads than cores, libgomp sleeps
 between parallel regions, and a GPT's step took twice as long (30 against 15 ms, two cores), far more than overlapping
-it with recording gains. So unless operators use one thread, a CPU run happens within the call that synced. Locks,
-errors and poisoning are the same; `config.run_in_background` decides.
+it with recording gains. So unless operators use one thread, a CPU run happens within the call that synced. So does one
+that the caller waits for, as of a read: there is nothing to overlap with, and two switches of threads make a step of an
+MLP a tenth longer. Locks, errors and poisoning are the same; `config.run_in_background` decides.
 """
 
 from __future__ import annotations
@@ -462,7 +463,7 @@ class LazyGraphExecutor:
 
     def _sync_tensors_graph(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str) -> Async | None:
         start = perf_counter()
-        background = self.runs_in_background(context)
+        background = self.runs_in_background(context, sync_config.force_ltc_data)
         with context.lock:
             trace = context.trace
             if trace.is_empty():
@@ -724,10 +725,10 @@ class LazyGraphExecutor:
                 context.new_trace()
             raise
 
-    def runs_in_background(self, context: DeviceContext) -> bool:
+    def runs_in_background(self, context: DeviceContext, is_awaited: bool = False) -> bool:
         """Whether a run happens on the device's thread. See Note [Where a run happens]."""
         if config.run_in_background == "auto":
-            return context.backing.type != "cpu" or torch.get_num_threads() == 1
+            return context.backing.type != "cpu" or (torch.get_num_threads() == 1 and not is_awaited)
         return bool(config.run_in_background == "always")
 
     def schedule_sync_tensors_graph(self, scheduled: Async) -> None:
@@ -743,8 +744,10 @@ class LazyGraphExecutor:
     def sync_live_tensors_graph(self, devices: Sequence[DeviceContext], wait: bool, cause: str) -> None:
         """Sync everything pending on `devices`, lowest index first."""
         self.check_allowed(cause)
+        # one after the other, so several devices do not run at once where the first one's run is waited for
+        sync_config = SyncTensorsConfig(force_ltc_data=wait and len(devices) == 1)
         for context in devices:
-            self.sync_tensors_graph_internal(context, SyncTensorsConfig(), cause)
+            self.sync_tensors_graph_internal(context, sync_config, cause)
         if wait:
             self.wait_device_ops(devices)
 

@@ -104,20 +104,39 @@ def test_a_thread_that_logs_cuts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "threads", "background"),
-    [("always", 2, True), ("never", 1, False), ("auto", 1, True), ("auto", 2, False)],
+    ("setting", "threads", "wait", "background"),
+    [
+        ("always", 2, True, True),
+        ("never", 1, False, False),
+        ("auto", 1, False, True),
+        ("auto", 1, True, False),
+        ("auto", 2, False, False),
+    ],
 )
-def test_where_a_run_happens(setting: str, threads: int, background: bool) -> None:
+def test_where_a_run_happens(setting: str, threads: int, wait: bool, background: bool) -> None:
     lazy_backend.config.run_in_background = setting
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         ran_on.clear()
         noted = note_thread(torch.ones(2, device="lazy"))
-        lazy_backend.mark_step(wait=True)
+        lazy_backend.mark_step(wait=wait)
     finally:
         torch.set_num_threads(before)
     assert noted.tolist() == [1.0, 1.0]
+    assert (ran_on[-1] is not threading.main_thread()) == background
+
+
+@pytest.mark.parametrize(("setting", "background"), [("always", True), ("auto", False)])
+def test_a_read_runs_what_it_needs_itself(setting: str, background: bool) -> None:
+    lazy_backend.config.run_in_background = setting
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ran_on.clear()
+        assert note_thread(torch.ones(2, device="lazy")).tolist() == [1.0, 1.0]
+    finally:
+        torch.set_num_threads(before)
     assert (ran_on[-1] is not threading.main_thread()) == background
 
 
