@@ -82,9 +82,8 @@ class CompileWorker:
         self._count = 0
         self._idle_seconds = math.inf
         self._idle_since = 0.0  # when the latest job ended
-        self._news: threading.Event | None = (
-            None  # for the thread that watches the process: it is gone, or may idle less
-        )
+        # for the thread that watches the process: it is gone, or may idle less
+        self._news: threading.Event | None = None
 
     def submit(
         self,
@@ -113,12 +112,13 @@ class CompileWorker:
             job = Job(self._count, Path(tempfile.mkdtemp(prefix="lazy_backend_")))
             try:
                 (job.folder / "request").write_bytes(data)
+                # first: to start a thread beside a process that is just starting takes milliseconds
+                self._watch(idle_seconds)
                 if self._process is None:
                     self._start()
                 line = {"id": job.id, "request": str(job.folder / "request"), "result": str(job.folder / "result")}
                 self._jobs[job.id] = job
                 os.write(self._to, json.dumps(line).encode() + b"\n")
-                self._watch(idle_seconds)
             except BrokenPipeError:
                 self._fail_all()
             except OSError as error:  # no memory for a process, no room for the request
@@ -193,7 +193,7 @@ class CompileWorker:
             os.close(from_child)
 
     def _watch(self, idle_seconds: float) -> None:
-        """See that the process is ended when it has been idle for so long."""
+        """See that the process, which may be about to start, is ended when it has been idle for so long."""
         before, self._idle_seconds = self._idle_seconds, idle_seconds
         if self._news is not None:
             if idle_seconds < before:
@@ -202,21 +202,24 @@ class CompileWorker:
         if idle_seconds == math.inf:
             return
         self._news = threading.Event()
-        arguments = (self._process, self._news)
+        arguments = (self._news,)
         watcher = threading.Thread(target=self._end_when_idle, args=arguments, name="lazy_backend idle", daemon=True)
         try:
             watcher.start()
         except RuntimeError:  # no more threads, or the interpreter is leaving: the process ends with this one
             self._news = None
 
-    def _end_when_idle(self, process: subprocess.Popen[bytes], news: threading.Event) -> None:
+    def _end_when_idle(self, news: threading.Event) -> None:
         """On a thread of its own, until the process is gone."""
         while True:
             news.clear()
             with self._lock:
-                if self._process is process:
+                if self._news is news:
                     self._receive(0.0)  # whoever asked may never look again
-                if self._process is not process:
+                if self._news is not news:  # the process is gone, and another may have started
+                    return
+                if self._process is None:  # it could not be started
+                    self._news = None
                     return
                 left = self._idle_seconds - (0.0 if self._jobs else self._clock() - self._idle_since)
                 if left <= 0.0 and not self._jobs:
