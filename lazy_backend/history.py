@@ -265,9 +265,10 @@ class History:
 
     def add(self, record: SyncRecord) -> None:
         """Keep the record of a sync that is done; its run may be under way."""
-        self.records.append(record)
-        if record.begin >= self.memory.due:
+        # not the first one: a sample of a GPT takes 1.5 ms, and a first step is slow as it is
+        if self.records and record.begin >= self.memory.due:
             self._sample_memory(record)
+        self.records.append(record)
         if config.log_file is not None:
             self._log(record)
 

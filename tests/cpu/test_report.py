@@ -160,7 +160,7 @@ def test_live_tensors_are_known_by_the_line_that_made_them() -> None:
 
 
 def test_samples_are_bounded_and_keep_the_beginning() -> None:
-    steps(1)
+    steps(2)
     series, (first, *_) = history.memory, history.memory.samples
     interval = series._interval
     for _ in range(5000):
@@ -171,7 +171,7 @@ def test_samples_are_bounded_and_keep_the_beginning() -> None:
 
 
 def test_a_dear_sample_makes_the_next_one_wait() -> None:
-    steps(1)
+    steps(2)
     series = history.memory
     series.add(series.samples[0], 0.05)
     assert series.due == pytest.approx(series.samples[0].time + 5.0)
