@@ -4,10 +4,10 @@ In: counts of live tensors when somebody asks. Out: `MemorySeries`, a bounded li
 and a `Peak` per device: what was alive when most was.
 
 Note [Sampling costs a hundredth]
-Counting live tensors takes 0.2 µs each. A sample is taken at the end of a sync but the first, at most ten times a second and never
-sooner than a hundred times what the last one took, so it costs at most 1 % of any program. When the series is full
-every second sample goes and the interval doubles: a long run keeps its beginning. A peak is looked at line by line,
-which takes 2 µs each, so only when a quarter more is alive than at the one before.
+Counting live tensors takes 0.2 µs each. A sample is taken at the end of a sync (but the first), at most ten times a
+second and never sooner than a hundred times what the last one took, so it costs at most 1 % of any program. When the
+series is full every second sample goes and the interval doubles: a long run keeps its beginning. A peak is looked at
+line by line, which takes 2 µs each, so only when a quarter more is alive than at the one before.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post
 from lazy_backend.lowering.compiler import Backend
 from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
 from lazy_backend.lowering.families import Family
-from lazy_backend.lowering.ir import TensorMeta, check_graph, empty_of
+from lazy_backend.lowering.ir import Graph, TensorMeta, check_graph, empty_of
 from lazy_backend.lowering.profiling import ExecutionPlan
 from lazy_backend.lowering.program import Call, Token
 from lazy_backend.lowering.ranges import is_profiling, profiled
@@ -346,8 +346,11 @@ class LazyGraphExecutor:
             return found
         aliased = len(data.graph.mutated_inputs())
         metrics.observe_together({}, TensorsGraphSize=len(data.graph.nodes), InputOutputAliasCount=aliased)
-        family = self._families.get_or_add((skeleton(data.graph), settings), lambda: Family(self._report_compile))
-        return self._cache.add(key, Computation(key, data.graph, self._report_compile, family))
+        find_family = functools.partial(self._find_family, settings)
+        return self._cache.add(key, Computation(key, data.graph, self._report_compile, find_family))
+
+    def _find_family(self, settings: Environment, graph: Graph) -> Family:
+        return self._families.get_or_add((skeleton(graph), settings), lambda: Family(self._report_compile))
 
     def try_run_cached_sync(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation | None:
         """What this path was bound to before with the same live set and settings, if it was."""
@@ -392,9 +395,9 @@ class LazyGraphExecutor:
         metrics.increment("CachedCompile" if is_known else "UncachedCompile")
         self._bind(bindings, (indices, settings), bound)
 
-    def policy(self) -> tuple[CompilePolicy, Environment]:
-        """How to compile now, and all that a key depends on."""
-        policy = _policy(
+    def policy(self) -> CompilePolicy:
+        """How to compile now."""
+        return _policy(
             config.backend,
             config.compile,
             config.num_profiled_runs,
@@ -407,7 +410,6 @@ class LazyGraphExecutor:
             config.release_delay_seconds,
             config.compiler_idle_seconds,
         )
-        return policy, self.settings()
 
     def settings(self) -> Environment:
         """All that a key depends on beside the graph, as it is now."""
@@ -468,13 +470,14 @@ class LazyGraphExecutor:
             trace = context.trace
             if trace.is_empty():
                 return None
-            policy, settings = self.policy()
+            settings = self.settings()
             collection = self.collect_sync_tensors(context, sync_config, cause)
             bound = None if trace.computed else self.try_run_cached_sync(collection, settings)
             record = self._begin_record(collection, settings, bound is not None)
             if trace.computed:
                 self._end_computed_trace(collection, settings, start, record)
                 return None
+            policy = self.policy()
             counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
             if bound is None:
                 del counted["CachedCompile"]  # `compile` counts
@@ -606,7 +609,7 @@ class LazyGraphExecutor:
         plan = bound.computation.executor.ready_plan_for(constants)
         if plan is None:
             with clean_thread_state():
-                plan = bound.computation.executor.plan_for(constants, self.policy()[0])
+                plan = bound.computation.executor.plan_for(constants, self.policy())
         collection.hash = bound.computation.hash
         self.tensor_collection_barrier(collection)
         record: SyncRecord | None = None
@@ -642,7 +645,7 @@ class LazyGraphExecutor:
             context.locker.barrier()
             trace.computed = True
             return
-        policy, settings = self.policy()
+        policy, settings = self.policy(), self.settings()
         collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call")
         with clean_thread_state():
             bound = self.try_run_cached_sync(collection, settings) or self.compile(collection, settings)
@@ -900,7 +903,7 @@ class LazyGraphExecutor:
 
     def get_graph_hash(self, tensors: Sequence[LazyTensor]) -> str:
         data = self.post_order_of(tensors)
-        return make_key(data.graph, self.policy()[1]).hash_hex()
+        return make_key(data.graph, self.settings()).hash_hex()
 
 
 executor = LazyGraphExecutor()

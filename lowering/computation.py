@@ -29,11 +29,15 @@ class Computation:
     __slots__ = ("key", "hash", "executor", "number")
 
     def __init__(
-        self, key: Key, graph: Graph, report: Callable[[CompileReport], None], family: Family | None = None
+        self,
+        key: Key,
+        graph: Graph,
+        report: Callable[[CompileReport], None],
+        find_family: Callable[[Graph], Family] | None = None,
     ) -> None:
         self.key = key
         self.hash = key.hash_hex()
-        self.executor = ProfilingGraphExecutor(graph, report, key, family)
+        self.executor = ProfilingGraphExecutor(graph, report, key, find_family)
         self.number = next(_numbers)
 
     @property

@@ -6,6 +6,12 @@ only what recurs is worth a compile: in another process, while runs go on being 
 has it, or if one symbolic plan serves all shapes of the program. A compile that fails leaves the graph interpreted for
 good. What is kept of a graph only to compile it again is set aside when it has been optimized for a while. Seed:
 profiling_graph_executor_impl (profiling, optimized and fallback plan, release of the profiling graph after a delay).
+
+Note [No step pays twice]
+A step in which a graph is made is slow as it is: the program is canonicalised, printed for its key and planned, 13 ms
+of a GPT's whole step. To see which programs it is related to, to look for it on disk and to send it to the compiler
+takes another 8. So where a compile happens in the background, the run for which the graph was made does not ask for
+it; the next one does.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from lazy_backend.lowering.families import Family, Member
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.serial import SerialGraphExecutor
-from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, GraphCompiler
+from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, GraphCompiler, compiles_elsewhere
 
 
 class ExecutionPlan(Protocol):
@@ -62,15 +68,19 @@ class ProfilingGraphExecutor:
         graph: Graph,
         report: Callable[[CompileReport], None],
         key: Key | None = None,
-        family: Family | None = None,
+        find_family: Callable[[Graph], Family] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stored = StoredGraph(graph)
         self.runs = 0
         self._report = report
-        self._family = family
-        self._member = Member(self.stored, key)
+        self._key = key
+        # both are made when the graph recurs: one that does not is related to none
+        self._find_family = find_family
+        self._membership: tuple[Family, Member] | None = None
         self._compiler = GraphCompiler(self.stored, report, key)
+        self._is_new = True
+        self._due: tuple[tuple[float, ...], CompilePolicy] | None = None  # see Note [No step pays twice]
         self._profiling_plan: SerialGraphExecutor | None = None
         self._latest = "profiling"
         # what `ready_plan_for` gave last
@@ -91,7 +101,13 @@ class ProfilingGraphExecutor:
             self._compiler.observe(constants)
             plan: ExecutionPlan | None = None
             if policy.enabled and self.runs > policy.num_profiled_runs and self.stored.num_nodes:
-                plan = self._compiled(constants, policy)
+                if self._is_new and policy.background and compiles_elsewhere(policy.backend, self.stored.device):
+                    self._due = tuple(constants), policy
+                    _compiling.add(self)
+                else:
+                    self._due = None
+                    plan = self._compiled(constants, policy)
+            self._is_new = False
             self._latest = "profiling" if plan is None else "optimized"
             self._ready = None
             if plan is None:
@@ -105,14 +121,24 @@ class ProfilingGraphExecutor:
             return plan
 
     def _compiled(self, constants: Sequence[float], policy: CompilePolicy) -> ExecutionPlan | None:
-        if self._family is None:
+        if self._membership is None and self._find_family is not None:
+            self._membership = self._find_family(self.stored.get()), Member(self.stored, self._key)
+        if self._membership is None:
             return self._compiler.plan_for(constants, policy)
-        shared = self._family.plan_for(self._member, constants, self._compiler.changed, policy)
-        if shared is None and self._member.is_static:
+        family, member = self._membership
+        shared = family.plan_for(member, constants, self._compiler.changed, policy)
+        if shared is None and member.is_static:
             return self._compiler.plan_for(constants, policy)
-        if shared is None and self._family.is_compiling():
+        if shared is None and family.is_compiling():
             _compiling.add(self)
         return shared
+
+    def begin_due(self) -> None:
+        """Ask now for the compile that the next run would ask for."""
+        with self._lock:
+            due, self._due = self._due, None
+            if due is not None:
+                self._compiled(*due)
 
     def ready_plan_for(self, constants: tuple[float, ...]) -> ExecutionPlan | None:
         """As `plan_for`, if a plan compiled for this graph alone is there; otherwise None, and nothing is counted."""
@@ -150,8 +176,8 @@ class ProfilingGraphExecutor:
 
     def adopt_compiled(self) -> None:
         """Take a compile that has ended, if there is one; otherwise the next run does."""
-        if self._family is not None:
-            self._family.adopt_compiled()
+        if self._membership is not None:
+            self._membership[0].adopt_compiled()
         with self._lock:
             self._compiler.adopt()
 
@@ -160,10 +186,14 @@ class ProfilingGraphExecutor:
 
     def get_debug_state(self) -> GraphExecutorState:
         plans, error = self._compiler.plans, self._compiler.error
-        if error is None and self._family is not None and not self._member.is_static:
-            error = self._family.error() or self._member.limited
+        is_compiling = self._due is not None or self._compiler.is_compiling()
+        if self._membership is not None:
+            family, member = self._membership
+            is_compiling = is_compiling or family.is_compiling()
+            if error is None and not member.is_static:
+                error = family.error() or member.limited
         plan = "optimized" if self.is_optimized() else "fallback" if error else "profiling"
-        if plan == "profiling" and (self._compiler.is_compiling() or (self._family and self._family.is_compiling())):
+        if plan == "profiling" and is_compiling:
             plan = "compiling"
         promoted = plans[-1].signature.scalars if plans else ()
         text = None if error is None else str(error)
@@ -173,10 +203,11 @@ class ProfilingGraphExecutor:
     def debug_flush_compilation_cache(self) -> None:
         """Forget every plan and error: the next runs profile and compile anew. Seed: `debugFlushCompilationCache`."""
         with self._lock:
-            self._compiler = GraphCompiler(self.stored, self._report, self._member.key)
-            if self._family is not None:
-                self._family.forget(self._member)
-            self._profiling_plan = self._ready = self._release_at = None
+            self._compiler = GraphCompiler(self.stored, self._report, self._key)
+            if self._membership is not None:
+                family, member = self._membership
+                family.forget(member)
+            self._profiling_plan = self._ready = self._release_at = self._due = None
             self._latest = "profiling"
             self.runs = 0
 
@@ -188,12 +219,14 @@ class ProfilingGraphExecutor:
         return self._profiling_plan
 
 
-# Those whose graph was being compiled in the background when they ran last.
+# Those whose graph was being compiled in the background when they ran last, or was due to be.
 _compiling: weakref.WeakSet[ProfilingGraphExecutor] = weakref.WeakSet()
 
 
 def wait_for_compiles(timeout: float | None = None) -> bool:
-    """Wait until nothing is being compiled; False if `timeout` seconds were not enough."""
+    """Wait until nothing is being compiled or due to be; False if `timeout` seconds were not enough."""
+    for executor in list(_compiling):
+        executor.begin_due()
     finished = worker.wait(timeout)
     for executor in list(_compiling):
         executor.adopt_compiled()

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.artefact import made_for
 from lazy_backend.lowering.background import Job, NotPortableThere, compiler_settings, process_state, worker
@@ -161,7 +163,7 @@ class GraphCompiler:
         if not self.plans:
             promoted &= self.changed
         self._changed_values = self.plans[-1].refused(constants) if self.plans else ()
-        elsewhere = compiles_elsewhere(policy.backend, self.graph)
+        elsewhere = compiles_elsewhere(policy.backend, self.stored.device)
         if not elsewhere:
             lookup_backend(policy.backend)  # a misspelt name is the user's error, not the compiler's
         nodes = len(self.graph.nodes)
@@ -282,6 +284,6 @@ def _covers(new: CompiledPlan, old: CompiledPlan) -> bool:
     return new.specialised.items() <= old.specialised.items()
 
 
-def compiles_elsewhere(backend: Backend, graph: Graph) -> bool:
+def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
     """Whether the compiler's process compiles for this backend: the one whose results can be sent."""
-    return backend == "inductor" and graph.device.type == "cpu" and hasattr(os, "register_at_fork")
+    return backend == "inductor" and device.type == "cpu" and hasattr(os, "register_at_fork")

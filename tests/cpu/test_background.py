@@ -32,6 +32,9 @@ from lazy_backend.tensor import backing_tensor
 # What a compile may take on a machine that others use as well. Seconds.
 LONG = 300.0
 
+# Steps after which a graph is being compiled: it runs as it is recorded, then as a graph, then it is asked for.
+ENOUGH = 3
+
 
 def use_inductor() -> None:
     config.backend = "inductor"
@@ -69,7 +72,7 @@ def compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reset_state()
     use_inductor()
     config.cache, config.cache_dir = True, str(folder)
-    Loop().run(2)
+    Loop().run(ENOUGH)
     assert lazy_backend.wait_for_compiles(LONG)
     assert state().plan == "optimized"
     reset_state()
@@ -209,7 +212,7 @@ def test_a_learning_rate_that_changes_compiles_at_most_twice() -> None:
 
 
 def test_waiting_for_compiles_ends_in_time() -> None:
-    for _ in range(2):
+    for _ in range(ENOUGH):
         other_graph(3)
     start = time.monotonic()
     assert not lazy_backend.wait_for_compiles(timeout=0.05)
@@ -217,12 +220,33 @@ def test_waiting_for_compiles_ends_in_time() -> None:
     assert state().plan == "compiling"
 
 
+def test_the_step_that_makes_a_graph_does_not_ask_for_its_compile() -> None:
+    loop = Loop()
+    asked = []
+    for _ in range(ENOUGH):
+        loop.run(1)
+        asked.append(bool(worker._jobs))
+    assert asked == [False, False, True]
+    assert lazy_backend.wait_for_compiles(LONG)
+
+
+def test_waiting_for_compiles_asks_for_what_is_due() -> None:
+    loop = Loop()
+    loop.run(2)
+    assert (state().plan, worker._jobs) == ("compiling", {})
+    assert not lazy_backend.wait_for_compiles(timeout=0.0)
+    assert worker._jobs
+    assert lazy_backend.wait_for_compiles(LONG)
+    loop.run(1)
+    assert (state().plan, metrics.counter_value("Compile")) == ("optimized", 1)
+
+
 def test_nothing_to_wait_for() -> None:
     assert lazy_backend.wait_for_compiles(timeout=0.0)
 
 
 def test_two_graphs_are_compiled_one_after_the_other() -> None:
-    for _ in range(2):
+    for _ in range(ENOUGH):
         other_graph(5)
         other_graph(6)
     assert lazy_backend.wait_for_compiles(LONG)
@@ -235,7 +259,7 @@ def test_two_graphs_are_compiled_one_after_the_other() -> None:
 def test_an_idle_compiler_is_ended_and_the_next_compile_starts_another() -> None:
     config.compiler_idle_seconds = 0.1
     for depth in (10, 11):
-        for _ in range(2):
+        for _ in range(ENOUGH):
             other_graph(depth)
         assert worker._process is not None
         process = worker._process.pid
@@ -259,9 +283,9 @@ def test_a_graph_on_disk_is_not_compiled(cache_dir: Path) -> None:
 def test_a_readonly_cache_is_read_and_not_written(cache_dir: Path) -> None:
     config.cache_readonly = True
     before = {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")}
-    Loop().run(2)
+    Loop().run(ENOUGH)
     assert metrics.counter_value("DiskCacheHit") == 1
-    for _ in range(2):
+    for _ in range(ENOUGH):
         other_graph(7)
     assert lazy_backend.wait_for_compiles(LONG)
     assert metrics.counter_value("Compile") == 1
@@ -270,7 +294,7 @@ def test_a_readonly_cache_is_read_and_not_written(cache_dir: Path) -> None:
 
 def test_progress_is_told_where_it_is_asked_for(cache_dir: Path, capsys) -> None:
     config.progress = True
-    Loop().run(2)
+    Loop().run(ENOUGH)
     assert "nodes: found compiled on disk in" in capsys.readouterr().err
 
 
@@ -278,6 +302,7 @@ def test_a_folder_that_others_may_write_is_refused_with_one_warning(tmp_path: Pa
     tmp_path.chmod(0o777)
     config.backend = "eager"
     config.cache, config.cache_dir = True, str(tmp_path)
+    other_graph(4)
     with pytest.warns(CacheWarning, match="compiled graphs last as long as this process"):
         other_graph(4)
     assert_same(other_graph(4), waves("cpu", 4))
@@ -300,17 +325,17 @@ def test_a_damaged_artefact_is_made_again(cache_dir: Path, damage: str) -> None:
     else:
         broken = whole[:-100] if damage == "the end" else whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:]
         entry.write_bytes(broken)
-    assert Loop().run(2) == pytest.approx(Loop("cpu").run(2), rel=1e-4)
+    assert Loop().run(ENOUGH) == pytest.approx(Loop("cpu").run(ENOUGH), rel=1e-4)
     assert lazy_backend.wait_for_compiles(LONG)
     assert (state().plan, metrics.counter_value("Compile")) == ("optimized", 1)
     start_over()
-    Loop().run(2)
+    Loop().run(ENOUGH)
     assert (metrics.counter_value("DiskCacheHit"), metrics.counter_value("Compile")) == (1, 0)
 
 
 def test_without_a_cache_nothing_is_written(tmp_path: Path) -> None:
     config.cache, config.cache_dir = False, str(tmp_path / "unused")
-    for _ in range(2):
+    for _ in range(ENOUGH):
         other_graph(5)
     assert lazy_backend.wait_for_compiles(LONG)
     assert not (tmp_path / "unused").exists()
@@ -321,7 +346,7 @@ def test_without_a_cache_nothing_is_written(tmp_path: Path) -> None:
 
 def test_a_killed_compiler_leaves_the_graph_interpreted_with_one_warning() -> None:
     worker.close()
-    for _ in range(2):
+    for _ in range(ENOUGH):
         other_graph(8)
     assert worker._process is not None
     os.kill(worker._process.pid, signal.SIGKILL)
@@ -334,12 +359,12 @@ def test_a_killed_compiler_leaves_the_graph_interpreted_with_one_warning() -> No
 
 def test_after_a_crash_other_graphs_are_compiled() -> None:
     worker.close()
-    for _ in range(2):
+    for _ in range(ENOUGH):
         other_graph(9)
     worker.close()
     with pytest.warns(CompileWarning):
         other_graph(9)
-    for _ in range(2):
+    for _ in range(ENOUGH):
         other_graph(5)
     assert lazy_backend.wait_for_compiles(LONG)
     plans = sorted(s.plan for s in lazy_backend.computation.get_debug_states().values())
@@ -409,7 +434,7 @@ COMPILING = f"""
 {LOOP}
 from lazy_backend.lowering.background import worker
 loop = Loop()
-loop.run(2)
+loop.run({ENOUGH})
 print(worker._process.pid, flush=True)
 """
 
