@@ -14,26 +14,46 @@ T = TypeVar("T")
 
 
 class TrieNode(Generic[T]):
-    """One recorded call. `call` says what was recorded, `children` what followed it so far.
+    """One recorded call. `call` says what was recorded, `followers` what came after it so far.
 
-    The parent link and the children link make cycles; they are confined to the trie, which owns no tensors, so
-    liveness never depends on the garbage collector.
+    The parent link and the links to followers make cycles; they are confined to the trie, which owns no tensors, so
+    liveness never depends on the garbage collector. Nearly every node has one follower and no bindings, and a first
+    step makes hundreds of nodes: there are dicts only where they are needed.
     """
 
-    __slots__ = ("parent", "children", "call", "depth", "bindings", "next_key", "next", "shortcut")
+    __slots__ = ("parent", "call", "depth", "next_key", "next", "shortcut", "_branches", "_bindings")
 
     def __init__(self, parent: TrieNode[T] | None, call: T | None) -> None:
         self.parent = parent
         self.call = call
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[Hashable, TrieNode[T]] = {}
-        # the child taken last: a repeated step finds it by comparing one key, without hashing it
+        # the follower taken last: a repeated step finds it by comparing one key, without hashing it
         self.next_key: Hashable = None
         self.next: TrieNode[T] | None = None
         # the part of `call` that its owner needs on a hit, if that is all it needs
         self.shortcut: Any = None
-        # what a sync at this node found before: live outputs -> bound computation
-        self.bindings: dict[Hashable, Any] = {}
+        self._branches: dict[Hashable, TrieNode[T]] | None = None  # all followers, if there are several
+        self._bindings: dict[Hashable, Any] | None = None
+
+    @property
+    def bindings(self) -> dict[Hashable, Any]:
+        """What a sync at this node found before: live outputs -> bound computation."""
+        if self._bindings is None:
+            self._bindings = {}
+        return self._bindings
+
+    def branch(self, key: Hashable) -> TrieNode[T] | None:
+        """The follower with this key, which is not `next_key`."""
+        return None if self._branches is None else self._branches.get(key)
+
+    def follower(self, key: Hashable) -> TrieNode[T] | None:
+        """The follower with this key."""
+        return self.next if self.next_key == key else self.branch(key)
+
+    def followers(self) -> list[TrieNode[T]]:
+        if self._branches is not None:
+            return list(self._branches.values())
+        return [] if self.next is None else [self.next]
 
     def path(self) -> list[T]:
         """The calls from the root to this node, in program order."""
@@ -54,25 +74,28 @@ class Trie(Generic[T]):
         self.size = 0
 
     def add(self, parent: TrieNode[T], key: Hashable, call: T) -> TrieNode[T]:
+        """A new follower of `parent`, which had none with this key. It counts as the one taken last."""
         node = TrieNode(parent, call)
-        parent.children[key] = node
+        if parent.next is not None:
+            if parent._branches is None:
+                parent._branches = {parent.next_key: parent.next}
+            parent._branches[key] = node
+        parent.next_key, parent.next = key, node
         self.size += 1
         return node
 
     def reset(self) -> None:
         """Drop every path. A cursor into the old paths is lost."""
-        # the old nodes are a cycle (parent <-> children): break it here rather than leave it to the collector
+        # the old nodes are a cycle (parent <-> followers): break it here rather than leave it to the collector
         for node in [self.root, *self]:
-            node.children.clear()
-            node.bindings.clear()
-            node.next = None
+            node._branches = node._bindings = node.next_key = node.next = None
         self.root = TrieNode(None, None)
         self.size = 0
 
     def __iter__(self) -> Iterator[TrieNode[T]]:
-        """Every node but the root, parents before children."""
-        pending = list(self.root.children.values())
+        """Every node but the root, parents before followers."""
+        pending = self.root.followers()
         while pending:
             node = pending.pop()
             yield node
-            pending.extend(node.children.values())
+            pending.extend(node.followers())

@@ -205,7 +205,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             if cursor.next_key == full_key:
                 node = cursor.next
             else:
-                node = cursor.children.get(full_key)
+                node = cursor.branch(full_key)
                 if node is None:
                     if cursor is context.eager_root:
                         raise NotRecordable(EAGER)
@@ -527,7 +527,7 @@ def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) ->
     meta = storage.meta
     key = (id(aten.empty_strided.default), meta)
     cursor = trace.cursor
-    node = cursor.children.get(key)
+    node = cursor.follower(key)
     if node is None:
         node = context.trie.add(cursor, key, _empty_call(context, cursor, meta))
     made: Any = node.call

@@ -525,7 +525,7 @@ def test_eager_mode_grows_nothing() -> None:
             weight.mul_(1.5)
             torch.empty(3, device="lazy").fill_(2.0)
         assert context.trie.size == size
-        assert not context.eager_root.children
+        assert not context.eager_root.followers()
         assert not context.trace.inputs
 
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from lazy_backend.cache.constants import ConstantKey, DataCache, DataCacheArena
-from lazy_backend.cache.trie import Trie
+from lazy_backend.cache.trie import Trie, TrieNode
 
 
 def key(value: float, dtype: str = "f64") -> ConstantKey:
@@ -92,13 +92,29 @@ def trie_of(*paths: str) -> Trie[str]:
     for path in paths:
         node = trie.root
         for letter in path:
-            node = node.children.get(letter) or trie.add(node, letter, letter.upper())
+            node = node.follower(letter) or trie.add(node, letter, letter.upper())
     return trie
+
+
+def node_at(trie: Trie[str], path: str) -> TrieNode[str]:
+    node = trie.root
+    for letter in path:
+        found = node.follower(letter)
+        assert found is not None
+        node = found
+    return node
+
+
+def test_every_follower_is_found_whichever_came_last() -> None:
+    trie = trie_of("ax", "ay", "az", "ax")
+    assert [node_at(trie, path).call for path in ("ax", "ay", "az")] == ["X", "Y", "Z"]
+    assert node_at(trie, "a").follower("w") is None
+    assert [node.call for node in node_at(trie, "a").followers()] == ["X", "Y", "Z"]
 
 
 def test_a_path_names_its_calls() -> None:
     trie = trie_of("abc")
-    assert trie.root.children["a"].children["b"].path() == ["A", "B"]
+    assert node_at(trie, "ab").path() == ["A", "B"]
 
 
 def test_common_prefixes_are_shared() -> None:
@@ -107,7 +123,7 @@ def test_common_prefixes_are_shared() -> None:
 
 def test_depth_counts_calls() -> None:
     trie = trie_of("abc")
-    assert (trie.root.depth, trie.root.children["a"].children["b"].depth) == (0, 2)
+    assert (trie.root.depth, node_at(trie, "ab").depth) == (0, 2)
 
 
 def test_iteration_gives_parents_first() -> None:
