@@ -20,7 +20,7 @@ from lazy_backend.outside import new_data
 from lazy_backend.sites import user_site
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, assign, backing_tensor, wrap
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import clean_thread_state, has_modes
 
 # The reason why nothing is recorded in eager mode: no fallback, and nothing is cut.
 EAGER = "eager mode"
@@ -66,19 +66,30 @@ class RealCall:
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
         self.operands: list[tuple[LazyTensor, torch.Tensor]] = []
+        self._has_bits = False  # whether an operand is a lazily conjugated or negated view
         self._places: dict[int, TensorData] | None = None
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
-        """What the operator gives, with its random numbers drawn from `seed` if there is one."""
-        with clean_thread_state():
-            to_real = self._to_real
-            real_args = [to_real(arg) for arg in args]
-            if not kwargs and seed is None:
-                return op(*real_args)
-            real_kwargs = {name: to_real(arg) for name, arg in kwargs.items()}
-            if seed is None:
-                return op(*real_args, **real_kwargs)
+        """What the operator gives, with its random numbers drawn from `seed` if there is one.
+
+        Within a dispatch the keys of autograd are skipped already, so a kernel of PyTorch's needs a clean state only
+        for modes, for operands that the skipped keys would resolve, and where Python code is called.
+        """
+        if seed is not None or op.namespace != "aten" or has_modes():
+            with clean_thread_state():
+                return self._run(op, args, kwargs, seed)
+        return self._run(op, args, kwargs, None)
+
+    def _run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
+        to_real = self._to_real
+        real_args = [to_real(arg) for arg in args]
+        real_kwargs = {name: to_real(arg) for name, arg in kwargs.items()} if kwargs else kwargs
+        if seed is not None:
             return rng.run_seeded(op, seed, self.context.backing, real_args, real_kwargs)
+        if self._has_bits:
+            with clean_thread_state():
+                return op(*real_args, **real_kwargs)
+        return op(*real_args, **real_kwargs)
 
     def source_of(self, real: torch.Tensor) -> TensorData | None:
         """The operand whose memory a result shares, if any."""
@@ -105,7 +116,11 @@ class RealCall:
     def _to_real(self, arg: Any) -> Any:
         kind = arg.__class__
         if kind is LazyTensor:
-            real = backing_tensor(arg._data)
+            data = arg._data
+            meta = data.meta
+            if meta.conj or meta.neg:
+                self._has_bits = True
+            real = backing_tensor(data)
             self.operands.append((arg, real))
             return real
         if kind is int or kind is float or kind is bool or arg is None:

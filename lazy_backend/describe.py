@@ -161,34 +161,34 @@ def _describe_results(
     first_slot: int,
 ) -> tuple[tuple[Result, ...], int]:
     """The results, and how many of them take a slot."""
-    outputs = list(output) if isinstance(output, list | tuple) else [] if output is None else [output]
+    outputs = output if isinstance(output, list | tuple) else () if output is None else (output,)
     slot = first_slot
     results: list[Result] = []
-    for place, fake in enumerate(outputs):
-        alias = schema.returns[0 if schema.returns_list else place]
-        if fake is None:
+    for place, given in enumerate(outputs):
+        if given is None:
             results.append(None)
             continue
-        if not isinstance(fake, torch.Tensor):
-            raise NotRecordable(f"it returns a {type(fake).__name__}")
-        if fake.layout is not torch.strided:
-            raise LazyBackendError(
-                f"{op} gives a {str(fake.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"
-                f"  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
-            )
+        if not isinstance(given, torch.Tensor):
+            raise NotRecordable(f"it returns a {type(given).__name__}")
+        alias = schema.returns[0 if schema.returns_list else place]
         if alias.kind == "same":
             assert alias.operand is not None
             path = _path_of(alias.operand, args)
             results.append(Same(operand_at(path, args, kwargs)._data.token, path))
             continue
-        source = source_of(fake)
+        if given.layout is not torch.strided:
+            raise LazyBackendError(
+                f"{op} gives a {str(given.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"
+                f"  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
+            )
+        source = source_of(given)
         if source is None:
-            meta = _base_meta(fake)
+            meta = _base_meta(given)
             results.append(Fresh(SLOTS[slot], meta, wrapper_arguments(context, meta)))
         else:
             path = _path_to(source, args, kwargs)
             assert source.token is not None
-            meta = meta_of(fake)
+            meta = meta_of(given)
             results.append(View(SLOTS[slot], meta, source.token, path, wrapper_arguments(context, meta)))
         slot += 1
     return tuple(results), slot - first_slot

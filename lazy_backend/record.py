@@ -74,6 +74,9 @@ is_inference_mode_enabled = torch.is_inference_mode_enabled
 
 _NO_KWARGS: dict[str, Any] = {}
 
+# What the training steps of most models stay below. 0.2 ms for all of them.
+_USUAL_SLOTS, _USUAL_INPUTS = 1000, 300
+
 
 class _Marker:
     """Stands for a kind of argument in a key."""
@@ -127,7 +130,12 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
 
 
 def prepare() -> None:
-    """Look up the common operators. When the first lazy device is made: the first step would pay for it otherwise."""
+    """Look up the common operators, and make the tokens of a usual step.
+
+    When the first lazy device is made: the first step would pay for it otherwise.
+    """
+    SLOTS.reserve(_USUAL_SLOTS)
+    INPUTS.reserve(_USUAL_INPUTS)
     for op in common_ops():
         if id(op) not in _handlers:
             _choose_handler(op)

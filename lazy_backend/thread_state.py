@@ -26,8 +26,8 @@ _INCLUDED = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
-def _has_modes() -> bool:
-    """0.3 µs."""
+def has_modes() -> bool:
+    """Whether the thread carries a mode that changes how operators run. 0.3 µs."""
     return bool(
         torch.is_inference_mode_enabled()
         or torch._C._len_torch_dispatch_stack()
@@ -49,7 +49,7 @@ class clean_thread_state:
         self._outside = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
         self._outside.__enter__()
         self._grad_mode = torch.is_grad_enabled()
-        self._modes = _without_modes() if _has_modes() else None
+        self._modes = _without_modes() if has_modes() else None
         if self._modes is None:
             # internal, checked on 2.13: what torch.no_grad calls
             torch._C._set_grad_enabled(False)

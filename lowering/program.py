@@ -3,6 +3,10 @@
 In: nothing of ours but metas. Out: tokens and `Call`, read by `canonical`.
 A token stands for a tensor in a recorded call. Tokens are objects compared by identity: an int in a key would collide
 with an int argument, since a Python number may stand where the schema has a tensor.
+
+Note [Written once]
+A call and its results are never changed. They are not declared frozen, because a frozen dataclass sets each field
+through `object.__setattr__`: 1 µs of each call seen for the first time.
 """
 
 from __future__ import annotations
@@ -37,9 +41,14 @@ class TokenTable:
         self._tokens: list[Token] = []
 
     def __getitem__(self, index: int) -> Token:
-        while index >= len(self._tokens):
-            self._tokens.append(Token(self.kind, len(self._tokens)))
+        if index >= len(self._tokens):
+            self.reserve(index + 1)
         return self._tokens[index]
+
+    def reserve(self, count: int) -> None:
+        """See that there are so many."""
+        while count > len(self._tokens):
+            self._tokens.append(Token(self.kind, len(self._tokens)))
 
 
 SLOTS = TokenTable("slot")
@@ -59,16 +68,19 @@ class Entered:
     base: TensorMeta
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Fresh:
-    """A result with memory of its own. `wrapper`: what the recorder makes the user's tensor from."""
+    """A result with memory of its own. `wrapper`: what the recorder makes the user's tensor from.
+
+    See Note [Written once].
+    """
 
     token: Token
     meta: TensorMeta
     wrapper: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class View:
     """A result that shares the memory of the operand `of`. `path` leads to that operand among the arguments."""
 
@@ -80,7 +92,7 @@ class View:
     of_first: bool = field(init=False)  # whether the operand is the first argument, as nearly always
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of_first", self.path == (0,))
+        self.of_first = self.path == (0,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +106,12 @@ class Same:
 Result = Fresh | View | Same | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
-    """One recorded call. Arguments hold tokens for tensors and `Constant`s (numbered in the trace) for floats."""
+    """One recorded call. Arguments hold tokens for tensors and `Constant`s (numbered in the trace) for floats.
+
+    See Note [Written once].
+    """
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -114,7 +129,7 @@ class Call:
 
     def __post_init__(self) -> None:
         alone = len(self.results) == 1 and not self.returns_list
-        object.__setattr__(self, "single", self.results[0] if alone else None)
+        self.single = self.results[0] if alone else None
 
 
 def print_program(calls: Sequence[Call]) -> str:
