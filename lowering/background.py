@@ -85,6 +85,16 @@ class CompileWorker:
         # for the thread that watches the process: it is gone, or may idle less
         self._news: threading.Event | None = None
 
+    def start(self, idle_seconds: float = math.inf) -> None:
+        """Start the process, if it does not run: who will submit soon need not do that as well. 1 ms."""
+        with self._lock:
+            if self._process is None:
+                self._idle_since = self._clock()
+                # first: to start a thread beside a process that is just starting takes milliseconds
+                self._watch(idle_seconds)
+                with contextlib.suppress(OSError):  # `submit` tries again, and has a job to fail
+                    self._start()
+
     def submit(
         self,
         graph: Graph,
@@ -108,12 +118,11 @@ class CompileWorker:
         }
         data = json.dumps(request).encode() + b"\n" + to_bytes(graph)
         with self._lock:
+            self._watch(idle_seconds)  # before the process, as in `start`
             self._count += 1
             job = Job(self._count, Path(tempfile.mkdtemp(prefix="lazy_backend_")))
             try:
                 (job.folder / "request").write_bytes(data)
-                # first: to start a thread beside a process that is just starting takes milliseconds
-                self._watch(idle_seconds)
                 if self._process is None:
                     self._start()
                 line = {"id": job.id, "request": str(job.folder / "request"), "result": str(job.folder / "result")}
@@ -187,6 +196,8 @@ class CompileWorker:
         except OSError:
             os.close(self._to)
             os.close(self._from)
+            self._log.close()
+            self._log = None
             raise
         finally:
             os.close(to_child)

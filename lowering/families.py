@@ -184,6 +184,12 @@ class Family:
             member.failed_with = None
             member.limited = None
 
+    def begin_due(self) -> None:
+        """Ask at once for the compile that is being asked for."""
+        with self._lock:
+            if self._compiler is not None:
+                self._compiler.begin_due()
+
     def adopt_compiled(self) -> None:
         with self._lock:
             if self._compiler is not None:

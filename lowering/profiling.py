@@ -11,7 +11,7 @@ Note [No step pays twice]
 A step in which a graph is made is slow as it is: the program is canonicalised, printed for its key and planned, 13 ms
 of a GPT's whole step. To see which programs it is related to, to look for it on disk and to send it to the compiler
 takes another 8. So where a compile happens in the background, the run for which the graph was made does not ask for
-it; the next one does.
+it; the next ones do, a piece each (`GraphCompiler._ask`).
 """
 
 from __future__ import annotations
@@ -103,17 +103,19 @@ class ProfilingGraphExecutor:
             if policy.enabled and self.runs > policy.num_profiled_runs and self.stored.num_nodes:
                 if self._is_new and policy.background and compiles_elsewhere(policy.backend, self.stored.device):
                     self._due = tuple(constants), policy
-                    _compiling.add(self)
                 else:
                     self._due = None
                     plan = self._compiled(constants, policy)
             self._is_new = False
             self._latest = "profiling" if plan is None else "optimized"
             self._ready = None
+            is_compiling = self._is_compiling()
+            if is_compiling:
+                _compiling.add(self)
             if plan is None:
                 plan = self._interpreted()
                 self._release_at = None
-            elif not self._compiler.is_compiling():
+            elif not is_compiling:
                 self._profiling_plan = None
                 self._release_delay = policy.release_delay
                 if not self.stored.is_set_aside():
@@ -129,16 +131,22 @@ class ProfilingGraphExecutor:
         shared = family.plan_for(member, constants, self._compiler.changed, policy)
         if shared is None and member.is_static:
             return self._compiler.plan_for(constants, policy)
-        if shared is None and family.is_compiling():
-            _compiling.add(self)
         return shared
 
+    def _is_compiling(self) -> bool:
+        if self._due is not None or self._compiler.is_compiling():
+            return True
+        return self._membership is not None and self._membership[0].is_compiling()
+
     def begin_due(self) -> None:
-        """Ask now for the compile that the next run would ask for."""
+        """Ask at once for the compile that the next runs would ask for."""
         with self._lock:
             due, self._due = self._due, None
             if due is not None:
                 self._compiled(*due)
+            if self._membership is not None:
+                self._membership[0].begin_due()
+            self._compiler.begin_due()
 
     def ready_plan_for(self, constants: tuple[float, ...]) -> ExecutionPlan | None:
         """As `plan_for`, if a plan compiled for this graph alone is there; otherwise None, and nothing is counted."""
@@ -186,14 +194,11 @@ class ProfilingGraphExecutor:
 
     def get_debug_state(self) -> GraphExecutorState:
         plans, error = self._compiler.plans, self._compiler.error
-        is_compiling = self._due is not None or self._compiler.is_compiling()
-        if self._membership is not None:
+        if error is None and self._membership is not None and not self._membership[1].is_static:
             family, member = self._membership
-            is_compiling = is_compiling or family.is_compiling()
-            if error is None and not member.is_static:
-                error = family.error() or member.limited
+            error = family.error() or member.limited
         plan = "optimized" if self.is_optimized() else "fallback" if error else "profiling"
-        if plan == "profiling" and is_compiling:
+        if plan == "profiling" and self._is_compiling():
             plan = "compiling"
         promoted = plans[-1].signature.scalars if plans else ()
         text = None if error is None else str(error)
@@ -212,8 +217,6 @@ class ProfilingGraphExecutor:
             self.runs = 0
 
     def _interpreted(self) -> SerialGraphExecutor:
-        if self._compiler.is_compiling():
-            _compiling.add(self)
         if self._profiling_plan is None:
             self._profiling_plan = SerialGraphExecutor(self.stored.get())
         return self._profiling_plan

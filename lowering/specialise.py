@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,6 +124,7 @@ class GraphCompiler:
         self.changed: set[int] = set()
         self._promotable: frozenset[int] | None = None
         self._request: _Request | None = None
+        self._beginning: Iterator[None] | None = None  # a compile that is being asked for, see `_ask`
         self._changed_values: tuple[tuple[int, float, float], ...] = ()
 
     @property
@@ -134,7 +135,10 @@ class GraphCompiler:
         """A plan for these constants, if there is one; has one made otherwise, unless there are too many."""
         self.adopt()
         plan = self.find(constants)
-        if plan is None and self._wants_another(policy):
+        if self._beginning is not None:
+            self._begin_further()
+            plan = plan or self.find(constants)
+        elif plan is None and self._wants_another(policy):
             self._compile(constants, policy)
             plan = self.find(constants)
         return plan
@@ -143,7 +147,17 @@ class GraphCompiler:
         return self.error is None and self._request is None and len(self.plans) < policy.max_specializations
 
     def is_compiling(self) -> bool:
-        return self._request is not None
+        return self._request is not None or self._beginning is not None
+
+    def begin_due(self) -> None:
+        """Ask at once for the compile that is being asked for."""
+        while self._beginning is not None:
+            self._begin_further()
+
+    def _begin_further(self) -> None:
+        assert self._beginning is not None
+        if next(self._beginning, self) is self:
+            self._beginning = None
 
     def find(self, constants: Sequence[float]) -> CompiledPlan | None:
         return next((plan for plan in self.plans if plan.accepts(constants)), None)
@@ -172,8 +186,21 @@ class GraphCompiler:
             self._fail(GraphTooLarge(bound), 0.0)
         elif not elsewhere:
             self._compile_here(constants, promoted, policy)
-        elif not self._load(constants, promoted, policy):
-            self._begin(constants, promoted, policy)
+        else:
+            self._beginning = self._ask(tuple(constants), promoted, policy)
+            if policy.background:
+                self._begin_further()
+            else:
+                self.begin_due()
+
+    def _ask(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> Iterator[None]:
+        """Have a plan from elsewhere, in pieces of a millisecond: in the background each run does one of them."""
+        if self._load(constants, promoted, policy):
+            return
+        yield
+        worker.start(policy.compiler_idle)
+        yield
+        self._begin(constants, promoted, policy)
 
     def _compile_here(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> None:
         start = time.perf_counter()

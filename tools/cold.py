@@ -55,11 +55,12 @@ def _starter(kind: str, training: Training) -> tuple[Any, Any]:
             training.step()
             lazy_backend.mark_step(wait=True)
 
-        return step, lambda count: count > 4 and lazy_backend.wait_for_compiles(timeout=0)
+        # asked too early, it would do here what the first steps do for the compile
+        return step, lambda count: count > 9 and lazy_backend.wait_for_compiles(timeout=0)
     if kind == "torch.compile":
         training.forward = torch.compile(training.forward)
         training.update = torch.compile(training.optimizer.step)
-    return training.step, lambda count: count > 4
+    return training.step, lambda count: count > 9
 
 
 def _run(kind: str, name: str, caches: Path, threads: int) -> dict[str, Any]:

@@ -32,6 +32,8 @@ for line in os.fdopen({to_child}, "rb", buffering=0):
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileWorker]:
     monkeypatch.setattr(background, "_program", lambda *fds: ECHO.format(to_child=fds[0], from_child=fds[1]))
+    background.worker.close()  # other tests' compiler, which is watched as well
+    assert within(10, lambda: watchers() == 0)
     made = CompileWorker()
     yield made
     made.close()
@@ -80,6 +82,35 @@ def test_the_next_request_starts_another(worker: CompileWorker) -> None:
     job = submit(worker, 0.05)
     worker.wait_for(job)
     assert (job.result is not None, job.error) == (True, None)
+
+
+def test_a_process_started_ahead_takes_the_next_request(worker: CompileWorker) -> None:
+    worker.start(1000.0)
+    process = pid(worker)
+    worker.start(1000.0)
+    job = submit(worker, 1000.0)
+    worker.wait_for(job)
+    assert (pid(worker), job.error, watchers()) == (process, None, 1)
+
+
+def test_a_process_started_ahead_in_vain_is_ended(worker: CompileWorker) -> None:
+    worker.start(0.2)
+    assert worker._process is not None
+    assert within(10, lambda: worker._process is None)
+
+
+def test_a_process_that_cannot_be_started_ahead_is_tried_again(
+    worker: CompileWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(background.sys, "executable", "/nonexistent/python")
+        worker.start(1000.0)
+        assert worker._process is None
+        assert within(10, lambda: watchers() == 0)
+        assert "could not be started" in str(submit(worker, 1000.0).error)
+    job = submit(worker, 1000.0)
+    worker.wait_for(job)
+    assert job.error is None
 
 
 def test_a_process_at_work_is_not_ended(worker: CompileWorker) -> None:
