@@ -55,8 +55,12 @@ def _starter(kind: str, training: Training) -> tuple[Any, Any]:
             training.step()
             lazy_backend.mark_step(wait=True)
 
-        # asked too early, it would do here what the first steps do for the compile
-        return step, lambda count: count > 9 and lazy_backend.wait_for_compiles(timeout=0)
+        def is_compiled(count: int) -> bool:
+            # looks only: `wait_for_compiles` would do here, beside the clock, what the steps do for a compile
+            states = lazy_backend.computation.get_debug_states().values()
+            return count > 9 and all(state.plan != "compiling" for state in states)
+
+        return step, is_compiled
     if kind == "torch.compile":
         training.forward = torch.compile(training.forward)
         training.update = torch.compile(training.optimizer.step)
@@ -84,7 +88,7 @@ def _run(kind: str, name: str, caches: Path, threads: int) -> dict[str, Any]:
 def _row(label: str, result: dict[str, Any], eager: dict[str, Any]) -> str:
     steps: list[float] = result["steps"]
     usual = statistics.median(eager["steps"][-_STEADY_STEPS:])
-    between = steps[2:-_STEADY_STEPS] or steps[2:]
+    between = steps[2 : 1 - _STEADY_STEPS]  # up to the first that runs compiled, which loads what was compiled
     figures = (
         f"{steps[0] * 1e3:8.0f} {steps[0] / eager['steps'][0]:6.2f} {steps[1] * 1e3:8.0f} "
         f"{statistics.median(between) / usual:8.2f} {max(between) / usual:8.1f} {result['compiled_at'] or 0:9.1f} "
