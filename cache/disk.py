@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -67,6 +67,14 @@ class DiskCounts:
     corrupt: int = 0  # broken entries met by `get`
     errors: int = 0  # calls that the operating system failed
     refused: int = 0  # not private to the user, too large, or readonly
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What another process needs to put into the same cache."""
+
+    directory: str
+    max_bytes: int
 
 
 Count = Literal["hits", "misses", "writes", "evictions", "corrupt", "errors", "refused"]
@@ -129,6 +137,17 @@ class DiskCache:
         """A copy of the counters."""
         with self._counting:
             return replace(self._counts)
+
+    def place(self) -> Place | None:
+        """Where another process may put; None if nobody may."""
+        return None if self.readonly else Place(str(self.directory), self.max_bytes)
+
+    def count_elsewhere(self, counts: DiskCounts, last_error: str | None) -> None:
+        """Count what another process did for this one."""
+        with self._counting:
+            for field in fields(DiskCounts):
+                setattr(self._counts, field.name, getattr(self._counts, field.name) + getattr(counts, field.name))
+        self.last_error = last_error or self.last_error
 
     # ----- reading
 

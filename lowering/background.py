@@ -27,12 +27,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from lazy_backend.cache.computation import Key
+from lazy_backend.cache.disk import DiskCounts, Place
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.portable import to_bytes
 from lazy_backend.lowering.shapes import Sizes
@@ -55,7 +57,10 @@ class NotPortableThere(RemoteCompileError):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One compile. Once `done`, either `result` (an artefact's bytes) or `error` is there."""
+    """One compile. Once `done`, either `result` (an artefact's bytes) or `error` is there.
+
+    `kept`: what the disk cache there counted and its last error, if it was to keep the artefact.
+    """
 
     id: int
     folder: Path
@@ -63,6 +68,7 @@ class Job:
     result: bytes | None = None
     error: Exception | None = None
     seconds: float = 0.0
+    kept: tuple[DiskCounts, str | None] | None = None
 
 
 class CompileWorker:
@@ -102,11 +108,13 @@ class CompileWorker:
         promoted: frozenset[int],
         sizes: Sizes | None = None,
         idle_seconds: float = math.inf,
+        keep: tuple[Place, Key] | None = None,
     ) -> Job:
         """Have `graph` compiled; a later `poll` or `wait` finishes the job. Raises `NotPortable`.
 
         `sizes`: compile it for all numbers that fit them, `graph` being one sample. `idle_seconds`: how long the
-        process waits for the next request before it is ended.
+        process waits for the next request before it is ended. `keep`: where to put the artefact on disk as well, which
+        waits for locks and for the disk.
         """
         request = {
             "state": process_state(),
@@ -115,6 +123,7 @@ class CompileWorker:
             "constants": [constant.hex() for constant in constants],
             "promoted": sorted(promoted),
             "sizes": None if sizes is None else sizes.to_json(),
+            "keep": None if keep is None else {**asdict(keep[0]), "key": keep[1].parts},
         }
         data = json.dumps(request).encode() + b"\n" + to_bytes(graph)
         with self._lock:
@@ -262,6 +271,8 @@ class CompileWorker:
             job.error = kind(f"{reply['error']}: {reply['message']}")
         else:
             job.result = (job.folder / "result").read_bytes()
+            if "kept" in reply:
+                job.kept = DiskCounts(**reply["kept"]), reply["last_error"]
         self._end(job)
         self._idle_since = self._clock()
 

@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from lazy_backend.cache.computation import Key
+from lazy_backend.cache.disk import DiskCounts, Place
 from lazy_backend.lowering.artefact import made_for
 from lazy_backend.lowering.background import Job, NotPortableThere, compiler_settings, process_state, worker
 from lazy_backend.lowering.compiler import Backend, CompiledPlan, compile_graph, load_graph, lookup_backend
@@ -39,6 +40,10 @@ class ArtefactStore(Protocol):
     def get(self, key: Key) -> bytes | None: ...
 
     def put(self, key: Key, payload: bytes) -> bool: ...
+
+    def place(self) -> Place | None: ...
+
+    def count_elsewhere(self, counts: DiskCounts, last_error: str | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +234,10 @@ class GraphCompiler:
 
     def _begin(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> None:
         """Have the compiler's process compile. See Note [Compiles happen elsewhere]."""
+        place = None if policy.store is None or self.key is None else policy.store.place()
+        keep = None if place is None else (place, self._artefact_key(constants, promoted))
         try:
-            job = worker.submit(self.graph, constants, promoted, self.sizes, policy.compiler_idle)
+            job = worker.submit(self.graph, constants, promoted, self.sizes, policy.compiler_idle, keep)
         except NotPortable:
             self._compile_here(constants, promoted, policy)
             return
@@ -265,8 +272,11 @@ class GraphCompiler:
             self._fail(error, request.job.seconds)
             return
         self._add(plan, "compiled", request.job.seconds)
-        if request.policy.store is not None and self.key is not None:
-            request.policy.store.put(self._artefact_key(request.constants, request.promoted), data)
+        store, kept = request.policy.store, request.job.kept
+        if store is not None and kept is not None:
+            store.count_elsewhere(*kept)
+        elif store is not None and self.key is not None:  # a readonly one: it says so
+            store.put(self._artefact_key(request.constants, request.promoted), data)
 
     def _add(self, plan: CompiledPlan, stage: str, seconds: float) -> None:
         self.compiles += stage == "compiled"

@@ -1,7 +1,8 @@
 """The compiler's own process.
 
-In: requests, one line of JSON each on a pipe, that name a file with a graph. Out: a file with an artefact, and one line
-of JSON: {"id", "seconds"} or {"id", "seconds", "error", "message"}.
+In: requests, one line of JSON each on a pipe, that name a file with a graph. Out: a file with an artefact, an entry in
+the disk cache if that is asked for, and one line of JSON: {"id", "seconds"}, with "kept" and "last_error" if there was
+an entry to make, or with "error" and "message".
 
 It dies with its parent and takes along the C++ compilers it started: it leads a process group of its own, and a thread
 kills the group when the pipe closes or the parent is another process. A thread, as prctl's PDEATHSIG comes when the
@@ -19,12 +20,16 @@ import select
 import signal
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from lazy_backend.cache.computation import Key
+from lazy_backend.cache.disk import DiskCache, DiskCounts
+from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.build import compile_to_bytes
 from lazy_backend.lowering.examples import static_examples, symbolic_examples
 from lazy_backend.lowering.fx import Signature, to_fx
@@ -84,14 +89,15 @@ def _answer(write_fd: int, request: dict[str, Any]) -> None:
     reply: dict[str, Any] = {"id": request["id"]}
     start = time.perf_counter()
     try:
-        _compile(Path(request["request"]), Path(request["result"]))
+        reply |= _compile(Path(request["request"]), Path(request["result"]))
     except BaseException as error:
         reply.update(error=type(error).__name__, message=str(error)[:4000])
     reply["seconds"] = time.perf_counter() - start
     os.write(write_fd, json.dumps(reply).encode() + b"\n")
 
 
-def _compile(request: Path, result: Path) -> None:
+def _compile(request: Path, result: Path) -> dict[str, Any]:
+    """Returns what there is to say about the disk cache."""
     # here, not above: the first import of the compiler takes seconds, and whoever asked may be gone by then
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
@@ -124,6 +130,17 @@ def _compile(request: Path, result: Path) -> None:
     partial = result.with_name("partial")
     partial.write_bytes(artefact)
     partial.replace(result)
+    return {} if data["keep"] is None else _keep(artefact, **data["keep"])
+
+
+def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]]) -> dict[str, Any]:
+    """Put an artefact into the disk cache. Returns what that counted."""
+    try:
+        cache = DiskCache(directory, max_bytes)
+    except CacheRefused as refused:
+        return {"kept": asdict(DiskCounts(refused=1)), "last_error": str(refused)}
+    cache.put(Key(tuple((name, text) for name, text in key)), artefact)
+    return {"kept": asdict(cache.counts()), "last_error": cache.last_error}
 
 
 def _follow(state: dict[str, Any]) -> None:

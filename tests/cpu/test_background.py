@@ -281,6 +281,33 @@ def test_a_graph_on_disk_is_not_compiled(cache_dir: Path) -> None:
     assert (compiles(), hits(), state().plan) == (0, 1, "optimized")
 
 
+def test_what_is_compiled_is_written_to_disk_by_the_compilers_process(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    code = f"""
+{LOOP}
+loop = Loop()
+loop.run({ENOUGH})
+assert lazy_backend.wait_for_compiles({LONG})
+loop.run(1)
+counters = lazy_backend.metrics.counters()
+print(counters["Compile"], counters["DiskCacheWrite"], counters.get("DiskCacheError"), "filelock" in sys.modules)
+"""
+    assert run_python(code, tmp_path, LAZY_BACKEND_CACHE_DIR=str(folder)) == "1 1 None False\n"
+    assert len(list(folder.rglob("*.entry"))) == 1
+
+
+def test_a_full_disk_cache_is_told_by_the_compilers_process(tmp_path: Path) -> None:
+    config.cache, config.cache_dir, config.cache_bytes = True, str(tmp_path / "small"), 1000
+    for _ in range(ENOUGH):
+        other_graph(5)
+    assert lazy_backend.wait_for_compiles(LONG)
+    assert state().plan == "optimized"
+    assert (metrics.counter_value("DiskCacheWrite"), metrics.counter_value("DiskCacheError")) == (0, 1)
+    store = lazy_backend.disk_cache.current_store()
+    assert store is not None
+    assert "do not fit into a cache of 1000" in str(store.last_error)
+
+
 def test_a_readonly_cache_is_read_and_not_written(cache_dir: Path) -> None:
     config.cache_readonly = True
     before = {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")}
