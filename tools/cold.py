@@ -1,12 +1,15 @@
 """The first steps of a training in a new process: how long each takes, until the steady state.
 
 In: workloads and who runs them. Out: a table, one process per row, each with compiler caches of its own; then the lazy
-device once more, with the disk cache that it left. Run by `bench.py --cold`. Times are the caller's, runs included.
+device once more, with the disk cache that it left. First steps vary most from process to process, so those of eager and
+of the lazy device are medians of several that take turns. Run by `bench.py --cold`. Times are the caller's, runs
+included.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,6 +25,9 @@ from workloads import WORKLOADS, Training, make_training
 
 KINDS = ("eager", "lazy", "torch.compile")
 
+# Processes of which a first step is the median.
+_ROUNDS = 7
+
 # Steps after the compiler has finished; their median is the steady state.
 _STEADY_STEPS = 30
 
@@ -29,14 +35,14 @@ _STEADY_STEPS = 30
 _LIMIT = 240.0
 
 
-def measure(kind: str, name: str) -> dict[str, Any]:
+def measure(kind: str, name: str, max_steps: float = math.inf) -> dict[str, Any]:
     """Train in this process. Returns seconds: of every step, and until the compiler was done."""
     step, is_compiled = _starter(kind, make_training(WORKLOADS[name], "lazy" if kind == "lazy" else "cpu"))
     start = perf_counter()
     steps: list[float] = []
     compiled_at: float | None = None
     left = _STEADY_STEPS
-    while left and perf_counter() - start < _LIMIT:
+    while left and len(steps) < max_steps and perf_counter() - start < _LIMIT:
         before = perf_counter()
         step()
         steps.append(perf_counter() - before)
@@ -67,7 +73,7 @@ def _starter(kind: str, training: Training) -> tuple[Any, Any]:
     return training.step, lambda count: count > 9
 
 
-def _run(kind: str, name: str, caches: Path, threads: int) -> dict[str, Any]:
+def _run(kind: str, name: str, caches: Path, threads: int, max_steps: float = math.inf) -> dict[str, Any]:
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -76,7 +82,8 @@ def _run(kind: str, name: str, caches: Path, threads: int) -> dict[str, Any]:
     }
     if threads:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    code = f"import json, cold; print(json.dumps(cold.measure({kind!r}, {name!r})))"
+    arguments = f"{kind!r}, {name!r}, float({str(max_steps)!r})"
+    code = f"import json, cold; print(json.dumps(cold.measure({arguments})))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
     )
@@ -85,12 +92,22 @@ def _run(kind: str, name: str, caches: Path, threads: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def _row(label: str, result: dict[str, Any], eager: dict[str, Any]) -> str:
+def _first_steps(name: str, threads: int) -> dict[str, float]:
+    """Seconds of the first step, the median of `_ROUNDS` processes each."""
+    found: dict[str, list[float]] = {"eager": [], "lazy": []}
+    for _ in range(_ROUNDS):
+        for kind, seconds in found.items():
+            with tempfile.TemporaryDirectory(prefix="lazy_backend_cold_") as folder:
+                seconds += _run(kind, name, Path(folder), threads, max_steps=1)["steps"]
+    return {kind: statistics.median(seconds) for kind, seconds in found.items()}
+
+
+def _row(label: str, result: dict[str, Any], eager: dict[str, Any], first: float, eager_first: float) -> str:
     steps: list[float] = result["steps"]
     usual = statistics.median(eager["steps"][-_STEADY_STEPS:])
-    between = steps[2 : 1 - _STEADY_STEPS]  # up to the first that runs compiled, which loads what was compiled
+    between = steps[1 : 1 - _STEADY_STEPS]  # up to the first that runs compiled, which loads what was compiled
     figures = (
-        f"{steps[0] * 1e3:8.0f} {steps[0] / eager['steps'][0]:6.2f} {steps[1] * 1e3:8.0f} "
+        f"{first * 1e3:8.1f} {first / eager_first:6.2f} {steps[1] * 1e3:8.1f} "
         f"{statistics.median(between) / usual:8.2f} {max(between) / usual:8.1f} {result['compiled_at'] or 0:9.1f} "
         f"{statistics.median(steps[-_STEADY_STEPS:]) / usual:8.2f}"
     )
@@ -103,10 +120,11 @@ def main(names: Sequence[str], threads: int) -> None:
     print(f"{'':34}{head[0]:>8} {head[1]:>6} {head[2]:>8} {head[3]:>8} {head[4]:>8} {head[5]:>9} {head[6]:>8}")
     print("(median, longest: later steps while the compiler works, steady: after it; all in eager's usual steps)")
     for name in names:
+        firsts = _first_steps(name, threads)
         with tempfile.TemporaryDirectory(prefix="lazy_backend_cold_") as folder:
             eager = _run("eager", name, Path(folder) / "eager", threads)
-            for kind in KINDS:
+            for label in (*KINDS, "lazy, second process"):
+                kind = label.split(",")[0]
                 result = eager if kind == "eager" else _run(kind, name, Path(folder) / kind, threads)
-                print(_row(f"{name}, {kind}", result, eager), flush=True)
-            again = _run("lazy", name, Path(folder) / "lazy", threads)
-            print(_row(f"{name}, lazy, second process", again, eager), flush=True)
+                first = firsts.get(label, result["steps"][0])
+                print(_row(f"{name}, {label}", result, eager, first, firsts["eager"]), flush=True)
