@@ -82,7 +82,10 @@ class Fresh:
 
 @dataclass(slots=True, eq=False)
 class View:
-    """A result that shares the memory of the operand `of`. `path` leads to that operand among the arguments."""
+    """A result that shares the memory of the operand `of`. `path` leads to that operand among the arguments.
+
+    See Note [Written once].
+    """
 
     token: Token
     meta: TensorMeta
@@ -95,9 +98,12 @@ class View:
         self.of_first = self.path == (0,)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Same:
-    """A result that is the operand itself, as of an in-place op. `path` leads to it among the arguments."""
+    """A result that is the operand itself, as of an in-place op. `path` leads to it among the arguments.
+
+    See Note [Written once].
+    """
 
     token: Token
     path: tuple[int | str, ...]
