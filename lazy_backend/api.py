@@ -47,11 +47,13 @@ def _devices(device: Device) -> list[DeviceContext]:
 def wait_for_compiles(timeout: float | None = None) -> bool:
     """Wait until no graph is being compiled in the background, as for a benchmark.
 
-    What the next steps would ask the compiler for, because it has recurred, is asked for at once. `timeout`: seconds, or
-    None to wait as long as it takes; returns False if they were not enough. Training need not wait: graphs are
+    What the next steps would ask the compiler for, because it has recurred, is asked for at once. `timeout`: seconds,
+    or None to wait as long as it takes; returns False if they were not enough. Training need not wait: graphs are
     interpreted meanwhile. What is ready is used from the next step on.
     """
-    return profiling.wait_for_compiles(timeout)
+    finished = profiling.wait_for_compiles(timeout)
+    contexts.for_all_device_contexts(DeviceContext.restart_clock)
+    return finished
 
 
 def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:

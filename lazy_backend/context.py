@@ -83,6 +83,12 @@ class DeviceContext:
             trace.default_dtype = None
         return trace
 
+    def restart_clock(self) -> None:
+        """What was waited for is no part of a recording that has not begun."""
+        with self.lock:
+            if self.trace.is_empty():
+                self.trace.start = perf_counter()
+
     def begin_traced_range(self) -> None:
         """A range of the profiler from the first call of a trace to its sync. See Note [Traced ranges]."""
         self.trace.default_dtype = self._settings[1]

@@ -513,12 +513,12 @@ class LazyGraphExecutor:
         if not background:
             # outside the context's lock, so that other threads may record meanwhile
             scheduled.run()
-            context.trace.start = perf_counter()  # the run is no part of the next step's recording
+            context.restart_clock()
         if record is not None:
             times = trace_seconds, waited, seconds
             self._end_record(record, times, bound.computation)
         if sync_config.force_ltc_data:
-            context.locker.barrier()
+            self.wait_device_ops([context])
         return scheduled
 
     def _begin_record(
@@ -758,6 +758,7 @@ class LazyGraphExecutor:
         """Wait for the runs under way on `devices` and raise what the first of them raised."""
         for context in devices:
             context.locker.barrier()
+            context.restart_clock()
 
     # ----- reading values
 

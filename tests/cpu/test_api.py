@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,30 @@ def test_a_read_runs_what_it_needs_itself(setting: str, background: bool) -> Non
     finally:
         torch.set_num_threads(before)
     assert (ran_on[-1] is not threading.main_thread()) == background
+
+
+@pytest.mark.parametrize("setting", ["always", "never"])
+@pytest.mark.parametrize("wait", [lambda made: lazy_backend.mark_step(wait=True), lambda made: made.sum().item()])
+def test_a_wait_is_no_part_of_the_next_recording(setting: str, wait: Callable[[torch.Tensor], object]) -> None:
+    lazy_backend.config.run_in_background = setting
+    wait(sleep_a_little(torch.ones(2, device="lazy")))
+    torch.ones(2, device="lazy").add_(1)
+    lazy_backend.mark_step()
+    first, second = lazy_backend.explain().records
+    assert first.run_seconds is not None
+    assert first.run_seconds >= 0.3
+    assert second.trace_seconds < 0.2
+
+
+@torch.library.custom_op("lazy_test::sleep_a_little", mutates_args=())
+def sleep_a_little(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.3)
+    return x.clone()
+
+
+@sleep_a_little.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 ran_on: list[threading.Thread] = []
