@@ -51,7 +51,7 @@ def wait_for_compiles(timeout: float | None = None) -> bool:
     or None to wait as long as it takes; returns False if they were not enough. Training need not wait: graphs are
     interpreted meanwhile. What is ready is used from the next step on.
     """
-    finished = profiling.wait_for_compiles(timeout)
+    finished = profiling.wait_for_compiles(timeout, asks=config.compile != "off")
     contexts.for_all_device_contexts(DeviceContext.restart_clock)
     return finished
 

@@ -226,9 +226,12 @@ class ProfilingGraphExecutor:
 _compiling: weakref.WeakSet[ProfilingGraphExecutor] = weakref.WeakSet()
 
 
-def wait_for_compiles(timeout: float | None = None) -> bool:
-    """Wait until nothing is being compiled or due to be; False if `timeout` seconds were not enough."""
-    for executor in list(_compiling):
+def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
+    """Wait until nothing is being compiled or due to be; False if `timeout` seconds were not enough.
+
+    `asks`: whether what is due is asked for now; otherwise it is left to runs, and not waited for.
+    """
+    for executor in list(_compiling) if asks else ():
         executor.begin_due()
     finished = worker.wait(timeout)
     for executor in list(_compiling):

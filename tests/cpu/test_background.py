@@ -242,6 +242,19 @@ def test_waiting_for_compiles_asks_for_what_is_due() -> None:
     assert (state().plan, metrics.counter_value("Compile")) == ("optimized", 1)
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_what_is_due_is_not_asked_for_once_compiling_is_switched_off(steps: int) -> None:
+    loop = Loop()
+    loop.run(steps)
+    config.compile = "off"
+    assert lazy_backend.wait_for_compiles(timeout=0.0)
+    assert worker._jobs == {}
+    config.compile = "background"
+    loop.run(1)
+    assert not lazy_backend.wait_for_compiles(timeout=0.0)
+    assert worker._jobs
+
+
 def test_nothing_to_wait_for() -> None:
     assert lazy_backend.wait_for_compiles(timeout=0.0)
 
