@@ -45,7 +45,7 @@ class BoundedTable(Generic[H, C]):
 
     def __init__(self, capacity: int) -> None:
         self._entries: LRUCache[H, C] = LRUCache(maxsize=capacity)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get_or_add(self, key: H, make: Callable[[], C]) -> C:
         with self._lock:
@@ -64,7 +64,7 @@ class ComputationCache(Generic[C]):
 
     def __init__(self, capacity: int) -> None:
         self._entries: LRUCache[Key, C] = LRUCache(maxsize=capacity)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: Key) -> C | None:
         # dict lookup: the hash finds the bucket, `Key.__eq__` then compares every part

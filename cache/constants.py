@@ -34,7 +34,7 @@ class DataCache(Generic[B]):
         self.max_entries = max_entries
         # the value carries its size, because LRUCache asks for the size of a value, not of a key
         self._entries: LRUCache[ConstantKey, tuple[B, int]] = LRUCache(maxsize=max_bytes, getsizeof=lambda v: v[1])
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.hits = 0
         self.misses = 0
 
@@ -68,7 +68,7 @@ class DataCacheArena(Generic[B]):
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._limits = (max_entries, max_bytes)
         self._caches: dict[Hashable, DataCache[B]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get_data_cache(self, device: Hashable) -> DataCache[B]:
         with self._lock:

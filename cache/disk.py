@@ -128,9 +128,10 @@ class DiskCache:
         self.max_bytes = max_bytes
         self.readonly = readonly
         self.last_error: str | None = None  # the latest thing counted as corrupt, errors or refused
+        self.first_failure: str | None = None  # the first thing counted as errors
         self._clock = clock
         self._counts = DiskCounts()
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()
         self._folder = open_folder(self.directory, create=not readonly)
 
     def counts(self) -> DiskCounts:
@@ -148,6 +149,8 @@ class DiskCache:
             for field in fields(DiskCounts):
                 setattr(self._counts, field.name, getattr(self._counts, field.name) + getattr(counts, field.name))
         self.last_error = last_error or self.last_error
+        if counts.errors:
+            self.first_failure = self.first_failure or last_error
 
     # ----- reading
 
@@ -247,7 +250,8 @@ class DiskCache:
         # what is about to be replaced anyway goes first
         for file in sorted(_entries(files), key=lambda file: (file.name != name, file.modified)):
             if folder.remove(file.name):
-                self._count("evictions")
+                if file.name != name:
+                    self._count("evictions")
                 excess -= file.size
             if excess <= 0:
                 return
@@ -363,6 +367,8 @@ class DiskCache:
 
     def _fail(self, count: Count, message: str) -> None:
         self.last_error = message
+        if count == "errors":
+            self.first_failure = self.first_failure or message
         self._count(count)
 
     def _count(self, name: Count) -> None:

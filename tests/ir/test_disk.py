@@ -320,6 +320,15 @@ def test_the_least_recently_used_goes_first(place: Path, clock: Clock) -> None:
     assert (names(cache), cache.counts().evictions) == (["d", "a", "c"], 1)
 
 
+def test_what_is_replaced_is_not_evicted(place: Path, clock: Clock) -> None:
+    cache = DiskCache(place, room_for(2), clock=clock)
+    fill(cache, clock, *"ab")
+    fill(cache, clock, "b")
+    assert (names(cache), cache.counts().evictions) == (["b", "a"], 0)
+    fill(cache, clock, "c")
+    assert (names(cache), cache.counts().evictions) == (["c", "b"], 1)
+
+
 def test_the_bound_holds_to_the_byte(place: Path, clock: Clock) -> None:
     cache = DiskCache(place, room_for(3), clock=clock)
     fill(cache, clock, *"abc")
