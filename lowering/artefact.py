@@ -23,7 +23,6 @@ import os
 import platform
 import struct
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,11 +30,12 @@ from typing import Any
 
 import torch
 
+from lazy_backend.cache.scratch import scratch_folder
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.rng import seeded_op
 
 # Raise it when what is written changes: artefacts on disk are found by it.
-FORMAT = 1
+FORMAT = 2
 
 
 class BadArtefact(ValueError):
@@ -106,7 +106,7 @@ def load(data: bytes, graph: Graph) -> tuple[Call, str | None]:
         return _load_bundled(blobs[0]), header["guards"]
     space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}
     # shared objects stay mapped after their files are gone
-    with tempfile.TemporaryDirectory(prefix="lazy_backend_") as folder:
+    with scratch_folder() as folder:
         for names, blob in zip(header["kernels"], blobs[1:], strict=True):
             kernels = _load_kernels(blob, folder)
             space.update((name, getattr(kernels, name)) for name in names)
@@ -146,13 +146,13 @@ def _resolve(path: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _load_kernels(blob: bytes, folder: str) -> ModuleType:
+def _load_kernels(blob: bytes, folder: Path) -> ModuleType:
     digest = hashlib.blake2b(blob, digest_size=16).hexdigest()
     name = f"_lazy_backend_{digest}.kernels"  # PyInit_kernels; CPython and the linker know a library by this name
     module = sys.modules.get(name)
     if module is None:
-        file = os.path.join(folder, f"{digest}.so")
-        Path(file).write_bytes(blob)
+        file = folder / f"{digest}.so"
+        file.write_bytes(blob)
         # internal, checked on 2.13: the address through which kernels read a tensor's data pointer
         address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)

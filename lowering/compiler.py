@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lazy_backend.lowering.aliasing import OutputAliases, storages_of
+from lazy_backend.lowering.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.artefact import boxed, load
 from lazy_backend.lowering.examples import static_examples, symbolic_examples
 from lazy_backend.lowering.fx import Signature, to_fx
+from lazy_backend.lowering.input_copies import with_copies_of_overwritten_inputs
 from lazy_backend.lowering.ir import Graph, Node
 from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.shapes import Sizes, symbolic_graph
@@ -157,7 +158,7 @@ class CompiledPlan:
             arguments.append(torch.tensor(seeds, dtype=torch.int64))
         if self.signature.numbers:
             arguments.extend(constants)
-        taken = frozenset[int]() if self._aliases.is_known() else storages_of(arguments)
+        taken = {} if self._aliases.is_known() else watched_storages(arguments)
         # autograd and autocast act above us: nothing here may record, and all casts are in the graph
         try:
             with torch.no_grad(), torch._C._DisableAutocast():
@@ -192,7 +193,9 @@ def compile_graph(
     if numbers:
         return CompiledPlan(stored, signature, specialised, _run_as_it_is(module), sizes)
     examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
-    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing():
+    is_inductor = backend == "inductor"
+    passes = with_copies_of_overwritten_inputs() if is_inductor else contextlib.nullcontext()
+    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing(), passes:
         call = boxed(lookup_backend(backend)(module, examples.arguments))
     return CompiledPlan(stored, signature, specialised, call, sizes, examples.guards())
 

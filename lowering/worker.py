@@ -1,27 +1,16 @@
 """The compiler's own process.
 
-In: requests, one line of JSON each on a pipe, that name a file with a graph. Out: a file with an artefact, an entry in
-the disk cache if that is asked for, and one line of JSON: {"id", "seconds"}, with "kept" and "last_error" if there was
-an entry to make, or with "error" and "message".
-
-It dies with its parent and takes along the C++ compilers it started: it leads a process group of its own, and a thread
-kills the group when the pipe closes or the parent is another process. A thread, as prctl's PDEATHSIG comes when the
-*thread* that forked ends. Not a session of its own: the kernel would schedule it as a group with the same share of the
-cores as the parent's session, however nice it is (sched_autogroup).
+In: requests, as `background.py` writes them: what to compile and how, and a graph. Out: an artefact, an entry in the
+disk cache if that is asked for, and a header: {"id", "seconds"}, with "kept" and "last_error" if there was an entry to
+make, or with "error" and "message". See `lifeline.py` for the life of this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
-import select
-import signal
-import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +22,8 @@ from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.build import compile_to_bytes
 from lazy_backend.lowering.examples import static_examples, symbolic_examples
 from lazy_backend.lowering.fx import Signature, to_fx
+from lazy_backend.lowering.instructions import try_instructions
+from lazy_backend.lowering.lifeline import Lifeline
 from lazy_backend.lowering.portable import from_bytes
 from lazy_backend.lowering.shapes import Sizes, symbolic_graph
 
@@ -44,68 +35,37 @@ _CACHES_ON: dict[str, dict[str, Any]] = {
 }
 
 
-def main(read_fd: int, write_fd: int, parent: int) -> None:
-    """Serve until the parent closes the pipe or dies."""
-    os.setpgid(0, 0)  # Ctrl-C in the terminal is for the parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if os.getppid() != parent:
-        return
-    inbox = _Inbox(read_fd)
-    threading.Thread(target=_watch, args=(inbox, parent), daemon=True).start()
+def main(line: Lifeline) -> None:
+    """Serve until the parent is gone."""
+    line.put({"ready": os.getpid()})
     while True:
-        _answer(write_fd, json.loads(inbox.get()))
+        _answer(line, *line.get())
 
 
-class _Inbox:
-    """Lines that came through the pipe."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._rest = b""
-
-    def get(self) -> bytes:
-        return self._lines.get()
-
-    def read(self) -> bool:
-        """Take what is there; False at the end."""
-        data = os.read(self.fd, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._lines.put(line)
-        return bool(data)
-
-
-def _watch(inbox: _Inbox, parent: int) -> None:
-    # a process forked from the parent may hold the pipe open: hence the look at who the parent is
-    while os.getppid() == parent:
-        ready, _, _ = select.select([inbox.fd], [], [], 1.0)
-        if ready and not inbox.read():
-            break
-    os.killpg(0, signal.SIGKILL)
-
-
-def _answer(write_fd: int, request: dict[str, Any]) -> None:
+def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
     reply: dict[str, Any] = {"id": request["id"]}
     start = time.perf_counter()
+    artefact = b""
     try:
-        reply |= _compile(Path(request["request"]), Path(request["result"]))
+        artefact = _compile(request, graph)
+        if request["keep"] is not None:
+            reply |= _keep(artefact, **request["keep"])
     except BaseException as error:
         reply.update(error=type(error).__name__, message=str(error)[:4000])
     reply["seconds"] = time.perf_counter() - start
-    os.write(write_fd, json.dumps(reply).encode() + b"\n")
+    line.put(reply, artefact)
 
 
-def _compile(request: Path, result: Path) -> dict[str, Any]:
-    """Returns what there is to say about the disk cache."""
+def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
+    """The artefact."""
     # here, not above: the first import of the compiler takes seconds, and whoever asked may be gone by then
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
 
-    text, graph_bytes = request.read_bytes().split(b"\n", 1)
-    data = json.loads(text)
     _follow(data["state"])
+    if data["keep"] is not None:
+        try_instructions(data["keep"]["directory"])
     graph = from_bytes(graph_bytes)
     constants = [float.fromhex(constant) for constant in data["constants"]]
     promoted = frozenset(data["promoted"])
@@ -126,11 +86,7 @@ def _compile(request: Path, result: Path) -> dict[str, Any]:
         if not data["caches"]:
             stack.enter_context(fresh_cache())
         examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
-        artefact = compile_to_bytes(make_module, examples)
-    partial = result.with_name("partial")
-    partial.write_bytes(artefact)
-    partial.replace(result)
-    return {} if data["keep"] is None else _keep(artefact, **data["keep"])
+        return compile_to_bytes(make_module, examples)
 
 
 def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]]) -> dict[str, Any]:
@@ -139,7 +95,11 @@ def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]])
         cache = DiskCache(directory, max_bytes)
     except CacheRefused as refused:
         return {"kept": asdict(DiskCounts(refused=1)), "last_error": str(refused)}
-    cache.put(Key(tuple((name, text) for name, text in key)), artefact)
+    try:
+        cache.put(Key(tuple((name, text) for name, text in key)), artefact)
+    except Exception as error:  # nothing that befalls the cache may cost what was compiled
+        cache.last_error = f"{type(error).__name__}: {error}"
+        return {"kept": asdict(DiskCounts(errors=1)), "last_error": cache.last_error}
     return {"kept": asdict(cache.counts()), "last_error": cache.last_error}
 
 
