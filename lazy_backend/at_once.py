@@ -13,14 +13,16 @@ import torch
 
 from lazy_backend import metrics
 from lazy_backend.context import DeviceContext, contexts
+from lazy_backend.describe import flat
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import meta_of
-from lazy_backend.outside import new_data
+from lazy_backend.outside import new_data, whole_storage
 from lazy_backend.sites import user_site
+from lazy_backend.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor, follow, part_of, wrap_sparse
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, assign, backing_tensor, wrap
-from lazy_backend.thread_state import clean_thread_state, has_modes
+from lazy_backend.thread_state import has_modes, run_clean
 
 # The reason why nothing is recorded in eager mode: no fallback, and nothing is cut.
 EAGER = "eager mode"
@@ -32,9 +34,11 @@ def run_at_once(
     """Run a call on the backing device, after everything recorded before it. Counted with op, reason and line."""
     if reason is EAGER:
         executor.check_allowed(f"{op} in eager mode")
-        context.locker.barrier()
+        executor.barrier(context)
     else:
         count_fallback(op, reason)
+        with context.lock:
+            executor.hold(context, [tensor._data.storage for tensor in lazy_operands(args, kwargs)])
         executor.cut(context, f"{op}: {reason}")
     call = RealCall(context)
     seed = draw_seed_for(op, args, kwargs)
@@ -56,6 +60,11 @@ def count_fallback(op: torch._ops.OpOverload, reason: str) -> None:
     metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
 
 
+def lazy_operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LazyTensor]:
+    """The lazy tensors among the arguments of a call, also in lists."""
+    return [arg for arg in flat([*args, *kwargs.values()]) if isinstance(arg, LazyTensor)]
+
+
 # Operands up to which each is compared with each result.
 _FEW = 8
 
@@ -66,6 +75,7 @@ class RealCall:
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
         self.operands: list[tuple[LazyTensor, torch.Tensor]] = []
+        self.sparse_operands: list[LazySparseTensor] = []
         self._has_bits = False  # whether an operand is a lazily conjugated or negated view
         self._places: dict[int, TensorData] | None = None
 
@@ -76,8 +86,7 @@ class RealCall:
         for modes, for operands that the skipped keys would resolve, and where Python code is called.
         """
         if seed is not None or op.namespace != "aten" or has_modes():
-            with clean_thread_state():
-                return self._run(op, args, kwargs, seed)
+            return run_clean(self._run, op, args, kwargs, seed)
         return self._run(op, args, kwargs, None)
 
     def _run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
@@ -87,8 +96,7 @@ class RealCall:
         if seed is not None:
             return rng.run_seeded(op, seed, self.context.backing, real_args, real_kwargs)
         if self._has_bits:
-            with clean_thread_state():
-                return op(*real_args, **real_kwargs)
+            return run_clean(op, *real_args, **real_kwargs)
         return op(*real_args, **real_kwargs)
 
     def source_of(self, real: torch.Tensor) -> TensorData | None:
@@ -125,6 +133,9 @@ class RealCall:
             return real
         if kind is int or kind is float or kind is bool or arg is None:
             return arg
+        if isinstance(arg, LazySparseTensor):
+            self.sparse_operands.append(arg)
+            return arg._real
         if isinstance(arg, torch.Tensor):
             outside = self.context.outside.get(arg)
             return arg if outside is None else backing_tensor(outside)
@@ -136,6 +147,8 @@ class RealCall:
 
     def _update_operands(self) -> None:
         """Follow operands that were resized."""
+        for sparse in self.sparse_operands:
+            follow(sparse)
         for lazy, real in self.operands:
             meta = meta_of(real)
             if meta is lazy._data.meta:
@@ -169,6 +182,11 @@ class RealCall:
         for lazy, operand in self.operands:
             if operand is real:
                 return lazy
+        for sparse in self.sparse_operands:
+            if sparse._real is real:
+                return sparse
+        if real.layout in SPARSE_LAYOUTS:
+            return wrap_sparse(self.context, real, self._storages())
         if real.layout != torch.strided:
             raise LazyBackendError(
                 f"a {str(real.layout).removeprefix('torch.')} tensor cannot be lazy\n  at {user_site()}\n"
@@ -178,4 +196,15 @@ class RealCall:
         for lazy, operand in self.operands:
             if operand.untyped_storage()._cdata == place:
                 return wrap(ViewData(self.context, None, None, meta_of(real), lazy._data.storage))
+        for sparse in self.sparse_operands:
+            part = part_of(sparse, real)
+            if part is not None:
+                return part
+        if real.storage_offset():  # eager gives it a place in a larger memory, as `as_strided_scatter` does
+            return wrap(ViewData(self.context, None, None, meta_of(real), new_data(self.context, whole_storage(real))))
         return wrap(new_data(self.context, real))
+
+    def _storages(self) -> list[LazyStorage]:
+        """The memory of all operands."""
+        dense = [lazy._data.storage for lazy, _ in self.operands]
+        return dense + [storage for sparse in self.sparse_operands for storage in sparse._parts.values()]

@@ -17,6 +17,7 @@ from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import empty_of
 from lazy_backend.record import add_handler, record
 from lazy_backend.tensor import LazyTensor
+from lazy_backend.tracebacks import hide_internals
 
 aten = torch.ops.aten
 
@@ -101,4 +102,4 @@ def install_attention(library: torch.library.Library) -> None:
     for op in rng.DROPOUT_PLACES:
         add_handler(op, _fused)
     add_handler(aten.scaled_dot_product_attention.default, _handler)
-    library.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradLazy")
+    library.impl("scaled_dot_product_attention", hide_internals(scaled_dot_product_attention), "AutogradLazy")

@@ -19,12 +19,16 @@ from lazy_backend.lowering.ir import Constant, TensorMeta, intern_meta, meta_of
 from lazy_backend.lowering.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
 from lazy_backend.lowering.schema import Operand, OpSchema, schema_of
 from lazy_backend.operators import INDEX_OPS, NotRecordable, Traits, float_shaped_ops, traits_of
-from lazy_backend.outside import mixed_devices
+from lazy_backend.outside import mixed_devices, quantized_error
 from lazy_backend.settings import config
 from lazy_backend.sites import further_frames, user_site
+from lazy_backend.sparse_tensor import SPARSE_LAYOUTS
 from lazy_backend.tensor import LazyTensor, TensorData, wrapper_arguments
 
 aten = torch.ops.aten
+
+# Why a call runs at once. See Note [Sparse tensors are opaque]
+GIVES_SPARSE = "it gives a sparse tensor"
 
 # The operand whose memory a result shares, if any
 SourceOf = Callable[[torch.Tensor], TensorData | None]
@@ -36,9 +40,7 @@ def check_recordable(
     """Raises `NotRecordable` for a call that has to run at once, or an error for operands no operator takes."""
     for arg in args:
         if arg.__class__ is torch.dtype and arg in _QUANTIZED:
-            raise LazyBackendError(
-                f"a quantised tensor cannot be lazy\n  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
-            )
+            raise quantized_error()
     traits = traits_of(op)
     if traits.is_checked:
         _check_arguments(context, op, args, kwargs, traits)
@@ -176,6 +178,8 @@ def _describe_results(
             path = _path_of(alias.operand, args)
             results.append(Same(operand_at(path, args, kwargs)._data.token, path))
             continue
+        if given.layout in SPARSE_LAYOUTS:
+            raise NotRecordable(GIVES_SPARSE)
         if given.layout is not torch.strided:
             raise LazyBackendError(
                 f"{op} gives a {str(given.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"

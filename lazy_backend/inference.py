@@ -19,14 +19,16 @@ from torch._subclasses.fake_tensor import (
 
 from lazy_backend import probe
 from lazy_backend.context import DeviceContext
-from lazy_backend.describe import mutated_arguments
+from lazy_backend.describe import flat, mutated_arguments
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.compiler import quiet_fake_tensors
-from lazy_backend.lowering.ir import TensorMeta, empty_of
+from lazy_backend.lowering.ir import TensorMeta, empty_of, extent, meta_of
 from lazy_backend.lowering.optimizers import is_fused_optimizer
+from lazy_backend.lowering.overlap import overlap, overlaps_itself
+from lazy_backend.lowering.schema import schema_of
 from lazy_backend.operators import NotRecordable
-from lazy_backend.tensor import LazyTensor, TensorData
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData
+from lazy_backend.thread_state import run_clean
 
 
 class Inference:
@@ -40,9 +42,14 @@ class Inference:
         """What the call gives. Raises `NotRecordable`, or eager's error."""
         if is_fused_optimizer(op):
             return None  # half of them have no fake kernel, and there is nothing to infer
+        schema = schema_of(op)
+        if schema.mutates:
+            self._check_overlaps(op, args, kwargs)
         tiny = probe.try_tiny(op, args, kwargs, self._meta) if probe.checks_more_than_its_fake(op) else None
+        probe.try_zeros(op, args, kwargs, self._meta)
         try:
-            output = self._infer(op, args, kwargs)
+            is_view = not schema.mutates and bool(schema.returns) and all(r.kind == "view" for r in schema.returns)
+            output = self._infer_view(op, args, kwargs) if is_view else self._infer(op, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotRecordable("its output depends on values") from None
         except (UnsupportedOperatorException, NotImplementedError):
@@ -58,12 +65,51 @@ class Inference:
                 raise NotRecordable("it resizes an operand")
         return output
 
+    def _infer_view(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A view on the meta device, whose kernel is eager's: FakeTensor's rules accept views that eager refuses."""
+
+        def call() -> Any:
+            meta = torch.device("meta")
+            for arg in (*args, *kwargs.values()):
+                if isinstance(arg, LazyTensor):
+                    self.fakes.append((arg._data, _make_fake(arg._data.meta, meta)))
+            known = {id(data): fake for data, fake in self.fakes}
+
+            def convert(arg: Any) -> Any:
+                return known[id(arg._data)] if isinstance(arg, LazyTensor) else arg
+
+            return op(*map(convert, args), **{name: convert(arg) for name, arg in kwargs.items()})
+
+        output = run_clean(call)
+        if op is torch.ops.aten.as_strided.default:
+            _check_bounds(meta_of(output), args[0]._data.storage)
+        return output
+
+    def _check_overlaps(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise what eager raises where a call writes memory that it reads as other elements, or twice.
+
+        Fake operands have memory of their own each, so nothing overlaps there.
+        """
+        written = [t._data for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor)]
+        operands = [t._data for t in flat([*args, *kwargs.values()]) if isinstance(t, LazyTensor)]
+        if any(map(overlaps_itself, {data.meta for data in written})) or any(
+            data.storage is target.storage and data is not target and overlap(data.meta, target.meta)
+            for target in written
+            for data in operands
+        ):
+            probe.try_shared(op, args, kwargs, operands, self._meta)
+
     def _infer(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mutated = set(map(id, mutated_arguments(op, args, kwargs)))
-        with quiet_fake_tensors(), clean_thread_state(), _fake_mode(self.context):
-            fake_args = [self._fake(arg, mutated) for arg in args]
-            fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
-            return op(*fake_args, **fake_kwargs)
+
+        def call() -> Any:
+            with _fake_mode(self.context):
+                fake_args = [self._fake(arg, mutated) for arg in args]
+                fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
+                return op(*fake_args, **fake_kwargs)
+
+        with quiet_fake_tensors():
+            return run_clean(call)
 
     def _meta(self, arg: Any) -> Any:
         """(geometry, device) of a tensor, for `probe`."""
@@ -107,6 +153,20 @@ class Inference:
             if operand.untyped_storage()._cdata == place:
                 return data
         return None
+
+
+def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:
+    """Raise what `as_strided` of a real tensor raises beyond the end of its storage."""
+    room = extent(storage.meta) * storage.meta.dtype.itemsize
+    if storage.tensor is not None:
+        room = max(room, storage.tensor.untyped_storage().nbytes())
+    needed = extent(window) * window.dtype.itemsize if window.numel else 0
+    if needed > room:
+        raise RuntimeError(
+            f"setStorage: sizes {list(window.shape)}, strides {list(window.stride)}, storage offset "
+            f"{window.storage_offset}, and itemsize {window.dtype.itemsize} requiring a storage size of {needed} are "
+            f"out of bounds for storage of size {room}"
+        )
 
 
 def _fake_mode(context: DeviceContext) -> FakeTensorMode:

@@ -13,6 +13,8 @@ import torch
 from lazy_backend.at_once import run_at_once
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError, LazyBackendError
+from lazy_backend.generators import lazy_generator
+from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import contiguous_stride, empty_of, extent, intern_meta
 from lazy_backend.operators import learn
 from lazy_backend.outside import new_data, new_unwritten, upload
@@ -21,7 +23,8 @@ from lazy_backend.sites import user_site
 from lazy_backend.storage import LazyUntypedStorage
 from lazy_backend.sync import executor
 from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, ViewData, assign, wrap
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
+from lazy_backend.tracebacks import hide_internals
 from lazy_backend.transfers import downloaded, uploaded
 
 aten = torch.ops.aten
@@ -70,10 +73,11 @@ def _set_tensor(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 def _set_storage(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`x.set_(storage, offset, size, stride)`, as `torch.load` calls it: the bytes are uploaded, once per storage."""
-    target, storage = args[0], args[1]
-    offset, size, stride = args[2:5] if len(args) > 2 else (0, (storage.nbytes() // target.element_size(),), (1,))
+    target, storage, *geometry = args
+    offset, size, *strides = geometry or (0, (storage.nbytes() // target.element_size(),))
     base = _uploaded_storage(target._data.context, storage, target.dtype)
-    stride = tuple(stride) or contiguous_stride(tuple(size))
+    # an empty stride is the default, which the dispatcher drops: that of every 0-d tensor, and "contiguous" otherwise
+    stride = tuple(strides[0]) if strides else contiguous_stride(tuple(size))
     if base.tensor is None:  # recorded or scheduled: the view has to be recorded too
         flat = wrap(base).as_strided((extent(base.meta),), (1,), 0)
         flat = flat if flat.dtype == target.dtype else flat.view(target.dtype)
@@ -91,9 +95,12 @@ def _uploaded_storage(context: DeviceContext, storage: torch.UntypedStorage, dty
     if isinstance(known, LazyStorage) and known.context is context:
         return known
     plain = storage.plain if isinstance(storage, LazyUntypedStorage) else storage
-    with clean_thread_state():
+
+    def upload_flat() -> torch.Tensor:
         flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
-        made = new_data(context, uploaded(flat.nbytes, lambda: flat.to(context.backing, copy=True)))
+        return uploaded(flat.nbytes, lambda: flat.to(context.backing, copy=True))
+
+    made = new_data(context, run_clean(upload_flat))
     if isinstance(storage, LazyUntypedStorage):
         storage.lazy_storage = made
     return made
@@ -121,12 +128,10 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
         return op(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
     real = executor.read(source._data, f"copy to {device}")
     if device.type != "lazy":
-        with clean_thread_state():
-            return downloaded(real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
+        return run_clean(downloaded, real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
     target = contexts.get_device_context(device.index)
     options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
-    with clean_thread_state():
-        copied = aten._to_copy.default(real, **options, device=target.backing)
+    copied = run_clean(aten._to_copy.default, real, **options, device=target.backing)
     return wrap(new_data(target, copied))
 
 
@@ -150,10 +155,8 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     data = target._data
     storage = data.storage
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
-        meta = storage.meta
-        with clean_thread_state():
-            base = empty_of(meta, context.backing)
-            storage.tensor = uploaded(base.nbytes, lambda: base.copy_(source.detach()))
+        base = run_clean(empty_of, storage.meta, context.backing)
+        storage.tensor = run_clean(uploaded, base.nbytes, lambda: base.copy_(source.detach()))
         return
     made = wrap(new_data(context, upload(context, source)))
     record(aten.copy_.default, (target, made), {})
@@ -170,7 +173,7 @@ _KERNELS_BESIDE_COMPOSITES = ("silu_backward", "mish_backward", "native_channel_
 
 
 def _record_kernel(op: Op) -> Callable[..., Any]:
-    return lambda *args, **kwargs: record(op, args, kwargs)
+    return hide_internals(lambda *args, **kwargs: record(op, args, kwargs))
 
 
 # ----- reads
@@ -178,8 +181,7 @@ def _record_kernel(op: Op) -> Callable[..., Any]:
 
 def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
     real = executor.read(args[0]._data, "item()")
-    with clean_thread_state():
-        return downloaded(real.nbytes, lambda: aten._local_scalar_dense.default(real))
+    return run_clean(downloaded, real.nbytes, lambda: aten._local_scalar_dense.default(real))
 
 
 def _lazy_local_scalar(tensor: torch.Tensor) -> Any:
@@ -196,8 +198,7 @@ def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
             f"  at {user_site()}\n  move one of them, as in tensor.to({str(a.device)!r})"
         )
     one, other = executor.read(a._data, "equal"), executor.read(b._data, "equal")
-    with clean_thread_state():
-        return bool(op(one, other))
+    return bool(run_clean(op, one, other))
 
 
 def _resize(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -246,10 +247,37 @@ def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return record(aten._native_batch_norm_legit.default, args, {})
 
 
+def _histc(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Integers are counted as floats: CUDA's kernel takes them, the CPU's does not, and libraries ask for the type."""
+    source = args[0]
+    if source.dtype.is_floating_point or source._data.context.backing.type != "cpu":
+        return record(op, args, kwargs)
+    floats = record(aten._to_copy.default, (source,), {"dtype": torch.float64})
+    counted = record(op, (floats, *args[1:]), kwargs)
+    return record(aten._to_copy.default, (counted,), {"dtype": source.dtype})
+
+
 def _native_dropout(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`train` None means True; PyTorch's decomposition, which fake tensors use, takes it for False."""
     input, p, train = args
     return record(op, (input, p, train is not False), {})
+
+
+def _vdot(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Eager gives the conjugate view of a product if the second operand alone is one."""
+    one, other = args
+    if other.is_conj() and not one.is_conj():
+        product = record(aten.dot.default, (one, record(aten._conj.default, (other,), {})), {})
+        return record(aten._conj.default, (product,), {})
+    return record(op, args, kwargs)
+
+
+def _lu_solve(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """From the right, eager solves the adjoint system and gives a conjugate view of what it finds."""
+    found = record(op, args, kwargs)
+    if kwargs.get("left", True) or not found.is_complex() or not found.numel():
+        return found
+    return record(aten._conj.default, (record(aten.conj_physical.default, (found,), {}),), {})
 
 
 def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -320,6 +348,12 @@ def install_handlers() -> None:
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
     add_handler(aten.native_batch_norm.default, _native_batch_norm)
     add_handler(aten.native_dropout.default, _native_dropout)
+    add_handler(aten.vdot.default, _vdot)
+    add_handler(aten.linalg_lu_solve.default, _lu_solve)
+    add_handler(aten.histc.default, _histc)
+    # composite: whole in inference mode
+    add_handler(aten.group_norm.default, lambda op, args, kwargs: _group_norm(*args, **kwargs))
+    add_handler(aten.one_hot.default, lambda op, args, kwargs: _one_hot(*args, **kwargs))
     for op in _LIKE_OPS:
         add_handler(op, _other_device)
     for name in _KERNELS_BESIDE_COMPOSITES:
@@ -385,17 +419,21 @@ def _factory(op: Op) -> Callable[..., Any]:
     learn(_without_generator(op))
     defaults = [arg.name for arg in op._schema.arguments if arg.kwarg_only]
 
+    @hide_internals
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _check_layout(kwargs.get("layout"), kwargs.get("pin_memory"))
         context = _context(kwargs.get("device"))
         generator = kwargs.pop("generator", None)
         options = {k: kwargs[k] for k in defaults if k in kwargs and k not in ("device", "pin_memory", "layout")}
-        if generator is not None:
+        own = lazy_generator(generator)
+        if generator is not None and own is None:
             # the user's generator decides: draw now, on the host side of the queue
             real = op(*args, **options, generator=generator, device=context.backing)
             return wrap(new_data(context, real))
         options = {k: v for k, v in options.items() if v is not None}
-        return record_factory(context, _without_generator(op), args, **options)
+        if own is None:
+            return record_factory(context, _without_generator(op), args, **options)
+        return rng.call_drawing_from(own, record_factory, context, _without_generator(op), args, **options)
 
     return kernel
 
@@ -417,8 +455,6 @@ _FACTORIES = (
 
 # Composite operators whose `out` forms ask whether wrappers share memory, which they never do, or replace `out` in C++.
 _OUT_BY_COPY = {
-    "matmul.out": aten.matmul.default,
-    "linear.out": aten.linear.default,
     "linalg_matrix_rank.out": aten.linalg_matrix_rank.default,
     "linalg_matrix_rank.out_tol_tensor": aten.linalg_matrix_rank.tol_tensor,
     "linalg_matrix_rank.atol_rtol_tensor_out": aten.linalg_matrix_rank.atol_rtol_tensor,
@@ -426,16 +462,39 @@ _OUT_BY_COPY = {
 }
 
 
+# Those of them whose rounding depends on how `out` lies in memory: recorded whole.
+_OUT_WHOLE = (aten.matmul.out, aten.linear.out)
+
+
+def _check_no_gradients(op: Op, *operands: Any) -> None:
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"{op._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad."
+        )
+
+
+def _out_whole(op: Op) -> Callable[..., torch.Tensor]:
+    """`op`, an `out` form, for the AutogradLazy key."""
+
+    def kernel(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        _check_no_gradients(op, *args, out)
+        with torch._C._AutoDispatchBelowAutograd():
+            record(op, args, {"out": out})
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+        return out
+
+    return kernel
+
+
 def _out_by_copy(op: Op) -> Callable[..., torch.Tensor]:
     """The `out` form of `op`, for the AutogradLazy key."""
 
+    @hide_internals
     def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        tensors = [arg for arg in (*args, *kwargs.values(), out) if isinstance(arg, torch.Tensor)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise RuntimeError(
-                f"{op._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
-                "differentiation, but one of the arguments requires grad."
-            )
+        _check_no_gradients(op, *args, *kwargs.values(), out)
         result = op(*args, **kwargs)
         if not torch.can_cast(result.dtype, out.dtype):
             raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {out.dtype}")
@@ -455,14 +514,80 @@ def _max_pool1d(input: torch.Tensor, *window: Any, **options: Any) -> torch.Tens
     return aten._unsafe_view.default(pooled, pooled.shape)  # type: ignore[no-any-return]
 
 
+def _ormqr(*args: Any) -> torch.Tensor:
+    """`aten::ormqr` on the AutogradLazy key: PyTorch's formula for subclasses forgets the strides of the gradient."""
+    product: torch.Tensor = aten.ormqr.default._op_dk(torch._C.DispatchKey.Autograd, *args)
+    if product.grad_fn is not None and args[0].requires_grad:
+        like = torch.empty_like(args[0].detach())
+        product.grad_fn.register_hook(lambda found, given: _with_strides_of(like, found))
+    return product
+
+
+def _with_strides_of(like: torch.Tensor, found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    gradient = found[0]
+    if gradient is None or torch.is_grad_enabled():
+        return found
+    return (torch.empty_like(like).copy_(gradient), *found[1:])
+
+
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """`aten::group_norm` on the AutogradLazy key: the composite kernel keeps channels last for CPU tensors only."""
+    composite = aten.group_norm.default._op_dk
+    last = _channels_last(input) if _backing_of(input).type == "cpu" and input.dim() > 1 else None
+    if last is None or input.shape[1] % num_groups or not input.numel():
+        key = torch._C.DispatchKey.CompositeImplicitAutograd
+        made: torch.Tensor = composite(key, input, num_groups, weight, bias, eps, cudnn_enabled)
+        return made
+    batch, channels, *window = input.shape
+    size = torch.Size(window).numel()
+    source = input.contiguous(memory_format=last)
+    weight, bias = (None if given is None else given.contiguous() for given in (weight, bias))
+    return torch.native_group_norm(source, weight, bias, batch, channels, size, num_groups, eps)[0]
+
+
+def _channels_last(x: torch.Tensor) -> torch.memory_format | None:
+    """The format of channels last that `x` suggests to a kernel, if it does."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    made = formats.get(x.dim())
+    return made if made is not None and x.is_contiguous(memory_format=made) and not x.is_contiguous() else None
+
+
+def _backing_of(x: torch.Tensor) -> torch.device:
+    return _context(x.device).backing
+
+
+def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`aten::one_hot` on the AutogradLazy key: the composite kernel checks classes of CPU tensors only."""
+    if num_classes > 0 and input.numel() and input.dtype == torch.int64:
+        # checked by the run, so that nothing has to be read now
+        torch.ops.aten._assert_async.msg((input >= 0).all(), "Class values must be non-negative.")
+        inside = (input < num_classes).all()
+        torch.ops.aten._assert_async.msg(inside, "Class values must be smaller than num_classes.")
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return aten.one_hot.default._op_dk(key, input, num_classes)  # type: ignore[no-any-return]
+
+
 def install_factories(library: torch.library.Library) -> None:
     """Register the factories on the Lazy key; `library` keeps them registered."""
-    library.impl("empty.memory_format", _empty_memory_format, "Lazy")
-    library.impl("empty_strided", _empty_strided, "Lazy")
-    library.impl("_copy_from", _lazy_copy_from, "Lazy")
+    library.impl("empty.memory_format", hide_internals(_empty_memory_format), "Lazy")
+    library.impl("empty_strided", hide_internals(_empty_strided), "Lazy")
+    library.impl("_copy_from", hide_internals(_lazy_copy_from), "Lazy")
     # torch.tensor([loss, other_loss]) asks below __torch_dispatch__
-    library.impl("_local_scalar_dense", _lazy_local_scalar, "Lazy")
-    library.impl("max_pool1d", _max_pool1d, "AutogradLazy")
+    library.impl("_local_scalar_dense", hide_internals(_lazy_local_scalar), "Lazy")
+    library.impl("max_pool1d", hide_internals(_max_pool1d), "AutogradLazy")
+    library.impl("ormqr", hide_internals(_ormqr), "AutogradLazy")
+    for op in _OUT_WHOLE:
+        learn(op)
+        library.impl(op.name(), hide_internals(_out_whole(op)), "AutogradLazy")
+    library.impl("group_norm", hide_internals(_group_norm), "AutogradLazy")
+    library.impl("one_hot", hide_internals(_one_hot), "AutogradLazy")
     for name, op in _OUT_BY_COPY.items():
         library.impl(name, _out_by_copy(op), "AutogradLazy")
     for name in _KERNELS_BESIDE_COMPOSITES:

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from lazy_backend.record import add_handler
+from lazy_backend.tracebacks import hide_internals
 
 aten = torch.ops.aten
 
@@ -164,5 +165,5 @@ def _handler(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 def install_recurrent(library: torch.library.Library) -> None:
     for op, kernel in _KERNELS.items():
-        library.impl(op.name().removeprefix("aten::"), kernel, "AutogradLazy")
+        library.impl(op.name().removeprefix("aten::"), hide_internals(kernel), "AutogradLazy")
         add_handler(op, _handler)  # in inference mode

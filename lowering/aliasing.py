@@ -7,9 +7,12 @@ return its operand, although its schema promises new memory; a later in-place ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+
+# internal, checked on 2.13: a storage that may be gone, and whether it is; storages have no public weak reference
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class OutputAliases:
@@ -23,8 +26,8 @@ class OutputAliases:
     def is_known(self) -> bool:
         return self._copied is not None
 
-    def separate(self, taken: frozenset[int], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy the outputs that share memory. `taken`: `storages_of` the inputs, needed at the first run only."""
+    def separate(self, taken: Mapping[int, StorageWeakRef], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy the outputs that share memory. `taken`: the inputs' `watched_storages`, needed at the first run only."""
         if self._copied is None:
             self._copied = _aliasing(taken, outputs)
         for place in self._copied:
@@ -34,16 +37,23 @@ class OutputAliases:
 
 def storages_of(tensors: Sequence[object]) -> frozenset[int]:
     """Addresses of the tensors' storages; empty ones have none."""
-    addresses = {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
-    return frozenset(addresses - {0})
+    return frozenset(watched_storages(tensors))
 
 
-def _aliasing(taken: frozenset[int], outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    seen = set(taken)
+def watched_storages(tensors: Sequence[object]) -> dict[int, StorageWeakRef]:
+    """The tensors' storages by address. Holds none of them: a run frees inputs that die in it."""
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return {storage.data_ptr(): StorageWeakRef(storage) for storage in storages if storage.data_ptr()}
+
+
+def _aliasing(taken: Mapping[int, StorageWeakRef], outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    seen: set[int] = set()
     places: list[int] = []
     for place, output in enumerate(outputs):
         address = output.untyped_storage().data_ptr()
-        if address and address in seen:
+        # an output may lie where an input was that the run has freed
+        is_input = address in taken and not taken[address].expired()
+        if address and (address in seen or is_input):
             places.append(place)
         seen.add(address)
     return tuple(places)

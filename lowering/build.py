@@ -26,6 +26,7 @@ from torch import fx
 
 from lazy_backend.lowering.artefact import pack
 from lazy_backend.lowering.examples import Examples
+from lazy_backend.lowering.input_copies import with_copies_of_overwritten_inputs
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -60,7 +61,7 @@ def _compile(module: fx.GraphModule, examples: Examples) -> Any:
     from torch._inductor.standalone_compile import standalone_compile
 
     shapes: Any = "from_tracing_context" if examples.symbols else "from_graph"
-    with torch.no_grad(), examples.tracing():
+    with torch.no_grad(), examples.tracing(), with_copies_of_overwritten_inputs():
         return standalone_compile(
             module, examples.arguments, dynamic_shapes=shapes, options={}, aot=True, donate_graph_module=True
         )
@@ -296,7 +297,7 @@ def _build(units: Sequence[dict[str, Kernel]]) -> list[bytes]:
     """The shared objects. Raises what inductor raises if there is no C++ compiler."""
     from torch._inductor.config import decide_compile_threads
 
-    folders = tempfile.TemporaryDirectory(prefix="lazy_backend_")
+    folders = tempfile.TemporaryDirectory()  # in the folder of this process
     with folders as folder, ThreadPoolExecutor(decide_compile_threads()) as pool:
         return list(pool.map(lambda place: _build_unit(Path(folder), place, units[place]), range(len(units))))
 

@@ -7,7 +7,11 @@ Programs that differ only in dead code give equal graphs. Seed: lazy_graph_execu
 Note [Inputs own their storage]
 No two inputs of a graph share memory. Where a trace uses several views of one storage from outside, the graph takes
 the storage's base once and makes the views itself, so no compiler has to be trusted with aliasing inputs, and writes
-through one view are seen through the others.
+through one view are seen through the others. It does so, too, where `as_strided` looks past one view.
+
+Note [as_strided means the base]
+`as_strided` of any tensor is a window of its storage, so it is taken of the storage's base; in a storage that is
+written as slices and views of it, if that is possible (`windows.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from lazy_backend.lowering.ir import (
 )
 from lazy_backend.lowering.passes import graph_pass
 from lazy_backend.lowering.program import Call, Entered, Fresh, Same, Token, View
+from lazy_backend.lowering.windows import chain_to
 
 aten = torch.ops.aten
 
@@ -159,6 +164,8 @@ class _GraphBuilder:
         self.storages = storages
         self.entered = {entered.token: entered for call in calls for entered in call.entered}
         self.constant_offset = _constant_offsets(calls)
+        self.written = {storages[token] for one in kept for token in one.call.mutates}
+        self.fresh = {storages[r.token]: r for one in kept for r in one.call.results if isinstance(r, Fresh)}
         self.shared_groups = self._groups_with_several_views(kept)
         self.values: dict[Token, Value] = {}
         self.bases: dict[int, Value] = {}  # group -> the base taken as an input
@@ -169,6 +176,7 @@ class _GraphBuilder:
         self.constants: dict[int, int] = {}
         self.seeds: list[int] = []
         self.count = 0
+        self.where: tuple[str, tuple[str, ...]] = ("", ())  # user lines of the views that are made
 
     def _groups_with_several_views(self, kept: Sequence[_Kept]) -> set[int]:
         views: dict[int, set[Token]] = {}
@@ -177,7 +185,16 @@ class _GraphBuilder:
                 entered = self.entered.get(token)
                 if entered is not None:
                     views.setdefault(entered.group, set()).add(token)
-        return {group for group, tokens in views.items() if len(tokens) > 1}
+        # `as_strided` of one view may reach elements outside of it
+        strided = {
+            self.storages[token] for one in kept if one.call.op is aten.as_strided.default for token in one.operands
+        }
+        looked_past = {
+            entered.group
+            for token, entered in self.entered.items()
+            if self.storages[token] in strided and entered.meta is not entered.base
+        }
+        return {group for group, tokens in views.items() if len(tokens) > 1} | looked_past
 
     def _new_value(self, meta: TensorMeta, storage: int) -> Value:
         value = Value(self.count, meta, storage)
@@ -216,7 +233,8 @@ class _GraphBuilder:
             # piece is wanted, as of a flat parameter buffer, views without it do
             sliced = _is_contiguous(plain) and _is_contiguous(base.meta)
             flat = base if plain.dtype == base.meta.dtype and not sliced else self._flat(base, plain.dtype)
-            value = self._slice(flat, plain) if sliced else self._as_strided(flat, plain)
+            sliced = sliced and plain.storage_offset + plain.numel <= flat.meta.numel
+            value = self._slice(flat, plain) if sliced else self._window(flat, plain)
         if meta.conj:
             conj = intern_meta(meta.shape, meta.stride, meta.storage_offset, meta.dtype, conj=True)
             value = self._add_view(aten._conj.default, (value,), conj)
@@ -233,11 +251,23 @@ class _GraphBuilder:
         if flat_meta is not meta and _is_contiguous(meta) and not meta.storage_offset:
             flat = self._add_view(aten.view.default, (base, whole), flat_meta)
         elif flat_meta is not meta:
-            flat = self._add_view(aten.as_strided.default, (base, whole, (1,), 0), flat_meta)
+            flat = self._window(base, flat_meta)
         if dtype == meta.dtype:
             return flat
+        spare = whole[0] * meta.dtype.itemsize % dtype.itemsize // meta.dtype.itemsize
+        if spare:
+            flat = self._slice(flat, intern_meta((whole[0] - spare,), (1,), 0, meta.dtype))
         cast = (whole[0] * meta.dtype.itemsize // dtype.itemsize,)
         return self._add_view(aten.view.dtype, (flat, dtype), intern_meta(cast, (1,), 0, dtype))
+
+    def _window(self, base: Value, meta: TensorMeta) -> Value:
+        """See Note [as_strided means the base]."""
+        chain = chain_to(base.meta, meta) if base.storage in self.written else None
+        if chain is None:
+            return self._as_strided(base, meta)
+        for op, args, made in chain:
+            base = self._add_view(op, (base, *args), made)
+        return base
 
     def _as_strided(self, base: Value, meta: TensorMeta) -> Value:
         args = (base, meta.shape, meta.stride, meta.storage_offset)
@@ -254,10 +284,13 @@ class _GraphBuilder:
 
     def _add_view(self, op: torch._ops.OpOverload, args: tuple[Arg, ...], meta: TensorMeta) -> Value:
         value = self._new_value(meta, args[0].storage)
-        self.nodes.append(Node(op, args, (), (value,), (), returns_list=False, seed=None, site=""))
+        self.nodes.append(Node(op, args, (), (value,), (), False, None, *self.where))
         return value
 
     def add_call(self, call: Call, seed_place: int) -> None:
+        if call.op is aten.as_strided.default:
+            self._add_as_strided(call)
+            return
         # operands first: entering one may add nodes and numbers
         offset = self.constant_offset[call]
         args = tuple([self._convert(arg, offset) for arg in call.args])
@@ -268,9 +301,32 @@ class _GraphBuilder:
         if call.seeded:
             seed = len(self.seeds)
             self.seeds.append(seed_place)
-        where = call.site, call.frames
-        self.nodes.append(Node(call.op, args, kwargs, outputs, mutates, call.returns_list, seed, *where))
+        self.nodes.append(
+            Node(call.op, args, kwargs, outputs, mutates, call.returns_list, seed, call.site, call.frames)
+        )
         self.post_order.append(call)
+
+    def _add_as_strided(self, call: Call) -> None:
+        """See Note [as_strided means the base]."""
+        (view,) = call.results
+        assert isinstance(view, View)
+        self._value_of(view.of)  # enters the base, if nothing has
+        self.where = call.site, call.frames
+        self.values[view.token] = self._view_of_base(self._base_of(self.storages[view.of]), view.meta)
+        self.where = "", ()
+        self.post_order.append(call)
+
+    def _base_of(self, storage: int) -> Value:
+        """The base of a storage that is made in the trace or has entered it."""
+        made = self.fresh.get(storage)
+        if made is not None:
+            return self.values[made.token]
+        found = (entered for token, entered in self.entered.items() if self.storages[token] == storage)
+        return next(
+            self.bases.get(entered.group) or self.values[entered.token]
+            for entered in found
+            if entered.group in self.bases or entered.token in self.values
+        )
 
     def _convert(self, arg: Any, offset: int) -> Any:
         """An argument as it stands in a node; `offset`: where its call's constants start among the trace's."""

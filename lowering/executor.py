@@ -18,9 +18,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lazy_backend.lowering.aliasing import storages_of
-from lazy_backend.lowering.compiler import Backend
+from lazy_backend.lowering.compiler import Backend, runs_module_as_is
 from lazy_backend.lowering.constant_folding import split_constants
 from lazy_backend.lowering.frame import ExecutionFrame, FramePool
+from lazy_backend.lowering.functional import unsound_writes
 from lazy_backend.lowering.graph_executor import GraphExecutor
 from lazy_backend.lowering.ir import Graph, Value
 from lazy_backend.lowering.kernels import DelegateKernel, Kernel, KernelGraph, make_kernels
@@ -127,9 +128,10 @@ class Executor:
         if backend is None:
             self.layout = plan_layout(graph)
             return make_kernels(self.layout.graph)
+        refused = {node for node, _ in unsound_writes(graph)} if not runs_module_as_is(backend) else set()
         parts = [
             DelegateKernel(part, self._constants, backend) if isinstance(part, Graph) else part
-            for part in partition(graph, self.config.supported)
+            for part in partition(graph, lambda node: node not in refused and self.config.supported(node))
         ]
         return make_kernels(graph, parts)
 

@@ -75,7 +75,7 @@ class Family:
         self._changed: set[int] = set()
         self._sizes: Sizes | None = None
         self._compiler: GraphCompiler | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def plan_for(
         self, member: Member, constants: Sequence[float], changed: Set[int], policy: CompilePolicy

@@ -81,7 +81,7 @@ class FramePool:
         self._new_frame = new_frame
         self._max_age = max_age
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._num_in_use = 0
         # the frame used last is taken first, so that the others grow stale: the oldest stand on the left
         self._idle: deque[tuple[float, ExecutionFrame]] = deque()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lazy_backend.lowering.aliasing import OutputAliases, storages_of
+from lazy_backend.lowering.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.frame import ExecutionFrame
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.kernels import KernelGraph, make_kernels
@@ -50,7 +50,7 @@ class GraphExecutor(ABC):
     def run(self, task: GraphTask) -> list[torch.Tensor]:
         """Run `task` to its end, on this thread and perhaps others. Returns the outputs, which own their memory."""
         frame = task.frame
-        taken = frozenset[int]() if self._aliases.is_known() else storages_of(frame.values)
+        taken = {} if self._aliases.is_known() else watched_storages(frame.values)
         with GraphTaskGuard(task):
             try:
                 self.run_kernels(task)

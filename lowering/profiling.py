@@ -28,7 +28,9 @@ import torch
 
 from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.background import worker
+from lazy_backend.lowering.compiler import runs_module_as_is
 from lazy_backend.lowering.families import Family, Member
+from lazy_backend.lowering.functional import NotFunctional, why_not_functional
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.serial import SerialGraphExecutor
@@ -80,6 +82,8 @@ class ProfilingGraphExecutor:
         self._membership: tuple[Family, Member] | None = None
         self._compiler = GraphCompiler(self.stored, report, key)
         self._is_new = True
+        self._declined: NotFunctional | None = None
+        self._is_checked = False  # whether `_declined` says what is so
         self._due: tuple[tuple[float, ...], CompilePolicy] | None = None  # see Note [No step pays twice]
         self._profiling_plan: SerialGraphExecutor | None = None
         self._latest = "profiling"
@@ -88,7 +92,7 @@ class ProfilingGraphExecutor:
         self._clock = clock
         self._release_delay = math.inf
         self._release_at: float | None = None  # None while the latest run was interpreted
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def compiles(self) -> int:
@@ -123,6 +127,8 @@ class ProfilingGraphExecutor:
             return plan
 
     def _compiled(self, constants: Sequence[float], policy: CompilePolicy) -> ExecutionPlan | None:
+        if self._declines(policy):
+            return None
         if self._membership is None and self._find_family is not None:
             self._membership = self._find_family(self.stored.get()), Member(self.stored, self._key)
         if self._membership is None:
@@ -132,6 +138,18 @@ class ProfilingGraphExecutor:
         if shared is None and member.is_static:
             return self._compiler.plan_for(constants, policy)
         return shared
+
+    def _declines(self, policy: CompilePolicy) -> bool:
+        """Whether the graph is interpreted for good, since compilers would get a write wrong. Looks once."""
+        if runs_module_as_is(policy.backend):
+            return False
+        if not self._is_checked:
+            self._is_checked = True
+            graph = self.stored.get()
+            self._declined = why_not_functional(graph)
+            if self._declined is not None:
+                self._report(CompileReport(graph, "declined", error=self._declined))
+        return self._declined is not None
 
     def _is_compiling(self) -> bool:
         if self._due is not None or self._compiler.is_compiling():
@@ -193,7 +211,7 @@ class ProfilingGraphExecutor:
         return self._latest == "optimized" or bool(self._compiler.plans)
 
     def get_debug_state(self) -> GraphExecutorState:
-        plans, error = self._compiler.plans, self._compiler.error
+        plans, error = self._compiler.plans, self._declined or self._compiler.error
         if error is None and self._membership is not None and not self._membership[1].is_static:
             family, member = self._membership
             error = family.error() or member.limited
@@ -231,9 +249,10 @@ def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
 
     `asks`: whether what is due is asked for now; otherwise it is left to runs, and not waited for.
     """
-    for executor in list(_compiling) if asks else ():
-        executor.begin_due()
-    finished = worker.wait(timeout)
+    with worker.awaited(timeout):
+        for executor in list(_compiling) if asks else ():
+            executor.begin_due()
+        finished = worker.wait(timeout)
     for executor in list(_compiling):
         executor.adopt_compiled()
         _compiling.discard(executor)

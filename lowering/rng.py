@@ -9,21 +9,27 @@ So `torch.manual_seed`, `fork_rng`, `set_rng_state` and checkpointing govern laz
 order of execution cannot change what is drawn, and no seed is ever part of a key. The interpreter and the compiled
 graph call the same kernel with a generator seeded alike, so a change of plan cannot be seen in the numbers. A compiler
 sees an opaque operator of the `lazy_backend` namespace, with the seeds as one int64 tensor.
+A generator of the user's own on the lazy device takes the default one's place for the calls that it is given to.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from lazy_backend.cache.process_locks import process_lock
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 aten = torch.ops.aten
 # torch.library.Library objects unregister what they defined when they die
 _library = torch.library.Library("lazy_backend", "FRAGMENT")
 _seeded_ops: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 class _Generators(threading.local):
@@ -40,6 +46,44 @@ class _Generators(threading.local):
 
 
 _generators = _Generators()
+
+
+# said aloud: a default device of the user's would record the drawing
+_HOST = torch.device("cpu")
+
+
+class OwnSeed(int):
+    """A seed that came from a generator of the user's, and which: a replay has to draw from it again."""
+
+    generator: torch.Generator
+
+
+class _Source(threading.local):
+    """The generator that seeds are drawn from on this thread; None for the default one."""
+
+    generator: torch.Generator | None = None
+
+
+_source = _Source()
+
+
+def call_drawing_from(generator: torch.Generator, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call `function`, in which seeds come from `generator`."""
+    before = _source.generator
+    # twice, and plain stores: an exception may come from outside, into any line
+    try:
+        try:
+            _source.generator = generator
+            return function(*args, **kwargs)
+        finally:
+            _source.generator = before
+    finally:
+        _source.generator = before
+
+
+def generator_in_use() -> torch.Generator:
+    """What seeds are drawn from now."""
+    return _source.generator or torch.default_generator
 
 
 def takes_generator(op: torch._ops.OpOverload) -> bool:
@@ -102,10 +146,37 @@ def draws_random_numbers(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def draw_seed() -> int:
-    """A seed for one random op, from `torch.default_generator`. See Note [Random numbers are data]."""
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """A seed for one random op, from `generator` or the one in use. See Note [Random numbers are data]."""
+    generator = generator or _source.generator
     # a tensor per thread would save 0.3 µs of 1.0; random ops are few
-    return int(torch.empty((), dtype=torch.int64).random_())
+    seed = int(torch.empty((), dtype=torch.int64, device=_HOST).random_(generator=generator))
+    if generator is None:
+        return seed
+    own = OwnSeed(seed)
+    own.generator = generator
+    return own
+
+
+def has_own_generators(seeds: Sequence[int]) -> bool:
+    return any(isinstance(seed, OwnSeed) for seed in seeds)
+
+
+def generators_of(seeds: Sequence[int]) -> tuple[torch.Generator | None, ...]:
+    """Where each seed was drawn from; None for the default generator."""
+    return tuple(seed.generator if isinstance(seed, OwnSeed) else None for seed in seeds)
+
+
+def without_generator(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The arguments of a call that draws from the generator in use instead of the one among them."""
+    kept = {name: value for name, value in kwargs.items() if name != "generator"}
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "generator":
+            if not argument.kwarg_only:
+                args = (*args[:place], None, *args[place + 1 :]) if len(args) > place + 1 else args[:place]
+            elif not argument.has_default_value():
+                kept["generator"] = None
+    return args, kept
 
 
 def run_seeded(op: torch._ops.OpOverload, seed: int, device: torch.device, args: Any, kwargs: Any) -> Any:
@@ -162,6 +233,8 @@ def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
     def fake(*values: Any) -> Any:
         args, kwargs = bind(values[:-2])
+        if takes_generator(op):  # some have no default for it
+            kwargs["generator"] = None
         return None if in_place else op(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")

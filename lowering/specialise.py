@@ -83,7 +83,8 @@ class GraphTooLarge(RuntimeError):
 class CompileReport:
     """A compile that began, ended or failed, a graph found compiled on disk, or limits passed; for metrics and texts.
 
-    `stage`: "started" (in the background), "compiled", "loaded" (from disk), "failed", or "limited" (`TooManyShapes`).
+    `stage`: "started" (in the background), "compiled", "loaded" (from disk), "failed", "declined"
+    (`NotFunctional`: no compiler was asked), or "limited" (`TooManyShapes`).
     """
 
     graph: Graph
@@ -196,7 +197,8 @@ class GraphCompiler:
             if policy.background:
                 self._begin_further()
             else:
-                self.begin_due()
+                with worker.awaited():
+                    self.begin_due()
 
     def _ask(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> Iterator[None]:
         """Have a plan from elsewhere, in pieces of a millisecond: in the background each run does one of them."""
@@ -258,6 +260,8 @@ class GraphCompiler:
         if not job.done:
             return
         self._request = None
+        if request.policy.store is not None and job.kept is not None:
+            request.policy.store.count_elsewhere(*job.kept)
         if isinstance(job.error, NotPortableThere):
             self._compile_here(request.constants, request.promoted, request.policy)
         elif job.error is not None:
@@ -272,10 +276,8 @@ class GraphCompiler:
             self._fail(error, request.job.seconds)
             return
         self._add(plan, "compiled", request.job.seconds)
-        store, kept = request.policy.store, request.job.kept
-        if store is not None and kept is not None:
-            store.count_elsewhere(*kept)
-        elif store is not None and self.key is not None:  # a readonly one: it says so
+        store = request.policy.store
+        if store is not None and self.key is not None and request.job.kept is None:  # a readonly one: it says so
             store.put(self._artefact_key(request.constants, request.promoted), data)
 
     def _add(self, plan: CompiledPlan, stage: str, seconds: float) -> None:

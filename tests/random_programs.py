@@ -2,10 +2,12 @@
 
 In: a seed. Out: a `RandomProgram`: statements that run in eager without an error and that any device must run alike.
 A program is text, so that one that fails can be printed as a script, and made smaller by leaving statements out.
-Excluded is what eager itself leaves open: foreach lists whose members overlap, writes to windows that overlap
-themselves or what is written, and numbers whose last bit depends on how a kernel walks through memory (`tanh`, casts
-of infinities). And changes of a tensor's shape in place while it has views: autograd rebuilds those of lazy tensors by
-replaying them, those of other tensors by `as_strided`; so a program changes the shape of a `detach()` of its own.
+`random_chains` are about writes through views of views: what a compiler's functional form of them gets wrong.
+Excluded from `random_program` is what eager itself leaves open: foreach lists whose members overlap, writes to windows
+that overlap themselves or what is written, and numbers whose last bit depends on how a kernel walks through memory
+(`tanh`, casts of infinities). And changes of a tensor's shape in place while it has views: autograd rebuilds those of
+lazy tensors by replaying them, those of other tensors by `as_strided`; so a program changes the shape of a `detach()`
+of its own.
 """
 
 from __future__ import annotations
@@ -100,6 +102,11 @@ class RandomProgram:
 def random_program(seed: int, num_steps: int = 24) -> RandomProgram:
     """The same program for the same seed."""
     return _Generator(seed).generate(num_steps)
+
+
+def random_chains(seed: int) -> RandomProgram:
+    """Chains of views and writes through them, overlapping and gapped ones too. The same program for the same seed."""
+    return _ChainGenerator(seed).generate(random.Random(seed).choice((4, 6, 9, 13)))
 
 
 def minimize(program: RandomProgram, fails: Callable[[RandomProgram], bool]) -> RandomProgram:
@@ -335,6 +342,87 @@ class _Generator:
 
     def _sync(self) -> str:
         return "sync()"
+
+
+_BASES = (
+    "torch.arange(24.0).reshape(4, 6).to(device, copy=True)",
+    "torch.arange(24.0).reshape(2, 3, 4).to(device, copy=True)",
+    "torch.arange(12.0).to(device, copy=True)",
+    "torch.arange(1.0, 5.0).reshape(1, 4).to(device, copy=True)",
+    "torch.arange(24.0).reshape(6, 4).to(device, copy=True).t()",
+    "torch.arange(24.0).reshape(1, 2, 3, 4).to(device, copy=True).to(memory_format=torch.channels_last)",
+    "torch.complex(torch.arange(6.0), -torch.ones(6)).reshape(2, 3).to(device)",
+    "torch.arange(24).reshape(4, 6).to(device, copy=True)",
+)
+_PARTS = ("", " * 1", "[::2]", ".t()", "[:, 1:]", ".transpose(0, -1)", "[..., ::2]", "[1:]")
+
+
+class _ChainGenerator(_Generator):
+    """Few tensors, many views of each, and writes that need not be apart from what they read."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.statements, self.count = [], 0
+
+    def generate(self, num_steps: int) -> RandomProgram:
+        self._run_all()
+        for _ in range(self.choose.choice((1, 1, 2))):
+            self._try(f"{self._new()} = {self._one_of(*_BASES)}{self._one_of(*_PARTS)}")
+        self._try(self._one_of("sync()", ""))
+        kinds = {"view": 50, "write": 40, "result": 7, "sync": 3}
+        for _ in range(num_steps if _tensors(self.names) else 0):
+            (kind,) = self.choose.choices(list(kinds), list(kinds.values()))
+            self._try(getattr(self, f"_{kind}")())
+        return RandomProgram(self.seed, tuple(self.statements))
+
+    def _views(self, x: str, t: torch.Tensor) -> Sequence[str]:
+        choose = self.choose
+        kinds = [*super()._views(x, t), f"{x}.as_strided({x}.shape, {x}.stride())", f"{x}.view(torch.int16)"]
+        kinds += [f"{x}.expand({[2 if size == 1 else size for size in t.shape]})", f"{x}.reshape(-1)"]
+        if t.dim() and t.numel():
+            d, step = choose.randrange(t.dim()), choose.choice((1, 2, 3))
+            e, length = choose.randrange(t.dim()), 1 + choose.randrange(t.shape[d])
+            kinds += [
+                f"{x}.unfold({d}, {length}, {step})", f"{x}.unfold({d}, {length}, {length})",
+                f"{x}.unfold({d}, {min(2, length)}, {step})", f"{x}.diagonal({choose.choice((0, 1, -1))}, {d}, {e})",
+                f"{x}[{':, ' * d}{choose.randrange(length)}::{step}]", self._strided(x, t), self._strided(x, t),
+            ]  # fmt: skip
+        return kinds
+
+    def _strided(self, x: str, t: torch.Tensor) -> str:
+        """Any window into the storage: repeated, overlapping, gapped, transposed."""
+        room = t.untyped_storage().nbytes() // t.element_size()
+        shape = [self.choose.choice((1, 2, 3)) for _ in range(self.choose.choice((1, 2, 2, 3)))]
+        stride = [self.choose.choice((0, 1, 2, 3, 4, 6)) for _ in shape]
+        span = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+        return f"{x}.as_strided({shape}, {stride}, {self.choose.randrange(max(1, room - span + 1))})"
+
+    def _write(self) -> str:
+        (x, _), (y, _), s = self._pick(), self._pick(), self.choose.choice(("2.0", "3", "-1"))
+        return self._one_of(
+            f"{x}.mul_({s})", f"{x}.add_({s})", f"{x}.zero_()", f"{x}.fill_({s})", f"{x}.copy_({y})", f"{x}.add_({y})",
+            f"{x}.neg_()", f"{x}.mul_({y})", f"{x}.copy_({y}.flip(0))", f"{x}.copy_({y}.t())", f"{x}.clamp_(-5, 5)",
+            f"torch.mul({y}, {s}, out={x})", f"torch.cumsum({y}, 0, out={x})", f"{x}.cumsum_(0)", f"{x}[0] = {s}",
+            f"torch._foreach_add_([{x}, {y}], 1)", f"torch._foreach_mul_([{x}, {y}], [{y}, {x}])", f"{x}.t_()",
+            f"torch._foreach_add_([{x}], [{y}])", f"{x}.masked_fill_({y} > 1, {s})", f"{x}.lerp_({y}, 0.5)",
+            f"{x}[torch.tensor([0], device=device)] = {s}", f"{x}.sub_({y}.sum())", f"{x}.fill_diagonal_({s})",
+            f"{x}.index_add_(0, torch.tensor([0, 0], device=device), {x}[:2].clone())",
+        )  # fmt: skip
+
+    def _works(self, statement: str) -> bool:
+        # a write through an expanded tensor is deprecated, with a warning, but may not go wrong
+        torch.set_warn_always(True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for message in ("An output with one or more elements was resized", "Casting complex values to real"):
+                    warnings.filterwarnings("error", message=message)
+                exec(statement, self.names)
+        except Exception:
+            return False
+        finally:
+            torch.set_warn_always(False)
+        return all(t.numel() <= 2 * _MAX_NUMEL and t.dim() <= _MAX_DIM + 1 for t in _tensors(self.names).values())
 
 
 def _described(t: torch.Tensor) -> list[Any]:

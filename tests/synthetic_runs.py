@@ -22,6 +22,25 @@ def make_run(steps: int, calls: int) -> Run:
     return collect(lines)
 
 
+def make_run_of_variants(variants: int) -> Run:
+    """A run with `variants` programs that differ in one number, and a wait for the compiler of two minutes."""
+    run = make_run(900, 60)
+    for number in range(10, 10 + variants):
+        name = f"program {number}"
+        call = {
+            "op": "aten.mul.Tensor", "site": f"{SITE}:5", "args": f"in0, {number}", "reads": ["in0"],
+            "makes": [["slot0", f"f32[{number}]"]],
+        }  # fmt: skip
+        run.programs[name] = _program(name, 0) | {"calls": [call], "graph": f"#{number}"}
+        run.syncs[1000 + number] = _sync(1000 + number, False) | {
+            "program": name, "graph": f"#{number}", "step": 1000 + number, "begin": 150.0 + number, "outcome": "miss",
+            "run_begin": 151.0 + number, "trace_seconds": 0.5, "difference": None,
+        }  # fmt: skip
+    wait = {"type": "wait", "call": "wait_for_compiles()", "site": f"{SITE}:41", "step": 901, "begin": 30.0}
+    run.waits.append(wait | {"seconds": 120.0, "done": True})
+    return run
+
+
 def _program(name: str, calls: int) -> dict[str, Any]:
     """Layers of seven calls, of which the last ones read what the first ones made."""
     made = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from harness import assert_same, count, grid
@@ -294,3 +297,21 @@ def test_saved_then_written_by_an_op_raises() -> None:
 def test_opcheck_says_what_to_do_where_it_traces() -> None:
     with pytest.raises(Exception, match="trace it with CPU tensors"):
         torch.library.opcheck(scale, (grid("lazy", 4), 2.0), test_utils="test_schema")
+
+
+def test_an_operator_that_was_taken_back_leaves_its_place_in_tables_to_no_other() -> None:
+    """As in a notebook whose cells are run again: new operators appear at the addresses of old ones."""
+    expected = torch.arange(3.0)
+    for number in range(30):
+        is_composite = number % 2 == 0
+        with torch.library._scoped_library(f"lazy_taken_{number}", "DEF") as taken:
+            taken.define("twice(Tensor x) -> Tensor")
+            taken.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd" if is_composite else "CPU")
+            op = getattr(torch.ops, f"lazy_taken_{number}").twice.default
+            reference = weakref.ref(op)
+            with torch.inference_mode():
+                assert_same(op(expected.clone().to("lazy")).cpu(), expected * 2)
+            del op
+        delattr(torch.ops, f"lazy_taken_{number}")
+        gc.collect()
+        assert reference() is not None

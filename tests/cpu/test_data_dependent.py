@@ -253,16 +253,10 @@ def test_a_step_with_a_read_in_it_trains_like_eager() -> None:
 # ----- layouts that cannot be lazy
 
 REFUSED = {
-    "coo": lambda: torch.sparse_coo_tensor(torch.tensor([[0, 1]]).to("lazy"), grid("lazy", 2), (3,)),
-    "to_sparse": lambda: grid("lazy", 3).to_sparse(),
-    "to_csr": lambda: grid("lazy", 3, 3).to_sparse_csr(),
-    "sparse_moved": lambda: torch.eye(3).to_sparse().to("lazy"),
-    "quantized": lambda: torch.quantize_per_tensor(grid("lazy", 3), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([grid("lazy", 3), grid("lazy", 2)]),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_layout_that_cannot_be_lazy_is_refused_with_the_line(name: str) -> None:
     with pytest.raises(LazyBackendError, match=r"cannot be lazy|lazy tensors cannot be") as caught:

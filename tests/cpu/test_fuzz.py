@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import NoSync, assert_same, count
-from random_programs import RandomProgram, minimize, random_program
+from random_programs import RandomProgram, minimize, random_chains, random_program
 
 import lazy_backend
-from lazy_backend import config
+from lazy_backend import config, metrics
 
 
 def assert_runs_like_eager(program: RandomProgram, sync=lazy_backend.mark_step) -> None:
@@ -37,6 +37,35 @@ def test_random_programs_compiled_equal_eager(seed: int) -> None:
     program = random_program(seed)
     for _ in range(3):
         assert_runs_like_eager(program)
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_chains_of_views_equal_eager(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        assert_runs_like_eager(random_chains(seed))
+
+
+# what a compiler would get wrong is interpreted, with a warning
+@pytest.mark.filterwarnings("ignore::lazy_backend.CompileWarning")
+@pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
+@pytest.mark.parametrize("block", range(5))
+def test_chains_of_views_compiled_equal_eager(block: int) -> None:
+    config.backend = "aot_eager"
+    for seed in range(20 * block, 20 * block + 20):
+        for _ in range(3):
+            assert_runs_like_eager(random_chains(seed))
+    assert metrics.counter_value("Compile") > metrics.counter_value("CompileDeclined") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lazy_backend.CompileWarning")
+@pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_many_chains_of_views_compiled_equal_eager(backend: str) -> None:
+    config.backend = backend
+    for seed in range(1000, 3000 if backend == "aot_eager" else 1030):
+        for _ in range(3):
+            assert_runs_like_eager(random_chains(seed))
 
 
 @pytest.mark.parametrize("seed", range(240, 280))

@@ -312,11 +312,6 @@ def test_fork_rng_leaves_no_trace() -> None:
     assert_same(torch.rand(4, device="lazy"), expected)
 
 
-def test_a_lazy_generator_cannot_be_made() -> None:
-    with pytest.raises(RuntimeError, match="LAZY"):
-        torch.Generator(device="lazy")
-
-
 def test_a_draw_under_vmap_follows_its_randomness() -> None:
     def drawn(randomness: str) -> torch.Tensor:
         torch.manual_seed(0)

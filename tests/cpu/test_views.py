@@ -6,7 +6,8 @@ import pytest
 import torch
 from harness import NoSync, Program, Sync, SyncAt, assert_like_eager, assert_same, count, eager, grid
 
-from lazy_backend import config
+import lazy_backend
+from lazy_backend import config, metrics
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -772,11 +773,124 @@ def test_a_second_run_hits_the_cache(table_row: Program) -> None:
     assert misses() == 0
 
 
+# a write through overlapping windows is interpreted, with a warning
+@pytest.mark.filterwarnings("ignore:.*is not compiled but interpreted.*:lazy_backend.CompileWarning")
 @pytest.mark.parametrize("make_sync", [NoSync, SyncAt])
 def test_compiled_at_second_sight(table_row: Program, make_sync: type) -> None:
     config.backend = "aot_eager"
     for _ in range(3):
         assert_like_eager(table_row, make_sync())
+
+
+def unfold_with_gaps(device: str) -> torch.Tensor:
+    x = grid(device, 5, 2) * 1
+    x.unfold(0, 2, 2).mul_(3)
+    return x
+
+
+def expanded_zeroed(device: str) -> torch.Tensor:
+    y = grid(device, 1, 3) + 1
+    y.expand(2, 3).zero_()
+    return y
+
+
+def row_of_expanded(device: str) -> torch.Tensor:
+    y = grid(device, 1, 3) + 1
+    y.expand(2, 3)[1].mul_(2)
+    return y
+
+
+def shifted_in_place(device: str) -> torch.Tensor:
+    x = grid(device, 4, 6) * 1
+    x[:, 1:].add_(x[:, :-1])
+    return x
+
+
+def foreach_in_turns(device: str) -> torch.Tensor:
+    x, y = grid(device, 4) * 1, grid(device, 4) * 2
+    torch._foreach_add_([x, y], [y, x])
+    return y
+
+
+def strided_after_transposed_write(device: str) -> torch.Tensor:
+    x, z = grid(device, 3, 4) * 1, grid(device, 6, 3)[:4]
+    windows = x.as_strided((5, 3), (2, 1), 0)
+    torch.mul(z.t(), 2, out=x)
+    return windows * 1
+
+
+DECLINED = {
+    unfold_with_gaps: "windows with gaps",
+    expanded_zeroed: "a view that has elements twice",
+    row_of_expanded: "a view that has elements twice",
+    shifted_in_place: "reads memory that it writes as other elements",
+    foreach_in_turns: "reads memory that it writes as other elements",
+    strided_after_transposed_write: "memory that as_strided looks at",
+}
+
+
+@pytest.mark.parametrize("declined", DECLINED, ids=lambda declined: declined.__name__)
+def test_a_write_that_compilers_get_wrong_is_interpreted(declined) -> None:
+    config.backend = "aot_eager"
+
+    def step() -> None:
+        x = declined("lazy")
+        lazy_backend.mark_step()
+        assert_same(x, declined("cpu"))
+
+    step()
+    with pytest.warns(lazy_backend.CompileWarning, match="is not compiled but interpreted"):
+        step()
+    step()
+    (name,) = (name for name in metrics.counter_names() if name.startswith("CompileDeclined: "))
+    assert DECLINED[declined] in name
+    assert "test_views.py:" in name
+    assert metrics.counter_value("CompileDeclined") == metrics.counter_value(name) == 1
+    assert metrics.counter_value("Compile") == 0
+    assert "declined" in str(lazy_backend.explain())
+    assert DECLINED[declined] in str(lazy_backend.explain())
+
+
+def test_a_write_that_compilers_get_wrong_runs_as_it_is_with_the_eager_backend() -> None:
+    for _ in range(3):
+        x = unfold_with_gaps("lazy")
+        lazy_backend.mark_step()
+        assert_same(x, unfold_with_gaps("cpu"))
+    assert metrics.counter_value("Compile") == 1
+
+
+def strided_pieces(device: str) -> list[torch.Tensor]:
+    """Writes through `as_strided` that slices and views can do."""
+    base = grid(device, 4, 6) * 1
+    base.as_strided((2, 3), (6, 2), 7).mul_(3)
+    base[1:].as_strided((3,), (7,), 0).zero_()
+    base.fill_diagonal_(9)
+    base.t().as_strided((3, 2), (1, 12), 6).add_(1)
+    return [base]
+
+
+def test_writes_through_as_strided_are_compiled_where_views_can_do_them() -> None:
+    config.backend = "aot_eager"
+    for _ in range(3):
+        found = strided_pieces("lazy")
+        lazy_backend.mark_step()
+        assert_same(found, strided_pieces("cpu"))
+    assert metrics.counter_value("Compile") == 1
+
+
+def test_as_strided_looks_past_the_view_that_entered() -> None:
+    config.backend = "aot_eager"
+    base, real = grid("lazy", 4, 6), grid("cpu", 4, 6)
+    for _ in range(3):
+        results = []
+        for of in (base, real):
+            part = of[1:]
+            if of is base:
+                lazy_backend.mark_step()
+            part.clamp_(-5, 5)
+            results.append(part.as_strided((3,), (6,), 2).sum(0, keepdim=True))
+        assert_same(results[0], results[1])
+    assert metrics.counter_value("CompileFailed") == 0
 
 
 def test_the_table_compiles() -> None:

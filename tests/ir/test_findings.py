@@ -109,6 +109,33 @@ def test_python_that_takes_longer_than_the_runs() -> None:
     assert "75% of the time" in found.text
 
 
+def test_a_compiler_that_failed_in_the_background_does_not_stand_above_what_cost_more() -> None:
+    run = run_of()
+    run.compiles[1] = compiled(outcome="failed", seconds=900.0, begin=0.0, end=900.0, error="RuntimeError: no g++")
+    run.syncs[10] |= {"cause": "item()", "site": f"{SITE}:9", "run_seconds": 5.0}
+    found = find(run)
+    assert found[0].title == "item() cuts the step"
+    assert named(run, "the compiler failed").seconds == 0.0
+
+
+def test_a_compiler_that_failed_while_training_waited_costs_its_time() -> None:
+    run = run_of()
+    run.compiles[1] = compiled(outcome="failed", begin=1.0, end=1.9, error="RuntimeError: no g++")
+    run.syncs[50] |= {"compiles": [run.compiles[1]], "sync_seconds": 0.95, "begin": 0.99}
+    assert find(run)[0].title == "the compiler failed on graph #1"
+    assert find(run)[0].seconds == 0.9
+    assert not any("training waited for" in title for title in titles(run))
+
+
+def test_a_wait_that_was_asked_for_is_for_information() -> None:
+    run = run_of()
+    wait = {"call": "wait_for_compiles()", "site": f"{SITE}:3", "step": 5, "begin": 3.0, "seconds": 120.0}
+    run.waits = [wait | {"done": False}, wait | {"done": True, "begin": 130.0, "seconds": 12.0}]
+    found = named(run, "The program waited in wait_for_compiles()")
+    assert (found.seconds, found.count, found.is_fault, found.site) == (132.0, 2, False, f"{SITE}:3")
+    assert "twice, the last time until it was done" in found.text
+
+
 def memory(tensors: list[int]) -> list[Line]:
     return [
         {"time": float(step), "step": step, "device": "lazy:0", "tensors": count} for step, count in enumerate(tensors)
@@ -141,3 +168,4 @@ def test_the_most_expensive_comes_first() -> None:
     assert seconds == sorted(seconds, reverse=True)
     assert len(seconds) >= 2
     assert not found[-1].is_fault  # waiting for a device that limits the run
+    assert [finding.is_fault for finding in found] == sorted([finding.is_fault for finding in found], reverse=True)

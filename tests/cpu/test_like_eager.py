@@ -1,0 +1,195 @@
+"""Errors, strides and values that libraries and kernels make depend on the device: as eager's on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same
+from torch import nn
+from torch.nn import functional as F
+
+import lazy_backend
+from lazy_backend import config
+
+Call = Callable[[str], Any]
+
+
+@pytest.fixture(params=["run", "record"])
+def first_sight(request: pytest.FixtureRequest) -> None:
+    config.first_sight = request.param
+
+
+def floats(device: str, *shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape).to(device)
+
+
+def ints(device: str, *values: int) -> torch.Tensor:
+    return torch.tensor(values, device=device)
+
+
+def raised(call: Call, device: str) -> Exception:
+    with pytest.raises(Exception) as caught:
+        call(device)
+    return caught.value
+
+
+# ----- errors at the call, whether it runs or is recorded
+
+REFUSED: dict[str, Call] = {
+    "view across two subspaces": lambda d: floats(d, 5, 1, 6, 2).permute(2, 3, 1, 0).view(6, 10),
+    "view_as across two subspaces": lambda d: floats(d, 3, 4, 5).permute(0, 2, 1).view_as(floats(d, 60)),
+    "as_strided beyond the end": lambda d: floats(d, 6).as_strided((2, 4), (4, 4), 2),
+    "as_strided_ beyond the end": lambda d: (floats(d, 3) * 1).as_strided_((2,), (1,), 2),
+    "select of no dimension": lambda d: floats(d, 1, 1, 0, 2).select(-5, 1),
+    "softmax of no dimension": lambda d: floats(d, 0, 1).softmax(-3),
+    "softmax of complex": lambda d: torch.complex(floats(d, 3), floats(d, 3)).softmax(0),
+    "sort of no dimension": lambda d: floats(d, 6).sort(1),
+    "sort of complex": lambda d: torch.complex(floats(d, 3), floats(d, 3)).sort(),
+    "topk of complex": lambda d: torch.complex(floats(d, 3), floats(d, 3)).topk(1),
+    "gather from nothing": lambda d: floats(d, 1, 0).gather(1, ints(d, 0).unsqueeze(0)),
+    "index into nothing": lambda d: floats(d, 0, 2)[ints(d, 0)],
+    "index_select from nothing": lambda d: floats(d, 4, 0).index_select(1, ints(d, 0)),
+    "index_put of another shape": lambda d: floats(d, 3, 4).index_put_((ints(d, 0, 1),), floats(d, 3, 4)),
+    "pool of an empty window": lambda d: F.adaptive_avg_pool2d(floats(d, 1, 1, 0), 2),
+    "group_norm of complex": lambda d: F.group_norm(torch.complex(floats(d, 1, 2), floats(d, 1, 2)), 1),
+    "add of other sizes": lambda d: floats(d, 0, 3) + floats(d, 3, 0),
+    "norm of ints": lambda d: ints(d, 1, 2).norm(),
+    "norm of ints along a dimension": lambda d: ints(d, 1, 2).norm(dim=0),
+    "norm of ints to ints": lambda d: ints(d, 1, 2).norm(dtype=torch.int64),
+    "p-norm of ints": lambda d: torch.norm(ints(d, 1, 2), p=1),
+    "normalize of ints": lambda d: F.normalize(ints(d, 1, 2), dim=0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_eager_refuses_is_refused_at_the_call(name: str, first_sight) -> None:
+    found, expected = raised(REFUSED[name], "lazy"), raised(REFUSED[name], "cpu")
+    assert isinstance(found, type(expected))
+    assert str(found) == str(expected)
+
+
+def test_a_view_is_refused_where_nothing_may_run() -> None:
+    config.first_sight = "run"
+    x = floats("lazy", 5, 1, 6, 2)
+    with lazy_backend.allow_execution(False), pytest.raises(RuntimeError, match="view size is not compatible"):
+        x.permute(2, 3, 1, 0).view(6, 10)
+
+
+SHARED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add_": lambda x: x[1:].add_(x[:-1]),
+    "copy_": lambda x: x[1:].copy_(x[:-1]),
+    "lerp_": lambda x: x[1:].lerp_(x[:-1], 0.5),
+    "out": lambda x: torch.add(x[1:], 1, out=x[:-1]),
+    "cumsum": lambda x: torch.cumsum(x[1:], 0, out=x[:-1]),
+    "expand": lambda x: x.expand(2, 10).add_(1),
+    "index_put_": lambda x: x[1:].index_put_((torch.arange(3, device=x.device),), x[:3]),
+    "index_add_": lambda x: x[1:].index_add_(0, torch.arange(3, device=x.device), x[:3]),
+    "scatter_": lambda x: x[1:].scatter_(0, torch.arange(3, device=x.device), x[:3]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_overlapping_operands_are_refused_each_time(name: str, first_sight) -> None:
+    expected = raised(lambda device: SHARED[name](floats(device, 10)), "cpu")
+    x = floats("lazy", 10) * 1
+    for _ in range(3):
+        found = raised(lambda device: SHARED[name](x), "lazy")
+        assert type(found) is type(expected)
+        assert str(found) == str(expected)
+        lazy_backend.mark_step()
+    assert_same(x, floats("cpu", 10))
+
+
+def test_operands_that_share_memory_elementwise_or_not_at_all_are_recorded() -> None:
+    x, real = floats("lazy", 4, 6) * 1, floats("cpu", 4, 6) * 1
+    for of in (x, real):
+        of.mul_(of)
+        of[:, :3].add_(of[:, 3:])
+        of[::2].copy_(of[1::2])
+    assert_same(x, real)
+
+
+def test_an_error_of_values_names_the_line_at_the_sync() -> None:
+    y = floats("lazy", 3)[ints("lazy", 5)] * 2
+    with pytest.raises(lazy_backend.ExecutionError, match=r"out of bounds(?s:.*)test_like_eager.py"):
+        lazy_backend.mark_step(wait=True)
+    with pytest.raises(lazy_backend.PoisonedTensorError, match="out of bounds"):
+        y.cpu()
+
+
+# ----- what asks for the device
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_histc_of_ints_counts_as_of_floats(dtype: torch.dtype, first_sight) -> None:
+    x = torch.tensor([1, 2, 3, 3, 9, 0], dtype=dtype)
+    assert_same(torch.histc(x.to("lazy"), 4, 0, 3), torch.histc(x.double(), 4, 0, 3).to(dtype))
+
+
+@pytest.mark.parametrize("classes", [(0, -2, 1), (0, 7, 1)])
+def test_one_hot_of_a_class_out_of_range_is_refused(classes: tuple[int, ...]) -> None:
+    for first_sight in ("run", "record"):
+        config.first_sight = first_sight
+        text = str(raised(lambda device: F.one_hot(ints(device, *classes), 5), "cpu"))
+        with pytest.raises(RuntimeError, match=text):
+            F.one_hot(ints("lazy", *classes), 5).cpu()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_one_hot_as_eager(inference: bool, first_sight) -> None:
+    with torch.inference_mode(inference):
+        for classes in (-1, 5):
+            found = F.one_hot(ints("lazy", 0, 3, 1), classes)
+            assert found.cpu().tolist() == F.one_hot(ints("cpu", 0, 3, 1), classes).tolist()
+
+
+def test_one_hot_checks_classes_when_compiled() -> None:
+    config.backend = "aot_eager"
+    for values in ((0, 3, 1), (0, 3, 1), (1, 1, 1)):
+        x = torch.tensor(values).to("lazy")
+        assert_same(F.one_hot(x, 5), F.one_hot(torch.tensor(values), 5))
+        lazy_backend.mark_step()
+    with pytest.raises(RuntimeError, match="Class values must be non-negative"):
+        F.one_hot(torch.tensor((0, -3, 1)).to("lazy"), 5).cpu()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 3, 3), (2, 4, 2, 3, 3)])
+def test_group_norm_keeps_channels_last(shape: tuple[int, ...], inference: bool, first_sight) -> None:
+    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x = torch.randn(shape).to(memory_format=last)
+    with torch.inference_mode(inference):
+        found = F.group_norm(x.to("lazy").contiguous(memory_format=last), 2)
+        expected = F.group_norm(x, 2)
+    assert found.stride() == expected.stride()
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_group_norm_of_channels_last_has_gradients() -> None:
+    x = torch.randn(2, 4, 3, 3)
+    grads = []
+    for device in ("cpu", "lazy"):
+        leaf = x.to(device).clone().requires_grad_()
+        F.group_norm(leaf.contiguous(memory_format=torch.channels_last), 2).sin().sum().backward()
+        grads.append(leaf.grad.cpu())
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def encoded(device: str, norm: bool, aligned: bool, grad: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8) if norm else None).eval().to(device)
+    padding = torch.tensor([[False, False, True, True], [False, False, False, True]])
+    padding = padding if aligned else padding.flip(1)
+    with torch.set_grad_enabled(grad):
+        return encoder(torch.randn(2, 4, 8).to(device), src_key_padding_mask=padding.to(device)).detach().cpu()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("aligned", "grad"), [(True, False), (False, False), (True, True)])
+def test_padded_positions_of_an_encoder_are_eagers(norm: bool, aligned: bool, grad: bool) -> None:
+    torch.testing.assert_close(encoded("lazy", norm, aligned, grad), encoded("cpu", norm, aligned, grad))
