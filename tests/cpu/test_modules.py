@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from harness import assert_same, count, grid, run_python
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import lazy_backend
 from lazy_backend import LazyTensor
@@ -195,12 +197,85 @@ def test_weights_tied_after_the_move() -> None:
     assert model[0].weight.grad is model[1].weight.grad
 
 
-def test_a_lazy_linear_is_moved_after_its_first_call() -> None:
-    model = nn.LazyLinear(2)
-    with pytest.raises(lazy_backend.LazyBackendError, match="LazyLinear has parameters without a shape yet"):
-        model.to("lazy")
-    model(torch.ones(1, 3))
-    assert model.to("lazy")(torch.ones(1, 3, device="lazy")).shape == (1, 2)
+WITHOUT_SHAPES: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda **options: nn.LazyLinear(3, **options), (2, 4)),
+    "conv": (lambda **options: nn.LazyConv2d(3, 3, **options), (2, 4, 5, 5)),
+    "conv_transpose": (lambda **options: nn.LazyConvTranspose1d(3, 3, **options), (2, 4, 5)),
+    "batch_norm": (lambda **options: nn.LazyBatchNorm1d(**options), (2, 4)),
+    "instance_norm": (
+        lambda **options: nn.LazyInstanceNorm2d(affine=True, track_running_stats=True, **options),
+        (2, 4, 5, 5),
+    ),
+}
+without_shapes = pytest.mark.parametrize("name", WITHOUT_SHAPES)
+
+
+@without_shapes
+def test_a_module_without_shapes_is_moved_before_its_first_call(name: str) -> None:
+    make, shape = WITHOUT_SHAPES[name]
+    module = make()
+    before = [*module.parameters()]
+    optimizer = torch.optim.SGD(before, lr=0.1)
+    module.to("lazy")
+    assert [*map(id, module.parameters())] == [*map(id, before)]
+    assert {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} == {"lazy"}
+    assert repr(before[0]) == "<UninitializedParameter>"
+
+    module(grid("lazy", *shape)).sum().backward()
+    optimizer.step()
+    assert [*map(id, module.parameters())] == [*map(id, before)]
+    assert all(type(p) is lazy_backend.LazyTensor and isinstance(p, nn.Parameter) and p.requires_grad for p in before)
+    assert not type(module).__name__.startswith("Lazy")
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@without_shapes
+def test_a_module_without_shapes_computes_as_one_with(name: str) -> None:
+    make, shape = WITHOUT_SHAPES[name]
+    eager = make()
+    eager(grid("cpu", *shape))
+    lazy = make(device="lazy")
+    if name != "instance_norm":  # in eager, too, it does not learn its number of features from a state_dict
+        lazy.load_state_dict(eager.state_dict())
+    lazy(grid("lazy", *shape))
+    lazy.load_state_dict(eager.state_dict())
+    assert_same(lazy(grid("lazy", *shape)), eager(grid("cpu", *shape)))
+    assert_same([b.cpu() for b in lazy.buffers()], [*eager.buffers()])
+
+
+@without_shapes
+def test_a_module_without_shapes_goes_back_and_forth(name: str) -> None:
+    make, shape = WITHOUT_SHAPES[name]
+    module = make().to("lazy").double()
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+    copied = copy.deepcopy(module)
+    pickle.loads(pickle.dumps([*module.parameters()]))
+    module.cpu()
+    assert all(type(p) is UninitializedParameter for p in module.parameters())
+    assert module(grid("cpu", *shape, dtype=torch.float64)).device.type == "cpu"
+    assert copied(grid("lazy", *shape, dtype=torch.float64)).device.type == "lazy"
+
+
+def test_a_parameter_without_a_shape_keeps_its_errors_hooks_and_attributes() -> None:
+    module = nn.LazyLinear(3)
+    parameter = module.weight
+    parameter.tag = "mine"
+    module.to("lazy")
+    assert parameter.tag == "mine"
+    assert isinstance(parameter, UninitializedParameter)
+    with pytest.raises(RuntimeError, match="Can't access the shape of an uninitialized parameter"):
+        _ = parameter.shape
+    with pytest.raises(ValueError, match="Attempted to use an uninitialized parameter"):
+        _ = parameter + 1
+    assert isinstance(parameter.to("cpu"), UninitializedParameter)
+
+
+def test_uninitialised_tensors_of_the_default_device() -> None:
+    with torch.device("lazy"):
+        assert UninitializedBuffer().device.type == "lazy"
+        module = nn.LazyLinear(2)
+    assert module(grid("lazy", 1, 3)).shape == (1, 2)
+    assert UninitializedParameter(device="meta").device.type == "meta"
 
 
 def test_parametrizations_and_weight_norm() -> None:
