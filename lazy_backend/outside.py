@@ -11,12 +11,12 @@ import torch
 from lazy_backend import metrics
 from lazy_backend.cache.constants import ConstantKey, DataCacheArena
 from lazy_backend.context import DeviceContext
-from lazy_backend.errors import DeviceError
+from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.lowering.ir import TensorMeta, meta_of
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site
 from lazy_backend.tensor import UNWRITTEN, LazyStorage, LazyTensor, TensorData, wrap
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
 from lazy_backend.transfers import uploaded
 
 
@@ -32,13 +32,19 @@ def new_data(context: DeviceContext, tensor: torch.Tensor) -> LazyStorage:
     """A storage that holds `tensor`, a real tensor on the backing device that nobody else writes to."""
     base = tensor
     if tensor.storage_offset():
-        with clean_thread_state():
-            base = tensor.clone()
+        base = run_clean(tensor.clone)
     storage = LazyStorage(context, None, None, meta_of(base))
     storage.tensor = base
     context.register_tensor(storage)
     context.count_created()
     return storage
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All the memory behind a real tensor, in one dimension."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),))  # type: ignore[call-overload, no-any-return]
 
 
 # Host constants that were uploaded once; read-only, shared by as many inputs as have the value.
@@ -62,14 +68,17 @@ metrics.add_source(metrics.Source(_data_cache_counters, _reset_data_cache_counte
 
 def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of `tensor` on the backing device; 0-d tensors come from the constants cache and must not be written."""
-    with clean_thread_state():
-        tensor = tensor.detach()
-        copy = functools.partial(uploaded, tensor.nbytes, lambda: tensor.to(context.backing, copy=True))
-        if tensor.dim() or tensor.device.type != "cpu":
-            return copy()
-        key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))
-        cache = data_cache.get_data_cache(context.index)
-        return cache.get_device_data(key, copy)
+    return run_clean(_upload, context, tensor)
+
+
+def _upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    copy = functools.partial(uploaded, tensor.nbytes, lambda: tensor.to(context.backing, copy=True))
+    if tensor.dim() or tensor.device.type != "cpu":
+        return copy()
+    key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))
+    cache = data_cache.get_data_cache(context.index)
+    return cache.get_device_data(key, copy)
 
 
 def operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor, is_index: bool) -> TensorData:
@@ -84,7 +93,17 @@ def operand_from_outside(context: DeviceContext, op: Any, tensor: torch.Tensor, 
     return data
 
 
-def mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> DeviceError:
+def quantized_error() -> LazyBackendError:
+    return LazyBackendError(
+        f"a quantised tensor cannot be lazy\n  at {user_site()}\n"
+        "  keep it on the CPU, move its floats, as in tensor.dequantize().to('lazy'), or imitate the rounding with "
+        "torch.fake_quantize_per_tensor_affine"
+    )
+
+
+def mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> LazyBackendError:
+    if tensor.is_quantized:  # PyTorch leaves it where it is when it is moved to this device, and asks nobody
+        return quantized_error()
     return DeviceError(
         f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "
         f"{op._schema.name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"

@@ -13,11 +13,14 @@ import torch
 from torch.utils.hooks import warn_if_has_hooks
 
 from lazy_backend.context import contexts
+from lazy_backend.sparse_tensor import LazySparseTensor, attributes_of
 from lazy_backend.storage import LazyUntypedStorage, data_ptr, untyped_storage
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
+from lazy_backend.tracebacks import hide_internals
 
 
+@hide_internals
 def reduce_lazy(tensor: LazyTensor, protocol: Any) -> Any:
     """`LazyTensor.__reduce_ex__`."""
     warn_if_has_hooks(tensor)  # type: ignore[no-untyped-call]
@@ -52,6 +55,22 @@ def _reduce_plain(tensor: LazyTensor) -> tuple[Any, tuple[Any, ...]]:
     return torch._utils._rebuild_tensor_v2, (typed, *geometry)
 
 
+def reduce_sparse(tensor: LazySparseTensor, protocol: Any) -> Any:
+    """`LazySparseTensor.__reduce_ex__`: its indices and values, as lazy tensors."""
+    warn_if_has_hooks(tensor)  # type: ignore[no-untyped-call]
+    attributes = attributes_of(tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        arguments: tuple[Any, ...] = (tensor.detach(), tensor.requires_grad, OrderedDict())
+        if not attributes:
+            return torch._utils._rebuild_parameter, arguments
+        return torch._utils._rebuild_parameter_with_state, (*arguments, attributes)
+    rebuild, arguments = tensor._reduce_ex_internal(protocol)  # type: ignore[attr-defined]
+    if not attributes:
+        return rebuild, arguments
+    return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
+
+
+@hide_internals
 def dlpack(tensor: LazyTensor, **options: Any) -> Any:
     """`LazyTensor.__dlpack__`: the backing tensor's memory, once it is computed. The consumer must not write to it."""
     if tensor.requires_grad:
@@ -59,11 +78,17 @@ def dlpack(tensor: LazyTensor, **options: Any) -> Any:
     return executor.read(tensor._data, "dlpack").__dlpack__(**options)
 
 
+def _read_backing_tensor(tensor: LazyTensor) -> torch.Tensor:
+    """`LazyTensor._backing_tensor`: what `__tensor_flatten__` names. Reads, that is, cuts the graph."""
+    return executor.read(tensor._data, "inner tensor")
+
+
 def _location(storage: Any) -> str | None:
     device = getattr(storage, "lazy_device", None)
     return None if device is None else str(device)
 
 
+@hide_internals
 def _restore(storage: Any, location: str) -> Any:
     if not location.startswith("lazy"):
         return None
@@ -77,5 +102,7 @@ def install_serialization() -> None:
     LazyTensor.data_ptr = LazyTensor.const_data_ptr = data_ptr  # type: ignore[method-assign, attr-defined, assignment]
     LazyTensor.__dlpack__ = dlpack  # type: ignore[method-assign, assignment]
     LazyTensor.__reduce_ex__ = reduce_lazy  # type: ignore[method-assign, assignment]
+    LazyTensor._backing_tensor = property(_read_backing_tensor)  # type: ignore[assignment]
+    LazySparseTensor.__reduce_ex__ = reduce_sparse  # type: ignore[method-assign, assignment]
     # before CPU (10) and CUDA (20): our storages look like CPU ones to the others
     torch.serialization.register_package(5, _location, _restore)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from lazy_backend.context import DeviceContext
 from lazy_backend.device import context_of
 from lazy_backend.errors import CaptureError, CompileWarning
+from lazy_backend.lowering import rng
 from lazy_backend.lowering.executor import Executor, ExecutorConfig, GraphSignature
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.weights import Weights
@@ -27,7 +28,8 @@ from lazy_backend.settings import config
 from lazy_backend.sites import user_site, warn_user
 from lazy_backend.sync import SyncTensorsConfig, executor
 from lazy_backend.tensor import LazyTensor, TensorData, backing_tensor
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
+from lazy_backend.tracebacks import hide_internals
 
 E = TypeVar("E", bound=Executor)
 
@@ -39,10 +41,12 @@ class Served(Executor):
     unused_names: frozenset[str] = frozenset()
     fixed_names: frozenset[str] = frozenset()
 
+    @hide_internals
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One request. Raises `InputError` for arguments unlike the example inputs."""
         return self.execute_tree(args, kwargs)
 
+    @hide_internals
     def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         """Copies of `tensors` on the backing device, checked and folded. Lazy tensors are computed first.
 
@@ -57,11 +61,11 @@ class Served(Executor):
         if not isinstance(tensor, torch.Tensor):
             return tensor
         real = executor.read(tensor._data, "weights to serve") if isinstance(tensor, LazyTensor) else tensor
-        with clean_thread_state():
-            # copy: whoever trains the tensor further must not change what is served
-            return real.detach().to(self.graph.device, copy=True)
+        # copy: whoever trains the tensor further must not change what is served
+        return run_clean(lambda: real.detach().to(self.graph.device, copy=True))
 
 
+@hide_internals
 def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads: int = 1) -> Served:
     """`module_or_fn` for many threads, with weights that can be swapped while requests run.
 
@@ -155,11 +159,15 @@ def _record(
         executor.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), "serve")
         try:
             # deferred, whether it was seen or not: what the body writes must not be written
-            with config.patch(first_sight="record"), executor.refusing(refuse), torch.no_grad():
+            with config.patch(first_sight="record"), torch.no_grad():
                 copied, _ = pytree.tree_unflatten(given, in_spec)
-                outputs, out_spec = pytree.tree_flatten(function(*copied))
-                made = [_own(output, name) for output in outputs]
-                return _finish(context, names, given, made, in_spec, out_spec)
+
+                def run() -> _Recorded:
+                    outputs, out_spec = pytree.tree_flatten(function(*copied))
+                    made = [_own(output, name) for output in outputs]
+                    return _finish(context, names, given, made, in_spec, out_spec)
+
+                return executor.call_refusing(refuse, run)
         finally:
             context.new_trace()
 
@@ -182,6 +190,10 @@ def _own(output: Any, name: str) -> LazyTensor:
     return output.clone()  # type: ignore[return-value]
 
 
+def _clone_of(data: TensorData) -> torch.Tensor:
+    return backing_tensor(data).clone()
+
+
 def _finish(
     context: DeviceContext,
     names: Mapping[TensorData, str],
@@ -194,6 +206,11 @@ def _finish(
     trace = context.trace
     pending = {reference(): place for place, reference in enumerate(trace.pending)}
     data = executor.run_post_order(context, [pending[tensor._data.storage] for tensor in made])
+    if rng.has_own_generators([trace.seeds[place] for place in data.seeds]):
+        raise CaptureError(
+            "what is to be served draws random numbers from a torch.Generator, which requests from many threads cannot "
+            f"share\n  at {user_site()}\n  let it draw from torch's default generator"
+        )
     examples = {tensor._data: place for place, tensor in enumerate(given)}
     user_places: dict[int, int] = {}
     weights: dict[str, torch.Tensor] = {}
@@ -206,8 +223,7 @@ def _finish(
         name = names.get(source, f"constant {len(places)}")
         if source in names and parameter.base and source is not source.storage:
             raise CaptureError(f"{name} shares its memory with other tensors, so it could not be swapped")
-        with clean_thread_state():
-            weights[name] = backing_tensor(source.storage if parameter.base else source).clone()
+        weights[name] = run_clean(_clone_of, source.storage if parameter.base else source)
         places.append((name, place))
     return _Recorded(
         graph=data.graph,

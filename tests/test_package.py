@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -113,6 +114,95 @@ def test_modules_of_the_users_do_not_collide(tmp_path: Path) -> None:
 
 def test_import_torch_alone_is_enough(tmp_path: Path) -> None:
     assert run_python("import torch; print(torch.ones(2, device='lazy').device)", tmp_path) == "lazy:0\n"
+
+
+USE = "import torch, lazy_backend; print(torch.ones(2, device='lazy').sum().item(), lazy_backend.__file__)"
+
+
+def copy_of_the_checkout(folder: Path) -> Path:
+    """What git would give, without its history."""
+    copied = folder / "checkout"
+    copied.mkdir()
+    for name in (*LAYERS, "pyproject.toml", "README.md", "LICENSE", "lazy_backend_autoload.py"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copied)
+    return copied
+
+
+def test_a_checkout_works_without_being_installed(tmp_path: Path) -> None:
+    checkout = copy_of_the_checkout(tmp_path)
+    expected = f"2.0 {checkout / 'lazy_backend' / '__init__.py'}\n"
+    assert run_python(USE, checkout) == expected  # -c looks in the folder first, before what is installed
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert run_python(USE, elsewhere, PYTHONPATH=str(checkout)) == expected
+    assert run_python(USE, elsewhere, PYTHONPATH=str(checkout), TORCH_DEVICE_BACKEND_AUTOLOAD="0") == expected
+
+
+def test_a_program_in_a_checkout_is_compiled(tmp_path: Path) -> None:
+    code = """
+import torch, lazy_backend
+x = torch.ones(2, device="lazy")
+for _ in range(3):
+    y = (x * 2 + 1).tolist()
+lazy_backend.wait_for_compiles()
+print(y, lazy_backend.metrics.counter_value("CompileFailed"), lazy_backend.metrics.counter_value("Compile"))
+"""
+    settings = {"LAZY_BACKEND_BACKEND": "inductor", "LAZY_BACKEND_COMPILE": "background"}
+    assert run_python(code, copy_of_the_checkout(tmp_path), **settings) == "[3.0, 3.0] 0 1\n"
+
+
+@pytest.mark.slow
+def test_a_checkout_works_after_it_was_installed_from(tmp_path: Path) -> None:
+    checkout, site = copy_of_the_checkout(tmp_path), tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*command, str(site), "."], cwd=checkout, check=True, timeout=300)
+    assert run_python(USE, tmp_path, PYTHONPATH=str(site)).endswith(f" {site / 'lazy_backend' / '__init__.py'}\n")
+    expected = f"2.0 {checkout / 'lazy_backend' / '__init__.py'}\n"
+    assert run_python(USE, checkout, PYTHONPATH=str(site)) == expected
+    assert (site / "lazy_backend_autoload.py").exists()
+
+
+def test_a_copy_of_the_package_alone_takes_nobodys_folders(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "lazy_backend", tmp_path / "lazy_backend", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("lowering", "cache"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("print('mine')\n")
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'mine'\n")
+    code = "import lazy_backend; print(len(lazy_backend.__path__))"
+    # what it lacks comes from the installed package, if from anywhere
+    done = subprocess.run([sys.executable, "-Wignore", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "mine" not in done.stdout
+
+
+def test_an_autoload_that_fails_warns_and_torch_works(tmp_path: Path) -> None:
+    broken = tmp_path / "lazy_backend"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise OSError('no such disk')\n")
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+print(torch.ones(2).sum().item(), [str(w.message) for w in caught if "lazy" in str(w.message)])
+"""
+    printed = run_python(code, tmp_path, PYTHONPATH=str(ROOT))
+    assert printed.startswith("2.0 ")
+    assert "lazy_backend could not be loaded: OSError: no such disk" in printed
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in printed
+
+
+def test_torch_lazy_is_there_without_an_import_of_it(tmp_path: Path) -> None:
+    code = """
+import torch
+x = torch.ones(2, device="lazy") + 1
+torch._lazy.mark_step()
+import torch.lazy
+print(torch.lazy.synchronize(), torch.get_device_module("lazy") is torch.lazy, x.tolist())
+"""
+    assert run_python(code, tmp_path) == "None True [2.0, 2.0]\n"
 
 
 def test_autoload_can_be_turned_off(tmp_path: Path) -> None:

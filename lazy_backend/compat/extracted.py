@@ -16,6 +16,7 @@ import torch
 from lazy_backend.computation import check_lazy
 from lazy_backend.context import DeviceContext
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.lowering import rng
 from lazy_backend.lowering.computation import make_key
 from lazy_backend.lowering.executor import Executor, GraphSignature
 from lazy_backend.lowering.ir import Graph, TensorMeta, meta_of
@@ -23,7 +24,7 @@ from lazy_backend.lowering.weights import InputError, check_tensor
 from lazy_backend.serve import make_executor
 from lazy_backend.sync import conform, executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, backing_tensor
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,15 @@ class ExtractedGraph:
             for place, (tensor, meta) in enumerate(zip(inputs, self.inputs, strict=True))
         ]
         outputs = self.executor.execute(laid[: len(self.graph.inputs)])
-        with clean_thread_state(), torch.no_grad():
-            for place in self.graph.mutated_inputs():
-                if meta_of(inputs[place]) is not self.inputs[place]:
-                    inputs[place].copy_(laid[place])
-            return [self._look(leaf, inputs, laid, outputs) for leaf in self.leaves]
+        return run_clean(self._results, inputs, laid, outputs)
+
+    def _results(
+        self, inputs: Sequence[torch.Tensor], laid: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        for place in self.graph.mutated_inputs():
+            if meta_of(inputs[place]) is not self.inputs[place]:
+                inputs[place].copy_(laid[place])
+        return [self._look(leaf, inputs, laid, outputs) for leaf in self.leaves]
 
     def _look(
         self,
@@ -106,6 +111,11 @@ def extract(tensors: Sequence[torch.Tensor]) -> tuple[ExtractedGraph, list[Tenso
     with context.lock:
         data = executor.post_order_of(lazy)
         trace = context.trace
+        if rng.has_own_generators([trace.seeds[place] for place in data.seeds]):
+            raise LazyBackendError(
+                "a graph that draws random numbers from a torch.Generator cannot be extracted\n"
+                "  let it draw from torch's default generator"
+            )
         sources = [_entered(trace.inputs[parameter.index], parameter.base) for parameter in data.parameters]
         storages = {tensor._data.storage for tensor in lazy}
         made = [s for reference in trace.pending if (s := reference()) is not None and s in storages]
@@ -141,6 +151,5 @@ def _leaf(tensor: LazyTensor, made: Sequence[LazyStorage], sources: list[TensorD
 def copies_of(sources: Sequence[TensorData]) -> list[torch.Tensor]:
     """Real tensors with the values of `sources` from before the trace. Waits for the run under way, cuts nothing."""
     for context in dict.fromkeys(source.context for source in sources):
-        context.locker.barrier()
-    with clean_thread_state():
-        return [backing_tensor(source).clone() for source in sources]
+        executor.barrier(context)
+    return run_clean(lambda: [backing_tensor(source).clone() for source in sources])

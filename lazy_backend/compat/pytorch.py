@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._lazy  # PyTorch's test helpers use it without importing it; 0.3 ms
+import torch.amp.autocast_mode
 import torch.optim.optimizer
 import torch.optim.swa_utils
 import torch.utils._foreach_utils as foreach_utils
@@ -24,11 +25,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import (  # type: ignore[attr-defined]
+    UninitializedBuffer,
+    UninitializedParameter,
+    UninitializedTensorMixin,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lazy_backend.errors import DeviceError, LazyBackendError
+from lazy_backend.outside import quantized_error
+from lazy_backend.sites import user_site
+from lazy_backend.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor
 from lazy_backend.tensor import NOT_TRACED, LazyTensor
+from lazy_backend.tracebacks import hide_internals
+from lazy_backend.uninitialized import UninitializedLazyBuffer, UninitializedLazyParameter, moved
+
+_LAZY = (LazyTensor, LazySparseTensor)
 
 # kept from before it is redirected
 _default_device_type_of_ltc = torch._C._lazy._get_default_device_type
@@ -62,8 +74,8 @@ def refuse_second_backend() -> None:
 
 def redirect_torch_lazy(mark_step: Callable[..., None], wait_device_ops: Callable[..., None]) -> None:
     """`torch._lazy.mark_step()` and `wait_device_ops()` reach this package: PyTorch's own test helpers call them."""
-    torch._C._lazy._mark_step = lambda device, devices, wait: mark_step(device, wait=wait)
-    torch._C._lazy._wait_device_ops = lambda devices: wait_device_ops(devices)
+    torch._C._lazy._mark_step = hide_internals(lambda device, devices, wait: mark_step(device, wait=wait))
+    torch._C._lazy._wait_device_ops = hide_internals(lambda devices: wait_device_ops(devices))
     torch._C._lazy._get_default_device_type = lambda: "lazy"
 
 
@@ -104,6 +116,43 @@ def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
     torch.set_default_tensor_type = set_default_tensor_type
 
 
+def support_generators(make: Callable[[torch.device], torch.Generator]) -> None:
+    """`torch.Generator(device="lazy")` gives what `make` makes.
+
+    Its constructor is C code that asks for one of PyTorch's own accelerators, and a C type's attributes cannot be
+    replaced. But the type has a metaclass in Python (torch/_opaque_base.py, checked on 2.13), where a call goes first.
+    """
+    metaclass: Any = type(torch.Generator)
+    if metaclass is type:
+        return
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.Generator:
+            device = args[0] if args else kwargs.get("device")
+            if isinstance(device, str | torch.device) and torch.device(device).type == "lazy":
+                return make(torch.device(device))
+        return type.__call__(cls, *args, **kwargs)
+
+    metaclass.__call__ = call
+
+
+def explain_autocast() -> None:
+    """`torch.autocast("lazy")` says what to do instead: PyTorch knows a device type only if it has a key for it."""
+    original = torch.amp.autocast_mode.autocast.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "lazy":
+            raise LazyBackendError(
+                f"torch.autocast does not know the lazy device yet\n  at {user_site()}\n"
+                "  leave it out to compute in float32; or convert the model and its inputs, as in "
+                "model.to('lazy', torch.bfloat16)"
+            )
+        original(self, device_type, *args, **kwargs)
+
+    torch.amp.autocast_mode.autocast.__init__ = __init__  # type: ignore[method-assign]
+
+
 def support_fused_optimizers() -> None:
     """Let torch.optim take `fused=True`: the backing device has the kernels, and a call is recorded as it is."""
     optimizer: Any = sys.modules["torch.optim.optimizer"]
@@ -138,6 +187,78 @@ def export_to_dlpack() -> None:
     module.to_dlpack = to_dlpack
 
 
+def norm_as_on_the_cpu() -> None:
+    """`torch.norm` calls `linalg` for the devices it lists and older kernels, with other errors, for the rest."""
+    original = torch.functional.norm
+
+    @functools.wraps(original)
+    def norm(
+        input: torch.Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+    ) -> torch.Tensor:
+        if not isinstance(input, LazyTensor) or torch.overrides.has_torch_function_unary(input):
+            return original(input, p, dim, keepdim, out, dtype)
+        dims = [dim] if isinstance(dim, int) else dim
+        options = {"dtype": dtype} if out is None else {"dtype": dtype, "out": out}
+        if not isinstance(p, str) or (p == "fro" and (dims is None or len(dims) <= 2)):
+            order = 2.0 if p is None or isinstance(p, str) else p
+            return torch.linalg.vector_norm(input, order, dims, keepdim, **options)
+        return torch.linalg.matrix_norm(input, p, [*range(input.ndim)] if dims is None else dims, keepdim, **options)
+
+    torch.functional.norm = torch.norm = norm
+
+
+def pad_encoded_as_on_the_cpu() -> None:
+    """`nn.TransformerEncoder` in evaluation takes its input apart by the padding mask, on the devices it lists.
+
+    What is padded becomes 0 there, before the last norm. The lazy device's layers see all of it, so that is put in.
+    """
+    original = torch.nn.TransformerEncoder.forward
+
+    @functools.wraps(original)
+    def forward(
+        self: torch.nn.TransformerEncoder,
+        src: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> torch.Tensor:
+        encoded = original(self, src, mask, src_key_padding_mask, is_causal)
+        padding = src_key_padding_mask
+        if not isinstance(src, LazyTensor) or padding is None or mask is not None:
+            return encoded
+        padding = padding if padding.dtype == torch.bool else padding.isneginf()
+        if not _takes_padding_out(self, src, padding):
+            return encoded
+        nothing = encoded.new_zeros(encoded.shape[-1:])
+        padded = nothing if self.norm is None else self.norm(nothing)
+        return torch.where(padding.unsqueeze(-1), padded, encoded)
+
+    torch.nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+
+
+def _takes_padding_out(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, padding: torch.Tensor) -> bool:
+    """The conditions of `TransformerEncoder.forward` but for the device."""
+    layer: Any = encoder.layers[0]
+    parameters = [
+        tensor for part in (layer.self_attn, layer.norm1, layer.norm2, layer.linear1, layer.linear2)
+        for tensor in part.parameters()
+    ]  # fmt: skip
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and getattr(encoder, "use_nested_tensor", False)
+        and not layer.training
+        and src.dim() == 3
+        and not torch.is_autocast_enabled()
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *parameters)))
+        # reads the mask, as in eager; what lies anywhere else is not taken apart
+        and (not getattr(encoder, "mask_check", True) or _is_left_aligned(src, padding))
+    )
+
+
+def _is_left_aligned(src: torch.Tensor, padding: torch.Tensor) -> bool:
+    return bool(torch._nested_tensor_from_mask_left_aligned(src, padding.logical_not()))
+
+
 def collate_by_stacking() -> None:
     """A DataLoader's worker collates tensors in shared memory, which lazy ones have none of."""
 
@@ -157,20 +278,25 @@ def keep_parameters_when_moved() -> None:
 
     @functools.wraps(original)
     def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
-        _refuse_uninitialized(self, fn, recurse)
+        _refuse_quantized(self, fn)
+        apart: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (place, _move_by_swapping(place, fn)) for place in (self._parameters, self._buffers)
+        ]
         kept = [_Kept(parameter) for parameter in self._parameters.values() if parameter is not None]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         if swaps or not any(isinstance(parameter, LazyTensor) for parameter in self.parameters(recurse)):
-            moved = original(self, fn, recurse)
+            original(self, fn, recurse)
         else:
             torch.__future__.set_swap_module_params_on_conversion(True)
             try:
-                moved = original(self, fn, recurse)
+                original(self, fn, recurse)
             finally:
                 torch.__future__.set_swap_module_params_on_conversion(False)
         for parameter in kept:
             parameter.restore()
-        return moved
+        for place, tensors in apart:
+            place.update(tensors)
+        return self
 
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     torch.utils.swap_tensors = _swap_tensors_or(torch.utils.swap_tensors)  # type: ignore[assignment]
@@ -181,14 +307,15 @@ class _Kept:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
-        self.was_lazy = isinstance(parameter, LazyTensor)
-        self.attributes = {name: value for name, value in parameter.__dict__.items() if name != "_data"}
+        self.was_lazy = isinstance(parameter, _LAZY)
+        ours = ("_data", "_real", "_context", "_parts")
+        self.attributes = {name: value for name, value in parameter.__dict__.items() if name not in ours}
         self.hooks = parameter._backward_hooks
         self.grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
     def restore(self) -> None:
         parameter = self.parameter
-        if self.was_lazy or isinstance(parameter, LazyTensor):
+        if self.was_lazy or isinstance(parameter, _LAZY):
             parameter.__dict__.update(self.attributes)
             # assigning them is what arms the new data's
             if self.hooks:
@@ -206,7 +333,7 @@ def _swap_tensors_or(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        if not isinstance(t1, LazyTensor) and not isinstance(t2, LazyTensor):
+        if not isinstance(t1, _LAZY) and not isinstance(t2, _LAZY):
             original(t1, t2)
             return
         for tensor in (t1, t2):
@@ -227,35 +354,83 @@ def _refuse_backward(grad_outputs: Any) -> None:
     )
 
 
-def _refuse_uninitialized(module: torch.nn.Module, fn: Callable[..., Any], recurse: bool) -> None:
-    """`LazyLinear` and its like change the class of their parameters later, which a swapped parameter cannot."""
-    if any(isinstance(p, UninitializedTensorMixin) for p in module.parameters(recurse)) and isinstance(
-        fn(torch.empty(0)), LazyTensor
+def _refuse_quantized(module: torch.nn.Module, fn: Callable[..., Any]) -> None:
+    """PyTorch would leave quantised tensors where they are, and say nothing."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.is_quantized and isinstance(fn(torch.empty(0)), LazyTensor):
+            raise quantized_error()
+
+
+def make_uninitialized_on_device() -> None:
+    """`nn.LazyLinear(2, device="lazy")`: PyTorch makes tensors without a shape of classes that dispatch nothing."""
+    for kind, lazy_kind in (
+        (UninitializedParameter, UninitializedLazyParameter),
+        (UninitializedBuffer, UninitializedLazyBuffer),
     ):
-        raise LazyBackendError(
-            f"{type(module).__name__} has parameters without a shape yet and cannot be moved to the lazy device\n"
-            "  call it once on the CPU, with a batch of the right size, then move it"
-        )
+        kind.__new__ = staticmethod(_new_uninitialized(kind.__new__, lazy_kind))  # type: ignore[method-assign]
+
+
+def _new_uninitialized(original: Callable[..., Any], lazy_kind: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # the default device counts too
+        device = args[1] if len(args) > 1 else kwargs.get("device")
+        is_lazy = isinstance(torch.empty(0, device=device), LazyTensor)
+        return lazy_kind(*args, **kwargs) if is_lazy else original(cls, *args, **kwargs)
+
+    return new
+
+
+def _move_by_swapping(tensors: dict[str, Any], fn: Callable[..., Any]) -> dict[str, Any]:
+    """Take out of `tensors` what PyTorch cannot move to the lazy device or from there, and move it; objects stay.
+
+    It would ask tensors without a shape for one, and assign to sparse parameters, which would keep their device.
+    """
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.nn.Parameter) and tensor.layout in SPARSE_LAYOUTS:
+            if _move_sparse(tensor, fn):
+                found[name] = tensor
+            continue
+        if isinstance(tensor, UninitializedTensorMixin):
+            with torch._C.DisableTorchFunctionSubclass():
+                example = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+                if not isinstance(tensor, LazyTensor) and not isinstance(example, LazyTensor):
+                    continue
+                kept = _Kept(tensor)
+                torch.utils.swap_tensors(tensor, moved(tensor, example))
+                kept.restore()
+            found[name] = tensor
+    for name in found:
+        tensors[name] = None
+    return found
+
+
+def _move_sparse(parameter: torch.nn.Parameter, fn: Callable[..., Any]) -> bool:
+    """Whether a sparse parameter comes from the lazy device or goes there; then it has been moved."""
+    with torch.no_grad():
+        applied = fn(parameter)
+        if not isinstance(parameter, LazySparseTensor) and not isinstance(applied, LazySparseTensor):
+            return False
+        gradient = None if parameter.grad is None else fn(parameter.grad)
+    parameter.grad = None
+    kept = _Kept(parameter)
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+    kept.restore()
+    parameter.grad = gradient
+    return True
 
 
 def let_dynamo_trace(traces_for_us: Callable[[], bool], guards: frozenset[str]) -> None:
     """Let Dynamo trace lazy tensors where `traces_for_us`: it refuses the device "lazy" by name, LTC's tensors.
 
     They become fake tensors of device lazy, as real ones of any other device. Dynamo asks for the inner tensors of
-    every class that has `__tensor_flatten__`, which ours has for `Module.to`: there are none. Its guards ask again when
-    nobody traces: they are known by their files, `guards`. Whoever else asks gets the error that says what to do.
+    every class that has `__tensor_flatten__`: there are none for it. Its guards ask again when nobody traces: they are
+    known by their modules, `guards`. Other compilers get the error that says what to do.
     """
-    refuse = LazyTensor.__tensor_flatten__
-
-    def flatten(self: LazyTensor) -> tuple[list[str], Any]:
-        caller: types.FrameType | None = sys._getframe(1)
-        if caller is not None and caller.f_code.co_filename == "<string>":  # an expression that guards evaluate
-            caller = caller.f_back
-        if (caller is not None and caller.f_code.co_filename in guards) or traces_for_us():
-            return [], None
-        return refuse(self)
-
-    LazyTensor.__tensor_flatten__ = flatten  # type: ignore[method-assign]
+    LazyTensor._may_be_traced_by = staticmethod(  # type: ignore[method-assign]
+        lambda compiler: compiler in guards or traces_for_us()
+    )
     original = FakeTensorConverter.from_real_tensor
 
     @functools.wraps(original)

@@ -23,7 +23,9 @@ from lazy_backend.compat.pytorch import check_no_second_backend
 from lazy_backend.context import contexts
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.settings import config
+from lazy_backend.sites import is_ours
 from lazy_backend.tensor import wrap
+from lazy_backend.tracebacks import hide_internals
 
 
 class Installation:
@@ -73,7 +75,7 @@ def install() -> Installation:
 def _functions() -> dict[tuple[Any, str], Callable[..., Any]]:
     """Every function of the two C modules, and what stands in for it. Internal modules of PyTorch, checked on 2.13."""
     core, ts_backend = torch._C._lazy, torch._C._lazy_ts_backend
-    return {
+    functions: dict[tuple[Any, str], Callable[..., Any]] = {
         (core, "_mark_step"): _mark_step,
         (core, "_wait_device_ops"): lambda devices: api.wait_device_ops(devices),
         (core, "_sync_multi"): _sync_multi,
@@ -99,6 +101,7 @@ def _functions() -> dict[tuple[Any, str], Callable[..., Any]]:
         (ts_backend, "_run_cached_graph"): _run_cached_graph,
         (ts_backend, "_get_latest_computation_graph"): _get_latest_computation_graph,
     }
+    return {place: hide_internals(function) for place, function in functions.items()}
 
 
 # ----- syncs
@@ -121,7 +124,7 @@ def _sync_multi(
 
 def _save_graphs(path: str, form: str) -> None:
     """Append what is pending on each device to `path`, with the stack of the call, innermost frame first."""
-    frames = traceback.extract_stack()[:-2]
+    frames = [frame for frame in traceback.extract_stack() if not is_ours(frame.filename)]
     stack = "".join(f"  {frame.name} ({frame.filename}:{frame.lineno})\n" for frame in reversed(frames))
     with open(path, "a") as file:
         for context in contexts.get_active_devices():

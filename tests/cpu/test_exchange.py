@@ -19,6 +19,8 @@ import torch
 from harness import assert_same, count, grid
 from test_manners import Case, outcome, rows
 from torch import nn
+from torch.distributed import checkpoint
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import lazy_backend
@@ -119,6 +121,25 @@ def test_a_lazy_file_loads_under_the_device_context(location, tmp_path: Path) ->
     assert_same(x, torch.arange(3.0))
 
 
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("kind", [lambda x: x, nn.Parameter, lambda x: x.to(torch.int64), lambda x: x.to(torch.uint16)])
+@pytest.mark.parametrize("saved_on", ["cpu", "lazy"])
+def test_a_tensor_without_dimensions_loads(saved_on: str, kind, weights_only: bool, tmp_path: Path) -> None:
+    x = kind(torch.tensor(3.0))
+    torch.save([x.detach().to(saved_on), x], tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", map_location="lazy", weights_only=weights_only)
+    assert all(one.is_lazy for one in loaded)
+    assert_same(loaded, [x.detach(), x])
+
+
+def test_tensors_without_dimensions_share_a_storage_again(tmp_path: Path) -> None:
+    base = torch.arange(3.0)
+    torch.save([base, base[1]], tmp_path / "x.pt")
+    loaded, element = torch.load(tmp_path / "x.pt", map_location="lazy")
+    loaded.mul_(2)
+    assert element.item() == 2.0
+
+
 def test_a_file_without_data_has_the_geometry(tmp_path: Path) -> None:
     with torch.serialization.skip_data():
         torch.save(grid("lazy", 3), tmp_path / "x.pt")
@@ -149,6 +170,79 @@ def test_safetensors_saves_and_loads_a_tied_module(tmp_path: Path) -> None:
         model[0].weight.zero_()
     safetensors.load_model(model, str(tmp_path / "model.safetensors"))
     assert model[1].weight.tolist() == expected
+
+
+# ----- libraries that ask a tensor for its inner ones
+
+
+def inner(x: torch.Tensor) -> torch.Tensor:
+    """As libraries ask that know nothing of us."""
+    assert is_traceable_wrapper_subclass(x)
+    (name,), _ = x.__tensor_flatten__()
+    return getattr(x, name)
+
+
+def test_the_inner_tensor_has_the_memory_and_the_geometry() -> None:
+    x = grid("lazy", 2, 3) * 2
+    assert_same(inner(x), grid("cpu", 2, 3) * 2)
+    assert inner(x).data_ptr() == x.data_ptr()
+    assert_same(inner(x.t()[1:]), (grid("cpu", 2, 3) * 2).t()[1:])
+    assert inner(x.t()[1:]).untyped_storage().data_ptr() == inner(x).untyped_storage().data_ptr()
+
+
+def test_asking_for_the_inner_tensors_names_runs_nothing_and_reading_one_is_a_cut() -> None:
+    x = torch.ones(3, device="lazy") + 1
+    with count("GraphCut") as cuts:
+        x.__tensor_flatten__()
+        assert cuts() == 0
+        inner(x)
+    assert cuts() == 1
+
+
+def test_a_tensor_is_made_again_from_its_inner_one() -> None:
+    x = grid("lazy", 3) * 2
+    doubled = transform_subclass(x, lambda name, tensor: tensor * 2)
+    assert doubled.is_lazy
+    assert_same(doubled, torch.arange(3.0) * 4)
+
+
+@pytest.mark.parametrize(
+    "ask", [torch._dynamo.mark_dynamic, torch._dynamo.mark_static, torch._dynamo.maybe_mark_dynamic]
+)
+def test_dimensions_can_be_marked(ask) -> None:
+    x = torch.ones(3, device="lazy") + 1
+    with count("GraphCut") as cuts:
+        ask(x, 0)
+    assert cuts() == 0
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", 40])
+def test_the_hub_saves_a_tied_module(max_shard_size, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    model = tied().to("lazy")
+    hub.save_torch_model(model, tmp_path, max_shard_size=max_shard_size)
+    loaded = tied()
+    with torch.no_grad():
+        loaded[0].weight.zero_()
+    hub.load_torch_model(loaded, tmp_path, strict=False)
+    assert_same(model.state_dict(), loaded.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own: no process group
+def test_a_distributed_checkpoint_of_one_process(tmp_path: Path) -> None:
+    model = tied().to("lazy")
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    for device in ("lazy", "cpu"):
+        state = {"model": {name: torch.zeros_like(x) for name, x in tied().to(device).state_dict().items()}}
+        checkpoint.load(state, checkpoint_id=tmp_path)
+        assert_same({name: x.cpu() for name, x in state["model"].items()}, tied().state_dict())
 
 
 # ----- storages and pointers
