@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lazy_backend.explanation import Explanation, explain
-from lazy_backend.history import CompileRecord, SyncRecord, history
+from lazy_backend.history import CompileRecord, SyncRecord, WaitRecord, history
 
 # Seconds: what rounding may make of two moments that are the same.
 _TOLERANCE = 1e-9
@@ -95,7 +95,8 @@ def _lanes(explanation: Explanation) -> list[_Lane]:
     devices = sorted({record.device for record in explanation.records})
     for device in devices:
         records = [record for record in explanation.records if record.device == device]
-        lanes += _placed(f"{device} {_RECORDING}", _recording(records), len(lanes))
+        waits = [_wait(wait) for wait in explanation.waits] if device == devices[0] else []
+        lanes += _placed(f"{device} {_RECORDING}", [*_recording(records), *waits], len(lanes))
     lanes += _placed(_COMPILING, [_compiling(compiled) for compiled in explanation.compiles], len(lanes))
     for device in devices:
         records = [record for record in explanation.records if record.device == device]
@@ -140,6 +141,12 @@ def _sync(record: SyncRecord) -> _Slice:
         (wait,) if record.wait_seconds else (),
         None if record.run_begin is None else ("s", record.number),
     )
+
+
+def _wait(wait: WaitRecord) -> _Slice:
+    """A wait that the program asked for, whatever the device: it is shown where the first one is recorded."""
+    args = {"site": wait.site, "step": wait.step, "done": wait.done}
+    return _Slice(f"wait: {wait.call}", "wait", wait.begin, wait.seconds, args)
 
 
 def _about(record: SyncRecord) -> dict[str, Any]:

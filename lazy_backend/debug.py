@@ -12,10 +12,12 @@ from lazy_backend.difference import shown_site
 from lazy_backend.lowering.fx import to_fx
 from lazy_backend.lowering.ir import Graph, Node, Value
 from lazy_backend.sync import executor
+from lazy_backend.tracebacks import hide_internals
 
 __all__ = ["dump_ir", "export_chrome_trace", "render_ir_graph"]
 
 
+@hide_internals
 def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
     """The graph that computes `tensors`, which stay pending.
 
@@ -34,6 +36,7 @@ def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
     return str(module.code)
 
 
+@hide_internals
 def render_ir_graph(tensors: Sequence[torch.Tensor], lines: bool = False) -> str:
     """The graph that computes `tensors`, in Graphviz's dot language: data edges solid, effects dashed.
 
@@ -43,7 +46,7 @@ def render_ir_graph(tensors: Sequence[torch.Tensor], lines: bool = False) -> str
 
 
 def _graph_of(tensors: Sequence[torch.Tensor]) -> Graph:
-    return executor.post_order_of(check_lazy(tensors)).graph
+    return executor.graph_of(check_lazy(tensors))
 
 
 def _to_dot(graph: Graph, lines: bool) -> str:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.explanation import explain_record
 from lazy_backend.history import SyncRecord
 from lazy_backend.lowering.canonical import PostOrderData
@@ -27,7 +28,7 @@ from lazy_backend.lowering.shapes import SymbolicGraph
 from lazy_backend.lowering.specialise import CompileReport
 from lazy_backend.settings import config
 
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 def write(text: str) -> None:
@@ -69,7 +70,12 @@ def tell_run(device: str, computation: Computation, plan: str, seconds: float, e
 
 def told(report: CompileReport) -> str:
     """A compile that began, ended or failed, or what was found on disk, in a line."""
-    what = {"started": "compiling in the background", "loaded": "found compiled on disk", "failed": "not compiled"}
+    what = {
+        "started": "compiling in the background",
+        "loaded": "found compiled on disk",
+        "failed": "not compiled",
+        "declined": "interpreted for good",
+    }
     seconds = f" in {report.seconds:.1f} s" if report.seconds else ""
     many = " for many shapes" if report.symbolic else ""
     error = "" if report.error is None else f": {type(report.error).__name__}"

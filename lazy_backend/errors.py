@@ -40,7 +40,7 @@ class LazyBackendWarning(UserWarning):
 
 
 class GraphCutWarning(LazyBackendWarning):
-    """A graph was cut for a reason the user may want to know: too long, or an op that cannot be recorded."""
+    """A graph was cut where nobody asked for it, or grows because nobody cuts it."""
 
 
 class CacheWarning(LazyBackendWarning):

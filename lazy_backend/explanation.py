@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from lazy_backend.difference import shown_site
-from lazy_backend.history import CompileRecord, Program, SyncRecord, history
+from lazy_backend.history import CompileRecord, Program, SyncRecord, WaitRecord, history
 from lazy_backend.memory import MemorySeries
 from lazy_backend.run_log import describe_process, source_lines
+from lazy_backend.tracebacks import hide_internals
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Explanation:
     compiles: Sequence[CompileRecord]
     programs: Sequence[Program]
     memory: MemorySeries
+    waits: Sequence[WaitRecord] = ()
 
     def misses(self) -> list[SyncRecord]:
         """The syncs that were not served by what was known: those that have something to explain."""
@@ -57,6 +59,7 @@ class Explanation:
         yield from (compiled.to_dict() for compiled in self.compiles)
         yield from records
         yield from (sample.to_dict() for sample in self.memory.samples)
+        yield from (wait.to_dict() for wait in self.waits)
         yield from (peak.to_dict() for peak in self.memory.peaks.values())
         yield {"type": "state", **history.state()}
 
@@ -78,6 +81,7 @@ class Explanation:
         )
 
 
+@hide_internals
 def explain(last: int | None = None) -> Explanation:
     """One record for each sync since the start or the last `metrics.reset()`; the `last` ones if that is a number.
 
@@ -85,7 +89,8 @@ def explain(last: int | None = None) -> Explanation:
     program, with your line on both sides. `config.explain = False` keeps no records.
     """
     records, compiles, programs = history.snapshot()
-    return Explanation(records if last is None else records[-last:], compiles, programs, history.memory.copy())
+    chosen = records if last is None else records[-last:]
+    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits))
 
 
 def explain_record(record: SyncRecord) -> str:

@@ -77,7 +77,10 @@ class Finding:
 
 
 def find(run: Run) -> list[Finding]:
-    """The findings of a run: faults first, the most expensive of them at the top. See Note [What a finding costs]."""
+    """The findings of a run: what can be changed, then what is for information; the most expensive of each first.
+
+    See Note [What a finding costs].
+    """
     syncs = list(run.syncs.values())
     found = [
         *_cuts(syncs),
@@ -87,16 +90,18 @@ def find(run: Run) -> list[Finding]:
         *_interpreted(run, syncs),
         *_recording(syncs),
         *_waits(syncs),
+        *_waits_for_the_compiler(run),
     ]
     least = _SHOWN_SHARE * run_seconds(run)
     ranked = sorted((f for f in found if f.seconds >= least and f.seconds > 0.0), key=lambda f: -f.seconds)
-    faults = [finding for finding in ranked if finding.is_fault]
-    return [*faults, *_failures(run), *_growth(run), *(finding for finding in ranked if not finding.is_fault)]
+    told = [*ranked, *_failures(run), *_growth(run)]
+    return sorted(told, key=lambda finding: (not finding.is_fault, -finding.seconds))
 
 
 def run_seconds(run: Run) -> float:
-    """From the first recorded call to the end of the last sync or run."""
+    """From the first recorded call to the end of the last sync, run or wait."""
     ends = [end_of(sync) for sync in run.syncs.values()]
+    ends += [wait["begin"] + wait["seconds"] for wait in run.waits] if ends else []
     begins = [sync["begin"] for sync in run.syncs.values()]
     return max(ends) - min(begins) if ends else 0.0
 
@@ -188,7 +193,8 @@ def _kind_of(difference: Line) -> tuple[str, str, str]:
 
 def _compiles(run: Run) -> Iterable[Finding]:
     waited = compiles_waited_for(run)
-    for (reason,), group in _grouped(run.compiles.values(), lambda compiled: (compiled["reason"],)):
+    done = [compiled for compiled in run.compiles.values() if compiled["outcome"] != "failed"]
+    for (reason,), group in _grouped(done, lambda compiled: (compiled["reason"],)):
         held_up = [compiled for compiled in group if compiled["number"] in waited]
         seconds = sum(compiled["seconds"] for compiled in held_up)
         graphs = ", ".join(sorted({compiled["graph"] or "a graph" for compiled in held_up})[:8])
@@ -274,14 +280,31 @@ def _waits(syncs: Sequence[Line]) -> Iterable[Finding]:
     )
 
 
+def _waits_for_the_compiler(run: Run) -> Iterable[Finding]:
+    for (call, site), group in _grouped(run.waits, lambda wait: (wait["call"], wait["site"])):
+        until = "until it was done" if group[-1]["done"] else "and went on before it was done"
+        last = ", the last time" if len(group) > 1 else ""
+        yield Finding(
+            f"The program waited in {call}",
+            f"It asked to wait for the compiler {_times(len(group))}{last} {until}.",
+            "nothing, before a measurement. Training need not wait: graphs are interpreted meanwhile",
+            sum(wait["seconds"] for wait in group),
+            len(group),
+            site,
+            "timeline",
+            is_fault=False,
+        )
+
+
 def _failures(run: Run) -> Iterable[Finding]:
+    waited = compiles_waited_for(run)
     for compiled in run.compiles.values():
         if compiled["outcome"] == "failed":
             yield Finding(
                 f"the compiler failed on graph {compiled['graph']}",
                 f"{compiled['error'] or ''}"[:400],
                 "results are the same, only slower; see the error, and docs/limits.md",
-                compiled["seconds"],
+                compiled["seconds"] if compiled["number"] in waited else 0.0,
                 1,
                 "",
                 "compiles",

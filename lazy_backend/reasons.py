@@ -88,7 +88,7 @@ def record_compile(report: CompileReport) -> CompileRecord:
     error = None if report.error is None else f"{type(report.error).__name__}: {report.error}"
     record = CompileRecord("", len(report.graph.nodes), reason, began, report.stage, difference=found, error=error)
     if report.stage == "started":
-        history.compile_began(id(report.graph), record)
+        history.compile_began(report.graph, record)
         return record
     record.end, record.seconds = now, report.seconds
-    return history.compile_ended(id(report.graph), record)
+    return history.compile_ended(report.graph, record)

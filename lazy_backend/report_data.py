@@ -10,12 +10,22 @@ up to a number of calls in all; of the others the page has name, line and counts
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lazy_backend.findings import HITS, blocked_seconds, compiles_waited_for, cut_short, find, is_cut, run_seconds
+from lazy_backend.findings import (
+    HITS,
+    blocked_seconds,
+    compiles_waited_for,
+    cut_short,
+    end_of,
+    find,
+    is_cut,
+    run_seconds,
+)
 from lazy_backend.graph_layout import lay_out
 from lazy_backend.history import advice_on_cut
 from lazy_backend.lowering.executor import ProfileMetrics
@@ -43,6 +53,7 @@ def page_data(run: Run, profile: ProfileMetrics | None = None) -> dict[str, Any]
     """Everything on the page. `profile`: what `Executor.benchmark_nodes` measured, if it did."""
     texts = Texts()
     syncs = list(run.syncs.values())
+    variants = variants_of(run.programs)
     return {
         "run": run.header,
         "notes": run.notes,
@@ -50,10 +61,11 @@ def page_data(run: Run, profile: ProfileMetrics | None = None) -> dict[str, Any]
         "findings": [finding.to_dict() for finding in find(run)],
         "syncs": _columns(syncs, texts) | {"compile": _compile_seconds(run, syncs)},
         "explained": _explained(syncs, texts),
-        "compiles": list(run.compiles.values()),
+        "compiles": [compiled | {"elapsed": _elapsed(run, compiled)} for compiled in run.compiles.values()],
+        "waits": [_without_type(wait) for wait in run.waits],
         "cuts": _cuts(syncs),
-        "programs": _programs(run, texts),
-        "graphs": _graphs(run, syncs),
+        "programs": _programs(run, variants, texts),
+        "graphs": _graphs(run, syncs, variants),
         "nodes": _nodes(profile),
         "memory": [_without_type(sample) for sample in run.memory],
         "peaks": [_without_type(peak) for peak in run.peaks.values()],
@@ -69,6 +81,7 @@ def _without_type(line: Line) -> Line:
 
 def _summary(run: Run, syncs: Sequence[Line]) -> dict[str, Any]:
     compiled = [line for line in run.compiles.values() if line["outcome"] in ("compiled", "failed")]
+    running = [line for line in run.compiles.values() if line["outcome"] == "started"]
     return {
         "seconds": run_seconds(run),
         "steps": max((sync["step"] for sync in syncs), default=0),
@@ -77,12 +90,22 @@ def _summary(run: Run, syncs: Sequence[Line]) -> dict[str, Any]:
         "hits": sum(sync["outcome"] in HITS for sync in syncs),
         "programs": len({sync["program"] for sync in syncs}),
         "compiles": len(compiled),
-        "compile_seconds": sum(line["seconds"] for line in compiled),
+        "compiles_running": len(running),
+        "compile_seconds": sum(_elapsed(run, line) for line in (*compiled, *running)),
         "cuts": sum(map(is_cut, syncs)),
         "cut_seconds": sum(blocked_seconds(sync) for sync in syncs if is_cut(sync)),
         "wait_seconds": sum(sync["wait_seconds"] for sync in syncs),
+        "asked_wait_seconds": sum(wait["seconds"] for wait in run.waits),
         "devices": sorted({sync["device"] for sync in syncs}),
     }
+
+
+def _elapsed(run: Run, compiled: Line) -> float:
+    """The compiler's seconds; of a compile that was not over, those until the end of the run."""
+    if compiled["outcome"] != "started":
+        return float(compiled["seconds"])
+    ends = [end_of(sync) for sync in run.syncs.values()] + [wait["begin"] + wait["seconds"] for wait in run.waits]
+    return max(0.0, max(ends, default=0.0) - float(compiled["begin"]))
 
 
 _TEXT_COLUMNS = ("device", "program", "cause", "site", "outcome", "plan", "graph")
@@ -166,7 +189,7 @@ def _cuts(syncs: Sequence[Line]) -> list[dict[str, Any]]:
 # ----- programs and graphs
 
 
-def _programs(run: Run, texts: Texts) -> list[dict[str, Any]]:
+def _programs(run: Run, variants: Mapping[str, str], texts: Texts) -> list[dict[str, Any]]:
     """Every program, with its picture if there is room. See Note [Which graphs are shown]."""
     newest_first = list(reversed(run.programs.values()))
     shown: set[str] = set()
@@ -177,10 +200,90 @@ def _programs(run: Run, texts: Texts) -> list[dict[str, Any]]:
             room -= len(program["calls"])
     rows = []
     for program in run.programs.values():
+        first = run.programs[variants[program["name"]]]
         row = {name: program[name] for name in ("name", "device", "site", "syncs", "graph")}
         picture = _picture(program["calls"], texts) if program["name"] in shown else None
-        rows.append(row | {"calls": len(program["calls"]), "picture": picture})
+        if picture is not None:
+            picture["folded"] = _folded_picture(program["calls"], texts)
+        row |= {"calls": len(program["calls"]), "picture": picture}
+        rows.append(row | {"like": first["name"], "differs": "" if first is program else variation(first, program)})
     return rows
+
+
+# What variants of a program differ in: numbers, and how many tensors a list holds.
+_NUMBER = re.compile(r"(?<![\w.%])-?\d+(\.\d*)?(e[-+]?\d+)?")
+_TENSORS = re.compile(r"\[(?:input|slot)\d+(?:, (?:input|slot)\d+)*\]")
+
+
+def variants_of(programs: Mapping[str, Line]) -> dict[str, str]:
+    """For each program the first one that is the same but for its numbers and lengths of lists, perhaps itself."""
+    firsts: dict[Any, str] = {}
+    found: dict[str, str] = {}
+    for name, program in programs.items():
+        calls = tuple(
+            (c["op"], c["site"], _without_numbers(c.get("args", "")), len(c["makes"])) for c in program["calls"]
+        )
+        found[name] = firsts.setdefault((program["device"], calls), name)
+    return found
+
+
+def _without_numbers(args: str) -> str:
+    return _NUMBER.sub("0", _TENSORS.sub("[tensors]", args))
+
+
+def variation(first: Line, program: Line) -> str:
+    """The first call of `program` that is another than in `first`, of which it is a variant."""
+    for before, now in zip(first["calls"], program["calls"], strict=True):
+        if any(before.get(part) != now.get(part) for part in ("args", "makes", "enters")):
+            shapes = _joined(now["makes"]).partition(": ")[2]
+            args = _TENSORS.sub(lambda tensors: f"[{tensors[0].count(',') + 1} tensors]", now.get("args", ""))
+            return cut_short(f"{_short(now['op'])}({args}) -> {shapes}", 80)
+    return ""
+
+
+def fold_by_line(calls: Sequence[Line]) -> list[tuple[Line, list[int]]]:
+    """Neighbouring calls of one line as one call, each with the places of those that it stands for.
+
+    Only neighbours: a line in a loop stands there once per turn, so data still flows from top to bottom.
+    """
+    folded: list[tuple[Line, list[int]]] = []
+    for place, call in enumerate(calls):
+        if not folded or folded[-1][0]["site"] != call["site"]:
+            empty: Line = {
+                "op": "",
+                "site": call["site"],
+                "reads": [],
+                "makes": [],
+                "enters": [],
+                "writes": [],
+                "of": {},
+            }
+            folded.append((empty, []))
+        group, places = folded[-1]
+        places.append(place)
+        own = {token for token, _ in group["makes"]}
+        group["reads"] += [token for token in call["reads"] if token not in own and token not in group["reads"]]
+        for name in ("makes", "enters", "writes"):
+            group[name] += call.get(name, ())
+        group["of"].update(call.get("of", {}))
+        group["op"] = call["op"] if len(places) == 1 else f"{len(places)} calls"
+    return folded
+
+
+def _folded_picture(calls: Sequence[Line], texts: Texts) -> dict[str, Any]:
+    """The calls of a program by line, and where the lines stand. `places`: first call and number of calls of each."""
+    folded = fold_by_line(calls)
+    groups = [group for group, _ in folded]
+    layout = lay_out(groups)
+    return {
+        "op": [texts.number(_short(group["op"])) for group in groups],
+        "site": [texts.number(group["site"]) for group in groups],
+        "makes": [texts.number(_joined(group["makes"][-1:])) for group in groups],
+        "places": [number for _, places in folded for number in (places[0], len(places))],
+        "x": layout.x,
+        "y": layout.y,
+        "edges": [number for edge in layout.edges for number in edge],
+    }
 
 
 def _picture(calls: Sequence[Line], texts: Texts) -> dict[str, Any]:
@@ -207,29 +310,23 @@ def _joined(tensors: Sequence[Sequence[str]]) -> str:
     return ", ".join(f"{token}: {shape}" for token, shape in tensors)
 
 
-def _graphs(run: Run, syncs: Sequence[Line]) -> list[dict[str, Any]]:
-    """Seconds per run of each graph and plan, the slowest in all first."""
-    runs: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    programs: dict[str, Counter[str]] = defaultdict(Counter)
+def _graphs(run: Run, syncs: Sequence[Line], variants: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Seconds per run of each graph and plan, the slowest in all first; graphs of variants of a program together."""
+    runs: defaultdict[tuple[str, str], list[Line]] = defaultdict(list)
     for sync in syncs:
         if sync["run_seconds"] is not None:
-            runs[sync["graph"], sync["plan"]].append(sync["run_seconds"])
-            programs[sync["graph"]][sync["program"]] += 1
+            runs[variants.get(sync["program"], sync["graph"]), sync["plan"]].append(sync)
     nodes = {line["graph"]: line["nodes"] for line in run.state.get("computations", ())}
-    rows = [
-        {
-            "graph": graph,
-            "plan": plan,
-            "program": programs[graph].most_common(1)[0][0],
-            "nodes": nodes.get(graph),
-            "runs": len(seconds),
-            "seconds": sum(seconds),
-            "median": median(seconds),
-            "slowest": max(seconds),
-        }
-        for (graph, plan), seconds in runs.items()
-    ]
-    return sorted(rows, key=lambda row: -float(row["seconds"]))
+    rows = []
+    for (_, plan), group in runs.items():
+        seconds = [float(sync["run_seconds"]) for sync in group]
+        graphs = Counter(sync["graph"] for sync in group)
+        graph = graphs.most_common(1)[0][0]
+        program = Counter(sync["program"] for sync in group).most_common(1)[0][0]
+        row = {"graph": graph, "variants": len(graphs), "plan": plan, "program": program, "nodes": nodes.get(graph)}
+        times = {"seconds": sum(seconds), "median": median(seconds), "slowest": max(seconds)}
+        rows.append(row | {"runs": len(group)} | times)
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def _nodes(profile: ProfileMetrics | None) -> list[dict[str, Any]]:

@@ -19,11 +19,13 @@ from lazy_backend.explanation import explain
 from lazy_backend.lowering.executor import ProfileMetrics
 from lazy_backend.report_data import page_data
 from lazy_backend.run_log import Run, RunLogError, collect, read_run
+from lazy_backend.tracebacks import hide_internals
 
 _ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("base.js", "tables.js", "steps.js", "graph.js", "report.js")  # in the order in which they need each other
 
 
+@hide_internals
 def report(path: str | Path = "report.html", *, profile: ProfileMetrics | None = None) -> Path:
     """Write what happened since the start, or the last `metrics.reset()`, as one HTML page; returns its path.
 

@@ -24,7 +24,8 @@ _LAYERS = [
     os.path.dirname(os.path.abspath(sys.modules[name].__file__ or ""))
     for name in ("lazy_backend.lowering", "lazy_backend.cache")
 ]
-_INTERNAL = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS, os.path.dirname(os.path.abspath(torch.__file__))))
+_OURS = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS))
+_INTERNAL = (*_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
 # Generated code that is nobody's line. `<stdin>`, `<string>` (python -c) and notebook cells are the user's.
 _INTERNAL += ("<frozen ", "<eval_with_key", contextlib.__file__)
 
@@ -38,6 +39,15 @@ def _is_internal(file: str) -> bool:
         _known.clear()
     found = _known[file] = file.startswith(_INTERNAL)
     return found
+
+
+def is_internal(file: str) -> bool:
+    """Whether a file is PyTorch's or ours, rather than the user's or another library's."""
+    return _known[file] if file in _known else _is_internal(file)
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(_OURS)
 
 
 def _user_frame() -> FrameType | None:

@@ -16,9 +16,41 @@ function seconds(value) {
   return value < 100 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${(value / 60).toFixed(1)} min`;
 }
 
+// What is compared is told in one unit: costs and tiles in seconds, the figures of a column or an axis in that of the largest.
+function inSeconds(value) {
+  if (value === null || value === undefined) return "–";
+  const digits = value >= 100 || value === 0 ? 0 : value >= 10 ? 1 : value >= 0.995 ? 2 : 3;
+  return `${value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} s`;
+}
+
+function secondsLike(values) {
+  const most = Math.max(0, ...values);
+  const [unit, scale, digits] = most < 1e-3 ? ["µs", 1e-6, 0] : most < 1 ? ["ms", 1e-3, most < 0.1 ? 2 : 1] : ["s", 1, most < 100 ? 3 : 1];
+  return (value) => `${(value / scale).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+}
+
+// Labels of an axis that reaches `most`, without zeros at their ends.
+function axisSeconds(most) {
+  const [unit, scale] = most < 1e-3 ? ["µs", 1e-6] : most < 1 ? ["ms", 1e-3] : ["s", 1];
+  return (value) => `${+(value / scale).toPrecision(5)} ${unit}`;
+}
+
+const UNITS_OF_BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+function bytesLike(values) {
+  const most = Math.max(1, ...values);
+  const unit = Math.min(UNITS_OF_BYTES.length - 1, Math.floor(Math.log(most) / Math.log(1024)));
+  const digits = unit ? 2 : 0;
+  const shown = (value) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
+  return (value) => {
+    const scaled = value / 1024 ** unit;
+    return `${scaled > 0 && scaled < 0.01 ? "< 0.01" : shown(scaled)} ${UNITS_OF_BYTES[unit]}`;
+  };
+}
+
 function bytes(value) {
   if (value === null || value === undefined) return "–";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = UNITS_OF_BYTES;
   let unit = 0;
   while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
   return `${unit === 0 || value >= 100 ? value.toFixed(0) : value.toFixed(1)} ${units[unit]}`;
@@ -30,6 +62,16 @@ const percent = (part, whole) => whole ? `${(100 * part / whole).toFixed(part ==
 function shortSite(site) {
   const below = `${data.run.directory}/`;
   return site.startsWith(below) ? site.slice(below.length) : site.split("/").slice(-2).join("/");
+}
+
+// The items by what `key` gives for them, in the order of the first of each.
+function groupBy(items, key) {
+  const groups = new Map();
+  for (const item of items) {
+    if (!groups.has(key(item))) groups.set(key(item), []);
+    groups.get(key(item)).push(item);
+  }
+  return [...groups.values()];
 }
 
 // ----- elements: texts are never markup
@@ -62,8 +104,8 @@ const scrollTo = (section) => document.getElementById(section).scrollIntoView({ 
 // ----- colours
 
 const KINDS = [
-  ["record", "recording (Python)"], ["first", "seen for the first time: recorded and run"], ["sync", "sync"],
-  ["compile", "waiting for the compiler"], ["wait", "waiting for the device"], ["run", "run"],
+  ["record", "recording (Python)"], ["first", "first time: recorded and run"], ["sync", "sync"],
+  ["compile", "the compiler"], ["wait", "waiting for the device"], ["run", "run"],
 ];
 const OUTCOMES = {
   "hit, level 1": "run", "replay": "first", "generalised hit": "record", "hit, level 2": "sync", "disk hit": "sync",

@@ -2,11 +2,13 @@
 // One program as a picture: calls in layers, with shapes and lines. Only what is within the window is drawn.
 
 const NODE = { width: 0.9, height: 0.56 }; // of the distance of two calls, of two layers
+const LINE_HEIGHT = 0.76; // the same of a box that stands for the calls of a line
 const READABLE = { x: 176, y: 62 }; // pixels from call to call, from layer to layer
 const LONG_EDGE = 12; // layers
 const MAX_MATCHES = 400;
 
-const graph = { program: null, picture: null, entry: null, chart: null, selected: null, matches: [], colours: new Map() };
+// `isFolded`: whether neighbouring calls of a line are one box; `picture`: what is shown, of all calls or folded
+const graph = { program: null, isFolded: true, picture: null, entry: null, chart: null, selected: null, matches: [], colours: new Map() };
 
 const programNamed = (name) => data.programs.find((program) => program.name === name);
 const shortOp = (number) => text(number).replace(/^aten\./, "");
@@ -18,15 +20,28 @@ const resultShape = (place) => text(graph.picture.makes[place]).replace(/^\S+: /
 function showProgramList() {
   const holder = document.querySelector(".programs .rows");
   const search = document.querySelector(".programs .list input");
-  const rows = [...data.programs].sort((a, b) => b.syncs - a.syncs);
+  // programs that differ in numbers, or lengths of lists, alone stand in one row, which shows its variants when one of them is selected
+  const rows = groupBy(data.programs, (program) => program.like)
+    .map((variants) => ({ variants, first: variants[0], syncs: variants.reduce((sum, one) => sum + one.syncs, 0) }))
+    .sort((a, b) => b.syncs - a.syncs);
+  const wordsOfProgram = (row) => `${row.name} ${row.graph} ${row.site} ${row.device} ${row.differs}`.toLowerCase();
+  const button = (program, className, ...children) => element("button",
+    { className, ariaCurrent: String(graph.program === program), onclick: () => selectProgram(program.name) }, ...children);
+  const rowElements = ({ variants, first, syncs }, wanted) => {
+    const others = variants.slice(1);
+    const count = others.length ? plural(variants.length, "variant") : null;
+    const head = button(first, "program", first.name, element("small", {}, `${plural(syncs, "sync")}, ${plural(first.calls, "call")}`),
+      element("small", {}, shortSite(first.site)), count && element("small", {}, count));
+    if (!others.length || (!wanted && graph.program?.like !== first.name)) return [head];
+    const shown = others.filter((one) => wordsOfProgram(one).includes(wanted)).sort((a, b) => (b === graph.program) - (a === graph.program));
+    return [head, ...shown.slice(0, 100).map((one) => button(one, "program variant", one.differs || one.name, element("small", {}, `${one.name}, ${plural(one.syncs, "sync")}`))),
+      shown.length > 100 ? empty(`${shown.length - 100} more: filter to see them.`) : ""];
+  };
   const draw = () => {
     const wanted = search.value.toLowerCase();
-    const found = rows.filter((row) => `${row.name} ${row.graph} ${row.site} ${row.device}`.toLowerCase().includes(wanted));
-    holder.replaceChildren(...found.slice(0, 300).map((row) => element("button", {
-      className: "program", ariaCurrent: String(graph.program === row), onclick: () => selectProgram(row.name),
-    }, row.name, element("small", {}, `${plural(row.syncs, "sync")}, ${plural(row.calls, "call")}`),
-    element("small", {}, shortSite(row.site)))),
-    found.length > 300 ? empty(`${found.length - 300} more: filter to see them.`) : found.length ? "" : empty("Nothing matches."));
+    const found = rows.filter(({ variants }) => variants.some((row) => wordsOfProgram(row).includes(wanted)));
+    holder.replaceChildren(...found.slice(0, 300).flatMap((row) => rowElements(row, wanted)),
+      found.length > 300 ? empty(`${found.length - 300} more: filter to see them.`) : found.length ? "" : empty("Nothing matches."));
   };
   search.addEventListener("input", draw);
   graph.drawList = draw;
@@ -48,7 +63,9 @@ function selectProgram(name, place = null) {
     title.textContent = `${name} is not in this report: a captured call has no program of its own, and old ones are forgotten.`;
     return;
   }
-  Object.assign(graph, { program, picture: program.picture, selected: null, matches: [] });
+  const asksForCall = place !== null && place !== undefined;
+  Object.assign(graph, { program, isFolded: !asksForCall });
+  choosePicture();
   graph.drawList();
   title.textContent = `${program.name} on ${program.device}: ${plural(program.calls, "call")}, ${plural(program.syncs, "sync")}`
     + `${program.graph ? `, graph ${program.graph}` : ""}, first synced at ${shortSite(program.site)}`;
@@ -56,8 +73,25 @@ function selectProgram(name, place = null) {
   if (graph.entry) drawChart(graph.entry);
   else graph.entry = makeChart("graph-chart", drawGraph);
   findCalls(document.getElementById("find-call").value);
-  if (place !== null && place !== undefined && graph.picture) selectCall(place, true);
+  if (asksForCall && graph.picture) selectCall(place, true);
   else showLines();
+}
+
+function choosePicture() {
+  const { picture } = graph.program;
+  Object.assign(graph, { picture: picture && graph.isFolded ? picture.folded : picture, selected: null, matches: [] });
+  for (const [name, pressed] of [["lines", graph.isFolded], ["calls", !graph.isFolded]]) {
+    document.querySelector(`[data-graph=${name}]`).setAttribute("aria-pressed", String(pressed));
+  }
+}
+
+// Show the calls of a line as one box, or all calls.
+function fold(isFolded) {
+  if (!graph.program?.picture || graph.isFolded === isFolded) return;
+  graph.isFolded = isFolded;
+  choosePicture();
+  drawChart(graph.entry);
+  showLines();
 }
 
 // The lines with most calls get a colour each, in the order of the program.
@@ -65,7 +99,7 @@ function colourLines() {
   graph.colours.clear();
   if (!graph.picture) return;
   const counts = new Map();
-  for (const site of graph.picture.site) counts.set(site, (counts.get(site) ?? 0) + 1);
+  for (const site of graph.program.picture.site) counts.set(site, (counts.get(site) ?? 0) + 1);
   const most = new Set([...counts].sort((a, b) => b[1] - a[1]).slice(0, LINE_COLOURS.length).map(([site]) => site));
   for (const site of counts.keys()) if (most.has(site)) graph.colours.set(site, LINE_COLOURS[graph.colours.size]);
   graph.counts = counts;
@@ -110,8 +144,10 @@ function drawGraph(chart) {
     ],
   });
   chart.on("click", { seriesId: "calls" }, (point) => selectCall(point.value[2]));
-  readable();
+  openWindow();
 }
+
+const nodeHeight = () => (graph.isFolded ? LINE_HEIGHT : NODE.height);
 
 function edgeData() {
   const { edges, x, y } = graph.picture;
@@ -121,7 +157,7 @@ function edgeData() {
 }
 
 const edgeBetween = (from, to, x = graph.picture.x, y = graph.picture.y) =>
-  [x[from], y[from] + NODE.height / 2, x[to], y[to] - NODE.height / 2];
+  [x[from], y[from] + nodeHeight() / 2, x[to], y[to] - nodeHeight() / 2];
 
 function edgeShape(api) {
   const [x1, y1] = api.coord([api.value(0), api.value(1)]);
@@ -156,7 +192,7 @@ function callRect(api) {
   const [x, y] = api.coord([api.value(0), api.value(1)]);
   const [unitX, unitY] = api.size([1, 1]);
   const width = Math.min(Math.max(2, unitX * NODE.width), 230);
-  const height = Math.min(Math.max(2, unitY * NODE.height), 48);
+  const height = Math.min(Math.max(2, unitY * nodeHeight()), 48);
   return { x: x - width / 2, y: y - height / 2, width, height, r: Math.min(5, height / 4) };
 }
 
@@ -167,16 +203,23 @@ function drawCall(params, api) {
   if (shape.width < 46 || shape.height < 13) return { type: "rect", shape, style: { fill } };
   const two = shape.height >= 30;
   const words = { x: shape.x + 10, overflow: "truncate", width: shape.width - 16, verticalAlign: "middle" };
-  const name = `${shortOp(graph.picture.op[place])}`;
+  const name = graph.isFolded ? lineText(place) : shortOp(graph.picture.op[place]);
+  const below = graph.isFolded ? `${shortOp(graph.picture.op[place])}  ${resultShape(place)}` : resultShape(place) || "writes in place";
   return {
     type: "group",
     children: [
       { type: "rect", shape, style: { fill: colour2().card, stroke: fill, lineWidth: 1 } },
       { type: "rect", shape: { ...shape, width: 4, r: [shape.r, 0, 0, shape.r] }, style: { fill } },
       { type: "text", style: { ...words, y: shape.y + shape.height * (two ? 0.31 : 0.5), text: name, fill: colour2().text, fontSize: 12, fontWeight: 600 } },
-      ...(two ? [{ type: "text", style: { ...words, y: shape.y + shape.height * 0.71, text: resultShape(place) || "writes in place", fill: colour2().dim, fontSize: 11 } }] : []),
+      ...(two ? [{ type: "text", style: { ...words, y: shape.y + shape.height * 0.71, text: below, fill: colour2().dim, fontSize: 11 } }] : []),
     ],
   };
+}
+
+// the text of the line that a box stands for
+function lineText(place) {
+  const site = text(graph.picture.site[place]);
+  return data.sources[site] || shortSite(site) || "an unknown line";
 }
 
 function drawMark(params, api) {
@@ -212,6 +255,15 @@ function readable(x = null, y = null) {
   chart.setOption({ xAxis: { min: box.left - padX, max: box.right + padX }, yAxis: { min: box.top, max: box.bottom + padY } });
   chart.dispatchAction({ type: "dataZoom", dataZoomId: "x", startValue: left - padX, endValue: right + padX });
   chart.dispatchAction({ type: "dataZoom", dataZoomId: "y", startValue: top, endValue: bottom + padY });
+}
+
+// The whole program; one that is small in calls of the usual size.
+function openWindow() {
+  const box = bounds();
+  const { chart } = graph;
+  const fits = (box.right - box.left) * READABLE.x <= chart.getWidth() && (box.bottom - box.top) * READABLE.y <= chart.getHeight();
+  if (fits) readable();
+  else wholeGraph();
 }
 
 function wholeGraph() {
@@ -252,11 +304,31 @@ function drawMarks() {
 
 function callTooltip(place) {
   const { picture } = graph;
+  if (graph.isFolded) return element("div", {}, element("b", {}, shortOp(picture.op[place])), siteElement(text(picture.site[place])), element("div", { className: "dim" }, "click for more"));
   return element("div", {}, element("b", {}, text(picture.op[place])), element("div", {}, text(picture.makes[place]) || "writes in place"),
     siteElement(text(picture.site[place])), element("div", { className: "dim" }, "click for more"));
 }
 
+// The calls that a box stands for; a click shows one of them.
+function showLine(place) {
+  const [first, count] = graph.picture.places.slice(2 * place, 2 * place + 2);
+  const all = graph.program.picture;
+  const calls = Array.from({ length: Math.min(count, 60) }, (_, i) => first + i);
+  const open = (call) => { fold(false); selectCall(call, true); };
+  document.getElementById("call").replaceChildren(
+    link("← all lines of this program", () => { graph.selected = null; drawMarks(); showLines(); }),
+    siteElement(text(graph.picture.site[place])),
+    element("h4", {}, plural(count, "call")),
+    ...calls.map((call) => element("div", {}, link(`${call}: ${shortOp(all.op[call])}`, () => open(call)), " ",
+      element("span", { className: "dim" }, text(all.makes[call]).replace(/^\S+: /, "").replace(/, slot.*/, " …")))),
+    count > calls.length ? element("div", { className: "dim" }, `${count - calls.length} more`) : "");
+}
+
 function showCall(place) {
+  if (graph.isFolded) {
+    showLine(place);
+    return;
+  }
   const { picture } = graph;
   const { reads, readers } = operandsOf(place);
   const calls = (places) => places.length === 0 ? [element("div", { className: "dim" }, "none")]
@@ -293,6 +365,7 @@ function showLines() {
 
 function findCalls(wanted, go = false) {
   const words = wanted.trim().toLowerCase();
+  if (words) fold(false);
   const { picture } = graph;
   const found = !words || !picture ? [] : picture.op.flatMap((op, place) => {
     const site = text(picture.site[place]);
@@ -323,6 +396,8 @@ function showPrograms() {
     selectCall(graph.matches[turn], true);
   });
   document.querySelector("[data-graph=readable]").onclick = () => graph.picture && readable(...(graph.selected === null ? [] : [graph.picture.x[graph.selected], graph.picture.y[graph.selected]]));
+  document.querySelector("[data-graph=lines]").onclick = () => fold(true);
+  document.querySelector("[data-graph=calls]").onclick = () => fold(false);
   document.querySelector("[data-graph=fit]").onclick = () => graph.picture && wholeGraph();
   const most = [...data.programs].filter((program) => program.picture).sort((a, b) => b.syncs - a.syncs)[0];
   selectProgram((most ?? data.programs[0]).name);

@@ -21,7 +21,12 @@ const stepRows = (() => {
     row.outcomes[outcome] = (row.outcomes[outcome] ?? 0) + 1;
     row.end = Math.max(row.end, endOf(i));
   }
-  return [...rows.values()].sort((a, b) => a.step - b.step);
+  const sorted = [...rows.values()].sort((a, b) => a.step - b.step);
+  for (const wait of data.waits) {
+    const row = rows.get(wait.step) ?? sorted[sorted.length - 1];
+    if (row) row.seconds.compile += wait.seconds;
+  }
+  return sorted;
 })();
 
 // The seconds of one sync, by kind.
@@ -70,14 +75,14 @@ let shownBuckets = [];
 function tallest() {
   const heights = shownBuckets.map((bucket) => KINDS.reduce((sum, [kind]) => sum + mean(bucket, kind), 0)).sort((a, b) => a - b);
   const [usual, most] = [heights[Math.floor(0.95 * (heights.length - 1))], heights[heights.length - 1]];
-  return most > 4 * usual && usual > 0 ? { max: 1.6 * usual, isCut: true } : { max: null, isCut: false };
+  return most > 4 * usual && usual > 0 ? { max: 1.6 * usual, isCut: true, height: 1.6 * usual } : { max: null, isCut: false, height: most };
 }
 
 // The seconds axis, and a word on bars that are higher than it.
 function stepAxis() {
-  const { max, isCut } = tallest();
+  const { max, isCut, height } = tallest();
   return {
-    yAxis: [{ max, axisLabel: { formatter: seconds, showMaxLabel: !isCut } }, {}],
+    yAxis: [{ max, axisLabel: { formatter: axisSeconds(height), showMaxLabel: !isCut } }, {}],
     graphic: [{ id: "cut", type: "text", right: 20, top: 6, silent: true, invisible: !isCut,
       style: { text: "higher bars are cut off: hover to see them", fill: colour("dim"), fontSize: 12 } }],
   };
@@ -180,6 +185,8 @@ const lanes = (() => {
     }
     made.push(host, runs);
   }
+  const waits = data.waits.map((wait) => ({ from: wait.begin, to: wait.begin + wait.seconds, kind: "compile", wait }));
+  if (made.length) made[0].segments = [...made[0].segments, ...waits].sort((a, b) => a.from - b.from);
   const end = Math.max(0, ...made.flatMap((lane) => lane.segments.length ? [lane.segments[lane.segments.length - 1].to] : []));
   const compiled = data.compiles.map((compile) => ({ from: compile.begin, to: compile.end ?? end, kind: "compile", compile }));
   if (compiled.length) made.push({ name: "compiler", segments: compiled.sort((a, b) => a.from - b.from) });
@@ -239,7 +246,7 @@ function drawTimeline(chart) {
     yAxis: { type: "category", inverse: true, data: lanes.map((lane) => lane.name), ...axisStyle(), axisTick: { show: false }, splitLine: { show: false } },
     dataZoom: [
       { id: "wheel", type: "inside", filterMode: "weakFilter", minValueSpan: 1e-5 },
-      { id: "slider", type: "slider", filterMode: "weakFilter", minValueSpan: 1e-5, left: 116, right: 16, bottom: 8, height: 20, ...sliderStyle(), labelFormatter: seconds },
+      { id: "slider", type: "slider", filterMode: "weakFilter", minValueSpan: 1e-5, left: 116, right: 16, bottom: 8, height: 20, ...sliderStyle(), labelFormatter: inSeconds },
     ],
     series: [{ id: "segments", type: "custom", renderItem: drawSegment, encode: { x: [1, 2], y: 0 }, clip: true, data: timelineData(chart, from, to) }],
   };
@@ -256,7 +263,13 @@ function drawSegment(params, api) {
   const height = Math.min(34, api.size([0, 1])[1] * 0.62);
   const { coordSys } = params;
   const shape = echarts.graphic.clipRectByRect({ x, y: y - height / 2, width: Math.max(1, end - x), height }, coordSys);
-  return shape && { type: "rect", shape, style: { fill: api.visual("color") } };
+  if (!shape) return shape;
+  const rect = { type: "rect", shape, style: { fill: api.visual("color") } };
+  const { wait } = shownSegments[params.dataIndex] ?? {};
+  if (!wait || shape.width < 40) return rect;
+  const words = { text: wait.call, x: shape.x + shape.width / 2, y, align: "center", verticalAlign: "middle", fill: "#fff", fontSize: 12,
+    overflow: "truncate", width: shape.width - 8 };
+  return { type: "group", children: [rect, { type: "text", style: words }] };
 }
 
 function segmentTooltip(segment) {
@@ -266,6 +279,11 @@ function segmentTooltip(segment) {
       element("div", { className: "dim" }, `since ${segment.compile.reason}`));
   }
   if (segment.count > 1) return element("div", {}, `${segment.count} pieces in `, length, element("div", { className: "dim" }, "zoom in to see each"));
+  if (segment.wait) {
+    return element("div", {}, dot(colour("compile")), `${segment.wait.call}: `, length,
+      element("div", { className: "dim" }, `the program asked to wait for the compiler, ${segment.wait.done ? "until it was done" : "and went on before it was done"}`),
+      siteElement(segment.wait.site));
+  }
   const i = segment.sync;
   const names = Object.fromEntries(KINDS);
   return element("div", {}, dot(colour(segment.kind)), `${names[segment.kind]}: `, length,
@@ -287,5 +305,8 @@ function showSteps() {
   makeChart("steps-chart", drawSteps);
   document.getElementById("timeline-chart").style.height = `${96 + 58 * lanes.length}px`;
   timelineEntry = makeChart("timeline-chart", drawTimeline);
+  const kinds = new Set(lanes.flatMap((lane) => lane.segments.map((segment) => segment.kind)));
+  document.getElementById("timeline-legend").append(...KINDS.filter(([kind]) => kinds.has(kind)).map(([kind, name]) =>
+    element("span", {}, element("i", { style: { background: `var(--${kind})` } }), name)));
   document.querySelector("[data-zoom=all]").onclick = () => showTime(...timeRange);
 }

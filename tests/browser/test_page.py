@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Open
+from synthetic_runs import make_run_of_variants
 
 import lazy_backend
 from lazy_backend.reporting import render
@@ -115,6 +116,7 @@ def test_a_program_is_found_and_selected(open_page: Open, small: Path) -> None:
 
 def test_a_click_on_a_call_shows_its_line(open_page: Open, small: Path) -> None:
     page = open_page(small)
+    page.click("[data-graph=calls]")
     page.mouse.click(*pixel_of_call(page, 3))
     shown = page.locator("#call").inner_text()
     assert "3: aten.mul_" in shown
@@ -125,6 +127,7 @@ def test_a_click_on_a_call_shows_its_line(open_page: Open, small: Path) -> None:
 
 def test_a_pointer_over_a_call_shows_its_line(open_page: Open, small: Path) -> None:
     page = open_page(small)
+    page.click("[data-graph=calls]")
     page.mouse.move(*pixel_of_call(page, 0))
     page.wait_for_selector("text=click for more")
     assert "x = layer1(x)  # line 1" in page.locator("#graph-chart").inner_text()
@@ -132,6 +135,7 @@ def test_a_pointer_over_a_call_shows_its_line(open_page: Open, small: Path) -> N
 
 def test_operands_lead_from_call_to_call(open_page: Open, small: Path) -> None:
     page = open_page(small)
+    page.click("[data-graph=calls]")
     page.evaluate("selectCall(10, true)")
     page.locator("#call .link", has_text="9: relu").click()
     assert page.evaluate("graph.selected") == 9
@@ -139,6 +143,7 @@ def test_operands_lead_from_call_to_call(open_page: Open, small: Path) -> None:
 
 def test_the_graph_zooms(open_page: Open, big: Path) -> None:
     page = open_page(big)
+    page.click("[data-graph=calls]")
     page.click("[data-graph=fit]")
     before = window(page, "graph-chart")
     turn_wheel(page, "#graph-chart")
@@ -158,6 +163,97 @@ def test_a_finding_leads_to_its_call(open_page: Open, small: Path) -> None:
     page = open_page(small)
     page.locator("ol.findings li", has_text="another shape").get_by_text("show in the program").click()
     assert page.evaluate("graph.selected") == 3
+
+
+# ----- what is folded
+
+
+def test_the_graph_opens_whole_and_folded_by_line(open_page: Open, big: Path) -> None:
+    page = open_page(big)
+    assert page.evaluate("graph.picture.op.length") == 40  # 5,000 calls of 40 lines
+    left, right = window(page, "graph-chart")
+    assert left <= page.evaluate("Math.min(...graph.picture.x)")
+    assert right >= page.evaluate("Math.max(...graph.picture.x)")
+    page.click("[data-graph=calls]")
+    assert page.evaluate("graph.picture.op.length") == 5000
+
+
+def test_a_line_leads_to_its_calls(open_page: Open, small: Path) -> None:
+    page = open_page(small)
+    page.mouse.click(*pixel_of_call(page, 1))
+    assert "x = layer2(x)  # line 2" in page.locator("#call").inner_text()
+    page.locator("#call .link", has_text="2: add").click()
+    assert page.evaluate("[graph.isFolded, graph.selected]") == [False, 2]
+    page.click("[data-graph=lines]")
+    assert page.evaluate("graph.isFolded")
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """The page of a run with 30 programs that differ in a number, a wait, and a compile that is not over."""
+    path = tmp_path / "many.html"
+    path.write_text(render(make_run_of_variants(30)))
+    return path
+
+
+def test_programs_that_differ_in_a_number_are_one_row(open_page: Open, many: Path) -> None:
+    page = open_page(many)
+    rows = page.locator(".program:not(.variant)")
+    assert rows.count() == 3
+    assert "30 variants" in rows.nth(1).inner_text()
+    rows.nth(1).click()
+    assert page.locator(".program.variant").count() == 29
+    page.locator(".program.variant").nth(3).click()
+    assert "program 14" in page.locator(".program.variant").first.inner_text()
+    assert "program 14 on lazy:0" in page.locator("#graph-title").inner_text()
+    assert page.locator("#graphs tbody tr").count() == 3
+    assert "and 29 variants" in page.locator("#graphs tbody").inner_text()
+
+
+def test_what_can_be_changed_stands_apart(open_page: Open, many: Path) -> None:
+    page = open_page(many)
+    heads = page.locator("#findings .content > h3").all_inner_texts()
+    assert heads == ["You can change", "For information"]
+    assert "wait_for_compiles()" in page.locator("ol.information").inner_text()
+    costs = page.locator("#findings .cost").all_inner_texts()
+    assert all(cost.endswith(" s") for cost in costs)
+
+
+def test_a_wait_for_the_compiler_is_in_the_timeline(open_page: Open, many: Path) -> None:
+    page = open_page(many)
+    kinds = page.evaluate("lanes[0].segments.filter((segment) => segment.wait).map((one) => [one.from, one.to])")
+    assert kinds == [[30.0, 150.0]]
+    assert "the compiler" in page.locator("#timeline-legend").inner_text()
+    assert "120 s\nin wait_for_compiles()" in page.locator("#tiles").inner_text()
+
+
+def test_a_compile_that_is_not_over_is_counted(open_page: Open, many: Path) -> None:
+    page = open_page(many)
+    assert "2\ncompiles, 1 of them not over" in page.locator("#tiles").inner_text()
+    assert "so far" in page.locator("#compiles tbody").inner_text()
+
+
+def test_memory_of_tensors_has_an_axis_of_its_own(open_page: Open, many: Path) -> None:
+    page = open_page(many)
+    option = "echarts.getInstanceByDom(document.getElementById('memory-chart')).getOption()"
+    assert page.evaluate(f"{option}.yAxis.map((axis) => axis.position)") == ["left", "right"]
+    assert page.evaluate(f"{option}.series.map((line) => line.yAxisIndex)") == [0, 1]
+    process, tensors = page.evaluate(f"{option}.yAxis.map((axis) => axis.max)")
+    assert tensors < process / 10
+
+
+def test_a_column_of_times_has_one_unit(open_page: Open, many: Path) -> None:
+    page = open_page(many)
+    for section, column in (("misses", 2), ("graphs", 6), ("graphs", 7)):
+        cells = page.locator(f"#{section} tbody tr td:nth-child({column})").all_inner_texts()
+        assert len({cell.rpartition(" ")[2] for cell in cells if cell[0].isdigit()}) == 1, cells
+
+
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_nothing_is_wider_than_the_window(open_page: Open, many: Path, width: int) -> None:
+    page = open_page(many)
+    page.set_viewport_size({"width": width, "height": 1000})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_light_and_dark(open_page: Open, small: Path) -> None:

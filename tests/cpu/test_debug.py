@@ -360,7 +360,55 @@ def test_a_wait_lies_within_its_sync(tmp_path: Path) -> None:
         assert end_of(wait) <= end_of(sync)
 
 
+def test_a_wait_for_the_compiler_is_in_the_timeline(tmp_path: Path) -> None:
+    train(2)
+    lazy_backend.wait_for_compiles(timeout=5)
+    train(1)
+    debug.export_chrome_trace(tmp_path / "trace.json")
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (wait,) = [event for event in found if event["name"] == "wait: wait_for_compiles()"]
+    assert wait in lanes(found)["lazy:0 recording"]
+    assert Path(__file__).name in wait["args"]["site"]
+
+
 def test_a_process_that_did_nothing_has_an_empty_timeline(tmp_path: Path) -> None:
     debug.export_chrome_trace(tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event for event in found if event["ph"] != "M"] == []
+
+
+# ----- views
+
+
+def test_dump_ir_shows_views() -> None:
+    y = (torch.ones(2, 4, device="lazy") + 1).t()
+    text = debug.dump_ir([y])
+    assert "aten.t(" in text
+    assert "%2: f32[4, 2]" in text
+    assert text.endswith("return %2")
+
+
+def test_dump_ir_of_a_view_shows_writes_through_its_base() -> None:
+    base = torch.ones(2, 4, device="lazy") + 1
+    row = base[0]
+    base.mul_(3)
+    assert "aten.mul_" in debug.dump_ir([row])
+
+
+def test_dump_ir_of_a_view_and_its_base_gives_both() -> None:
+    base = torch.ones(2, 4, device="lazy") + 1
+    graph = debug._graph_of([base.t(), base])
+    assert [value.meta.shape for value in graph.outputs] == [(2, 4), (4, 2)]
+
+
+@pytest.mark.parametrize("name", ["fx", "dot"])
+def test_views_are_in_every_format(name: str) -> None:
+    y = (torch.ones(2, 4, device="lazy") + 1).t()
+    assert ".t" in debug.dump_ir([y], name)
+
+
+def test_the_hash_is_still_that_of_the_step() -> None:
+    y = (torch.ones(2, 4, device="lazy") + 1).t()
+    expected = lazy_backend.computation.get_graph_hash([y])
+    lazy_backend.mark_step()
+    assert expected in lazy_backend.computation.get_debug_states()

@@ -451,6 +451,66 @@ def test_force_fallback_can_be_set_later() -> None:
     assert metrics.counter_value("aten::sub") == 1
 
 
+def minus_one() -> torch.Tensor:
+    y = grid("lazy", 3) - 1
+    assert_same(y, torch.arange(3.0) - 1)
+    return y
+
+
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_force_fallback_holds_from_the_next_call_on(first_sight: str) -> None:
+    config.first_sight = first_sight
+    for _ in range(2):
+        minus_one()
+        lazy_backend.mark_step()
+    config.force_fallback = "aten::sub"
+    minus_one()
+    assert metrics.counter_value("aten::sub") == 1
+
+
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_force_fallback_ends_when_it_is_reset(first_sight: str) -> None:
+    config.first_sight = first_sight
+    with config.patch(force_fallback="aten::sub"):
+        minus_one()
+    minus_one()
+    lazy_backend.mark_step()
+    minus_one()
+    assert metrics.counter_value("aten::sub") == 1
+
+
+def test_force_fallback_in_the_middle_of_a_step() -> None:
+    x = grid("lazy", 3)
+    y = x * 2
+    config.force_fallback = "aten::sub, aten::div"
+    z = (y - 1) / 2
+    config.force_fallback = ""
+    assert_same(z * 2, torch.arange(3.0) * 2 - 1)
+    assert (metrics.counter_value("aten::sub"), metrics.counter_value("aten::div")) == (1, 1)
+
+
+def test_force_fallback_stays_where_nothing_may_run() -> None:
+    y = grid("lazy", 3) * 2
+    with lazy_backend.allow_execution(False):
+        z = y + 1
+        with pytest.raises(lazy_backend.ExecutionNotAllowedError, match=r"config\.force_fallback"):
+            config.force_fallback = "aten::sub"
+        assert config.force_fallback == ""
+    assert_same(z, torch.arange(3.0) * 2 + 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"enabled": False}])
+def test_autocast_says_what_to_do_instead(options: dict[str, object]) -> None:
+    with pytest.raises(lazy_backend.LazyBackendError, match=r"yet\n  at .*test_errors\.py:") as raised:
+        torch.autocast("lazy", **options)
+    assert "model.to('lazy', torch.bfloat16)" in str(raised.value)
+
+
+def test_autocast_of_other_devices_is_pytorchs() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
 def limit_traces(length: int) -> None:
     config.max_trace_length = length
     lazy_backend.ir_cache.reset()  # the bound is read when a trace starts

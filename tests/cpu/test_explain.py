@@ -14,6 +14,9 @@ from torch.nn import functional
 import lazy_backend
 from lazy_backend import config
 from lazy_backend.history import SyncRecord, history
+from lazy_backend.lowering.ir import Graph
+from lazy_backend.lowering.specialise import CompileReport
+from lazy_backend.reasons import record_compile
 
 HERE = Path(__file__).name
 
@@ -129,7 +132,7 @@ def test_an_operator_for_a_log() -> None:
     assert found is not None
     assert found.kind == "op"
     assert (found.before_site, found.now_site) == (line_of("after the log"), line_of("log"))
-    assert found.now == "aten.norm.ScalarOpt_dim, an operator more"
+    assert found.now == "aten.linalg_vector_norm, an operator more"
     assert "add_step_closure" in latest().advice
 
 
@@ -546,3 +549,14 @@ def test_the_line_of_a_step_block_is_the_users() -> None:
     with lazy_backend.step():  # block
         weight.mul_(2.0)
     assert latest().site.startswith(f"{__file__}:")
+
+
+def test_a_compile_that_nobody_ended_is_not_that_of_a_later_graph() -> None:
+    def report(stage: str) -> CompileReport:
+        return CompileReport(Graph((), (), (), 0, 0, torch.device("cpu")), stage)
+
+    history.reset()
+    record_compile(report("started"))
+    for _ in range(10):  # one of them at the address of the first
+        record_compile(report("compiled"))
+    assert [compiled.outcome for compiled in history.compiles] == ["started"] + ["compiled"] * 10

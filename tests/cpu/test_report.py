@@ -17,9 +17,9 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import config
-from lazy_backend.history import history
+from lazy_backend.history import CompileRecord, history
 from lazy_backend.reporting import main
-from lazy_backend.run_log import read_run
+from lazy_backend.run_log import read_run, source_line
 from lazy_backend.sync import executor
 
 HERE = Path(__file__).name
@@ -53,6 +53,67 @@ def test_the_page_shows_the_run(tmp_path: Path) -> None:
     assert data["syncs"]["step"] == [1, 2, 3, 4, 5]
     assert all(seconds is not None for seconds in data["syncs"]["run"])
     assert data["state"]["computations"][0]["runs"] == 5
+
+
+def test_a_wait_for_compiles_is_recorded_with_its_line(tmp_path: Path) -> None:
+    config.log_file = str(tmp_path / "run.jsonl")
+    steps(2)
+    assert lazy_backend.wait_for_compiles(timeout=5)  # here
+    steps(1)
+    in_memory = data_of(lazy_backend.report(tmp_path / "report.html"))["waits"]
+    history.reset()
+    (wait,) = read_run(tmp_path / "run.jsonl").waits
+    assert wait["call"] == "wait_for_compiles()"
+    assert source_line(wait["site"]).endswith("# here")
+    assert (wait["step"], wait["done"]) == (3, True)
+    assert in_memory == [{name: value for name, value in wait.items() if name != "type"}]
+
+
+def test_programs_that_differ_in_a_number_are_variants_of_one(tmp_path: Path) -> None:
+    x = torch.ones(4, device="lazy", dtype=torch.int64)
+    lazy_backend.mark_step()
+    for number in range(3, 8):
+        y = x * number  # an int is part of the program
+        lazy_backend.mark_step()
+    y = x + 3
+    lazy_backend.mark_step()
+    del y
+    programs = data_of(lazy_backend.report(tmp_path / "report.html"))["programs"]
+    multiplied = [program for program in programs if program["like"] == programs[-2]["like"]]
+    assert len(multiplied) == 5
+    assert multiplied[0]["differs"] == ""
+    assert multiplied[-1]["differs"].startswith("aten.mul(")
+    assert ", 7)" in multiplied[-1]["differs"]
+    assert programs[-1]["like"] == programs[-1]["name"]
+
+
+def test_lists_of_other_lengths_make_variants_too(tmp_path: Path) -> None:
+    rows = [torch.ones(2).to("lazy") for _ in range(5)]
+    for count in range(2, 6):
+        stacked = torch.stack(rows[:count])
+        lazy_backend.mark_step()
+    del stacked
+    programs = data_of(lazy_backend.report(tmp_path / "report.html"))["programs"]
+    assert {program["like"] for program in programs} == {programs[0]["name"]}
+    assert programs[-1]["differs"] == "aten.stack([5 tensors]) -> f32[5, 2]"
+
+
+def test_a_picture_folds_neighbouring_calls_of_a_line(tmp_path: Path) -> None:
+    steps(2)
+    picture = data_of(lazy_backend.report(tmp_path / "report.html"))["programs"][0]["picture"]
+    assert len(picture["op"]) == 4  # mul_, mm, relu_, sum
+    assert picture["folded"]["places"] == [0, 1, 1, 3]
+    assert picture["folded"]["edges"] == [0, 1]
+
+
+def test_a_compile_that_is_not_over_is_counted(tmp_path: Path) -> None:
+    steps(2)
+    history.compile_began("graph", CompileRecord("#1", 3, "it recurred", history.now()))
+    steps(1)
+    data = data_of(lazy_backend.report(tmp_path / "report.html"))
+    summary = data["summary"]
+    assert (summary["compiles"], summary["compiles_running"]) == (len(data["compiles"]) - 1, 1)
+    assert summary["compile_seconds"] >= data["compiles"][-1]["elapsed"] > 0
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Print a lazy tensor as PyTorch prints tensors of its other devices: `tensor([1., 2.], device='lazy:0')`.
+
+In: a lazy tensor and its values on the CPU. Out: its `repr`, with the options of `torch.set_printoptions`.
+PyTorch begins the `repr` of a subclass with the name of its class and indents by that, whatever is inside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Internal, checked on 2.13: the parts that torch._tensor_str prints every strided tensor with. There is no public way
+# to print a tensor with other suffixes than its own.
+from torch._tensor_str import PRINT_OPTS, _add_suffixes, _tensor_str
+
+_PREFIX = "tensor("
+
+# Dtypes that a printed number shows by itself
+_EVIDENT = (torch.int64, torch.bool)
+
+
+def print_tensor(tensor: torch.Tensor, values: torch.Tensor, tangent: torch.Tensor | None) -> str:
+    """The `repr` of `tensor`, whose values on the CPU are `values`, and whose forward gradient is `tangent`."""
+    indent = len(_PREFIX)
+    contents = _tensor_str(values, indent)  # type: ignore[no-untyped-call]
+    suffixes = [f"device='{tensor.device}'", *_geometry(values), *_history(tensor)]
+    if tangent is not None:
+        suffixes.append(f"tangent={tangent}")
+    return str(_add_suffixes(_PREFIX + contents, suffixes, indent, force_newline=False))  # type: ignore[no-untyped-call]
+
+
+def _geometry(values: torch.Tensor) -> list[str]:
+    """Shape and dtype, where what is printed between the brackets leaves them open."""
+    default = torch.get_default_dtype()
+    is_empty = values.numel() == 0
+    default_complex = torch.complex128 if default == torch.float64 else torch.complex64
+    evident = (default,) if is_empty else (default, default_complex, *_EVIDENT)
+    hides_shape = values.dim() != 1 if is_empty else not PRINT_OPTS.edgeitems
+    return [f"size={tuple(values.shape)}"] * hides_shape + [f"dtype={values.dtype}"] * (values.dtype not in evident)
+
+
+def _history(tensor: torch.Tensor) -> list[str]:
+    """What autograd knows of a tensor."""
+    try:
+        made_by = tensor.grad_fn
+    except RuntimeError:  # a view made without autograd whose base was written
+        return ["grad_fn=<Invalid>"]
+    if made_by is None:
+        return ["requires_grad=True"] if tensor.requires_grad else []
+    kind = type(made_by).__name__
+    return [f"grad_fn=<{made_by.name().rsplit('::', 1)[-1] if kind == 'CppFunction' else kind}>"]
