@@ -15,6 +15,15 @@ Operators on `device="lazy"` are recorded, not run. `mark_step()` cuts what was 
 cache, and runs it.
 """
 
+from pathlib import Path as _Path
+
+# In a checkout `lowering` and `cache` are beside this folder; installed, they are in it (pyproject.toml, package-dir).
+# Python looks there too if this is a checkout of ours, and nowhere else: somebody's `cache` may be beside a copy.
+_folder = _Path(__file__).resolve().parent
+_project = _folder.parent / "pyproject.toml"
+if not (_folder / "lowering").is_dir() and _project.is_file() and 'name = "lazy_backend"' in _project.read_text():
+    __path__.append(str(_folder.parent))
+
 from lazy_backend import computation, debug, ir_cache, metrics
 from lazy_backend.api import (
     add_step_closure,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from lazy_backend import closures, metrics
+from lazy_backend.computation import what_it_is
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.device import Device, context_of
 from lazy_backend.errors import LazyBackendError
@@ -17,10 +19,13 @@ from lazy_backend.history import history
 from lazy_backend.lowering import profiling
 from lazy_backend.settings import config
 from lazy_backend.sites import user_site
+from lazy_backend.sparse_tensor import LazySparseTensor
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
+from lazy_backend.tracebacks import hide_internals
 
 
+@hide_internals
 def mark_step(device: Device = "", wait: bool = False) -> None:
     """End a step: run everything pending, then the step closures.
 
@@ -44,6 +49,7 @@ def _devices(device: Device) -> list[DeviceContext]:
     return [context_of(device)]
 
 
+@hide_internals
 def wait_for_compiles(timeout: float | None = None) -> bool:
     """Wait until no graph is being compiled in the background, as for a benchmark.
 
@@ -51,11 +57,14 @@ def wait_for_compiles(timeout: float | None = None) -> bool:
     or None to wait as long as it takes; returns False if they were not enough. Training need not wait: graphs are
     interpreted meanwhile. What is ready is used from the next step on.
     """
+    begin = perf_counter()
     finished = profiling.wait_for_compiles(timeout, asks=config.compile != "off")
+    history.waited("wait_for_compiles()", user_site(), begin, finished)
     contexts.for_all_device_contexts(DeviceContext.restart_clock)
     return finished
 
 
+@hide_internals
 def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:
     """Wait until everything scheduled on `devices` (default: all) has run, and asynchronous closures too.
 
@@ -68,16 +77,20 @@ def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:
     closures.runner.wait()
 
 
+@hide_internals
 def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Device] = ()) -> None:
     """Compute `tensors`, and with them everything pending on their devices and on `devices`.
 
     Unlike `torch._lazy.sync_multi`, which computes what `tensors` need and later, again, what others share with them.
     Returns once the runs are scheduled.
     """
-    chosen = {t._data.context for t in tensors if isinstance(t, LazyTensor)} | {context_of(d) for d in devices}
+    contexts_of_tensors = {t._data.context for t in tensors if isinstance(t, LazyTensor)}
+    contexts_of_tensors |= {t._context for t in tensors if isinstance(t, LazySparseTensor)}
+    chosen = contexts_of_tensors | {context_of(d) for d in devices}
     executor.sync_live_tensors_graph(sorted(chosen, key=lambda context: context.index), False, "sync_multi")
 
 
+@hide_internals
 def get_tensor_id(tensor: torch.Tensor) -> int:
     """A number that is the same for tensors standing for the same data, and for no others alive.
 
@@ -86,6 +99,7 @@ def get_tensor_id(tensor: torch.Tensor) -> int:
     return id(_lazy(tensor)._data)
 
 
+@hide_internals
 def to_cpu(tree: Any) -> Any:
     """A copy of `tree` (nested lists, tuples, dicts) with every lazy tensor on the CPU, after one sync per device.
 
@@ -94,14 +108,19 @@ def to_cpu(tree: Any) -> Any:
     found: list[LazyTensor] = []
     tree_map_only(LazyTensor, found.append, tree)
     copies = iter(executor.get_tensors_fused(found, "to_cpu"))
-    return tree_map_only(LazyTensor, lambda tensor: next(copies).requires_grad_(tensor.requires_grad), tree)
+    copied = tree_map_only(LazyTensor, lambda tensor: next(copies).requires_grad_(tensor.requires_grad), tree)
+    return tree_map_only(
+        LazySparseTensor, lambda tensor: tensor.detach().cpu().requires_grad_(tensor.requires_grad), copied
+    )
 
 
+@hide_internals
 def save(tree: Any, *args: Any, **kwargs: Any) -> None:
     """`torch.save` of a CPU copy: the file names no lazy device. Further arguments as for `torch.save`."""
     torch.save(to_cpu(tree), *args, **kwargs)
 
 
+@hide_internals
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
     """Call `closure(*args)` after the next `mark_step`, when reading `args` cuts nothing.
 
@@ -117,14 +136,37 @@ def manual_seed(seed: int) -> None:
     contexts.set_rng_seed(seed)
 
 
-@contextlib.contextmanager
-def step(device: Device = "", *, strict: bool = False, max_different_graphs: int | None = None) -> Iterator[None]:
+class _Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
+    """A generator's `with` block whose exceptions have the user's frames only."""
+
+    def __init__(self, make: Callable[[], Iterator[None]]) -> None:
+        self._make = contextlib.contextmanager(make)
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    @hide_internals
+    def __enter__(self) -> None:
+        block = self._make()
+        block.__enter__()
+        self._entered.append(block)
+
+    @hide_internals
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
+
+
+def step(
+    device: Device = "", *, strict: bool = False, max_different_graphs: int | None = None
+) -> contextlib.AbstractContextManager[None]:
     """One step as a block: `mark_step` on entry, so that nothing else is in its graph, and on exit, also on errors.
 
     `strict`: whatever would cut the graph within the block raises `StrictModeError`. `max_different_graphs`: raise
     `TooManyGraphsError`, with the explanation, at the first step of this line that records one program more.
     The block's own error is what is raised; if the sync on exit fails too, that is raised at the next sync or wait.
     """
+    return _Block(lambda: _limited_step(device, strict, max_different_graphs))
+
+
+def _limited_step(device: Device, strict: bool, max_different_graphs: int | None) -> Iterator[None]:
     mark_step(device)
     with executor.limiting(user_site(), max_different_graphs):
         yield from _step(device, strict)
@@ -159,10 +201,12 @@ class _Switch(contextlib.AbstractContextManager["_Switch"]):
     def __init__(self, back: Callable[[], None]) -> None:
         self._back = back
 
+    @hide_internals
     def __exit__(self, *raised: object) -> None:
         self._back()
 
 
+@hide_internals
 def eager_mode(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
     """Run every call at once on the backing device, in all threads: for debugging, and for loops that never repeat.
 
@@ -182,6 +226,7 @@ def eager_mode(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
     return _Switch(lambda: switch(before))
 
 
+@hide_internals
 def allow_execution(allowed: bool) -> contextlib.AbstractContextManager[Any]:
     """`allow_execution(False)`: from now on, in all threads, what would run something raises with its line.
 
@@ -198,10 +243,10 @@ def allow_execution(allowed: bool) -> contextlib.AbstractContextManager[Any]:
 
 def is_lazy(tensor: Any) -> bool:
     """Whether `tensor` is on the lazy device."""
-    return isinstance(tensor, LazyTensor)
+    return isinstance(tensor, LazyTensor | LazySparseTensor)
 
 
 def _lazy(tensor: torch.Tensor) -> LazyTensor:
     if not isinstance(tensor, LazyTensor):
-        raise TypeError(f"expected a lazy tensor, got one on {tensor.device}\n  as from tensor.to('lazy')")
+        raise TypeError(f"expected a lazy tensor, got {what_it_is(tensor)}")
     return tensor

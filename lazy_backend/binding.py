@@ -33,7 +33,7 @@ from lazy_backend.replay import (
     Uploaded,
 )
 from lazy_backend.tensor import LazyTensor, TensorData
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
 
 Held = Sequence[Sequence[tuple[Any, Holder]]]
 
@@ -51,6 +51,11 @@ def check_same_program(last: RecordedCall, record: RecordedCall) -> None:
             raise NotCapturable(f"it recorded {len(before)} operators in one call and {len(now)} in the next: {extra}")
     if last.indices != record.indices:
         raise NotCapturable("other tensors were alive after one call than after the next")
+    if any(before is not now for before, now in zip(last.generators, record.generators, strict=True)):
+        raise NotCapturable(
+            "it draws random numbers from another torch.Generator than in the call before\n"
+            "  make the generator outside, once"
+        )
 
 
 def _is_same_call(a: Call, b: Call) -> bool:
@@ -101,7 +106,7 @@ def bind(
         outputs=tuple(outputs),
         returned=returned,
         floats=replace(floats, used=bound.constants),
-        num_seeds=record.num_seeds,
+        generators=record.generators,
         module_guard=ModuleGuard(record.watch.modules, used),
         optimizer_guards=record.guards,
         kept=frozenset(id(data.storage) for data in used),
@@ -150,8 +155,7 @@ def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bo
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    with clean_thread_state():
-        return a is b or (a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b))
+    return a is b or (a.dtype == b.dtype and a.stride() == b.stride() and run_clean(torch.equal, a, b))
 
 
 def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequence[Source]) -> None:
@@ -194,8 +198,8 @@ def follow_floats(seen: Sequence[RecordedCall]) -> Floats:
             call = latest.constant_call(place)
             raise NotCapturable(
                 f"a float of {call.op} at {call.site} changed from {values[-2]!r} to {values[-1]!r}\n"
-                "  a replay does not compute floats: give an optimizer capturable=True and its learning rate as a lazy "
-                "tensor,\n  or pass the float as an argument"
+                "  a replay does not compute floats: give an optimizer fused=True, or, if it has no fused form, its "
+                "learning rate\n  as a lazy tensor; or pass the float as an argument"
             )
         places.append((place, tuple(followed)))
     return Floats(latest.floats, latest.constants, frozenset(free), tuple(places))

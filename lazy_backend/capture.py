@@ -46,6 +46,7 @@ from lazy_backend.settings import config
 from lazy_backend.sites import user_site, warn_user
 from lazy_backend.sync import Async, SyncTensorsConfig, executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData
+from lazy_backend.tracebacks import hide_internals
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,6 +154,7 @@ class Captured(Generic[P, R]):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @hide_internals
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if executor.is_refusing() or config.eager:  # within another captured function: part of its program
             return self._function(*args, **kwargs)
@@ -160,28 +162,44 @@ class Captured(Generic[P, R]):
         leaves, spec = _flatten(args, kwargs)
         key, arguments = _describe(leaves, spec)
         context = _context_of(arguments.tensors)
-        with context.lock:
-            if not context.trace.is_empty():
+        counted = False
+        while True:  # again if something was recorded or run in between
+            if context.has_pending():
                 executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
-            signature = self._signature(key, leaves)
-            signature.calls += 1
-            program = signature.program
-            is_due = self._verify_every > 0 and signature.calls % self._verify_every == 0
-            result: Any
-            if program is None and not is_due and signature.failures >= _PATIENCE and signature.calls % _RETRY > 1:
-                result = self._run_as_written(context, args, kwargs)
-                return result  # type: ignore[no-any-return]
-            if program is None or is_due:
-                result = self._record(context, signature, arguments, args, kwargs, is_due)
-                return result  # type: ignore[no-any-return]
-            try:
-                result, run = program.run(arguments)
-            except Stale:
-                result = self._record(context, signature, arguments, args, kwargs, False)
-                return result  # type: ignore[no-any-return]
-        if run is not None:
-            run.run()
+            with context.lock:
+                if context.has_pending():
+                    continue
+                signature = self._signature(key, leaves)
+                if not counted:
+                    signature.calls += 1
+                    counted = True
+                replayed = self._replay_or_record(context, signature, arguments, args, kwargs)
+            if replayed is not None:
+                break
+            # not while the lock is held: see Note [Interruption]
+            executor.barrier(context)
+        result, run = replayed
+        if run is not None and not run.in_background:
+            run.do()
         return result  # type: ignore[no-any-return]
+
+    def _replay_or_record(
+        self, context: DeviceContext, signature: _Signature, arguments: Arguments, args: Any, kwargs: Any
+    ) -> tuple[Any, Async | None] | None:
+        """What a call returns, and the run that the caller is to do. None, with nothing done, if one is under way."""
+        program = signature.program
+        is_due = self._verify_every > 0 and signature.calls % self._verify_every == 0
+        if program is not None and not is_due:
+            # the deliveries of a replay drop what was held before, and a finalizer may run: not while it is prepared
+            try:
+                return program.run(arguments)
+            except Stale:
+                pass
+        if not context.locker.is_idle():
+            return None  # a body runs with the lock held, and would wait for that run
+        if program is None and not is_due and signature.failures >= _PATIENCE and signature.calls % _RETRY > 1:
+            return self._run_as_written(context, args, kwargs), None
+        return self._record(context, signature, arguments, args, kwargs, is_due), None
 
     def _signature(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> _Signature:
         found = self._signatures.get(key)
@@ -193,8 +211,7 @@ class Captured(Generic[P, R]):
         return found
 
     def _run_as_written(self, context: DeviceContext, args: Any, kwargs: Any) -> Any:
-        with executor.refusing(self._refuse):
-            leaves, spec = flatten_result(self._function(*args, **kwargs))
+        leaves, spec = executor.call_refusing(self._refuse, lambda: flatten_result(self._function(*args, **kwargs)))
         self._sync(context)
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
@@ -219,8 +236,10 @@ class Captured(Generic[P, R]):
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)
         with young_objects_stay_young():
-            with executor.refusing(self._refuse), watch.watching(), context.watching_uploads() as uploads:
-                leaves, spec = flatten_result(self._function(*args, **kwargs))
+            with watch.watching(), context.watching_uploads() as uploads:
+                leaves, spec = executor.call_refusing(
+                    self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
+                )
             record, storages = note(context, arguments, argument_data, start, watch, uploads, leaves, spec)
             uploads.clear()
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
@@ -228,7 +247,7 @@ class Captured(Generic[P, R]):
         del storages
         run = self._sync(context)
         record.bound = None if run is None else run.cached_computation
-        context.locker.barrier()  # what the run holds would look like state
+        executor.barrier(context)  # what the run holds would look like state
         try:
             self._bind(signature, start, record, held, arguments)
         except NotCapturable as reason:
@@ -248,7 +267,7 @@ class Captured(Generic[P, R]):
         last = records[-1]
         check_same_program(last, record)
         signature.records = [*records, record][-_MAX_RECORDS:]
-        check_side_effects(start, record.num_seeds)
+        check_side_effects(start, record)
         floats = follow_floats(signature.records)
         signature.program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments)
         signature.failures = 0

@@ -83,13 +83,14 @@ class Watch:
 
     def host_versions(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors in the optimizers' state that are not lazy, and how often each was written."""
-        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-        tensors = [value for state in states if isinstance(state, dict) for value in state.values()]
-        return [
-            (tensor, tensor._version)
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, LazyTensor)
-        ]
+        return [(tensor, tensor._version) for optimizer in self.optimizers for tensor in host_state(optimizer)]
+
+
+def host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors in the optimizer's state that are not lazy: step counts, as most optimizers keep them."""
+    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
+    tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
 
 
 class TensorSet:
@@ -115,7 +116,7 @@ class _Operands:
     """Shows the operands of every call to the watches of its thread. Costs nothing while nobody watches."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watches: dict[int, Callable[[Sequence[Any]], None]] = {}
         self._dispatch: Any = None
 
@@ -131,8 +132,9 @@ class _Operands:
             yield
         finally:
             with self._lock:
-                del self._watches[thread]
-                if not self._watches:
+                if self._watches.get(thread) is see:  # it may end late, after an interruption
+                    del self._watches[thread]
+                if not self._watches and self._dispatch is not None:
                     LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
 
     def _show(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,6 +183,12 @@ class OptimizerGuard:
             if type(value) is float
         )
         self._floats = self._read_floats()
+
+    def option_for_counts(self) -> str | None:
+        """The option that has the optimizer count its steps on the device, if it counts them elsewhere."""
+        # with `fused` the learning rate, too, may change; `capturable` computes with it in Python
+        options = [name for name in ("fused", "capturable") if name in self._optimizer.defaults]
+        return options[0] if options and host_state(self._optimizer) else None
 
     def _read_floats(self) -> tuple[float, ...]:
         return tuple(value for group in self._groups for value in group.values() if type(value) is float)
@@ -247,12 +255,16 @@ class GradHolder:
         grad = self._parameter.grad
         return grad._data.storage if isinstance(grad, LazyTensor) else None
 
-    def put(self, data: TensorData) -> None:
+    def put(self, data: TensorData, run: Any) -> None:
+        """`run` says whether somebody delivered it meanwhile: what came in between may have gone on since."""
         grad = self._parameter.grad
         if grad.__class__ is LazyTensor and grad._data.meta is data.meta and _count_references(grad) == _ALONE:  # type: ignore
-            grad._data = data  # type: ignore[union-attr]
+            if not run.delivered:
+                grad._data = data  # type: ignore[union-attr]
         else:
-            self._parameter.grad = wrap(data)
+            made = wrap(data)
+            if not run.delivered:
+                self._parameter.grad = made
 
 
 class TensorHolder:
@@ -277,9 +289,10 @@ class TensorHolder:
     def storage(self) -> LazyStorage | None:
         return self._data.storage
 
-    def put(self, data: TensorData) -> None:
+    def put(self, data: TensorData, run: Any) -> None:
+        """As that of `GradHolder`."""
         tensor = self._reference()
-        if tensor is not None:
+        if tensor is not None and not run.delivered:
             tensor._data = self._data = data
 
 

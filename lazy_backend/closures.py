@@ -20,12 +20,17 @@ Closure = Callable[[], None]
 
 
 class ClosureRunner:
-    """Pending closures and the thread that runs the asynchronous ones, in order."""
+    """Pending closures and the thread that runs the asynchronous ones, in order.
+
+    Locks and queues are C objects, see Note [Interruption]; `queue.Queue` is not.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending: list[tuple[Closure, bool]] = []
-        self._queue: queue.Queue[Closure] | None = None
+        self._tasks: queue.SimpleQueue[Closure | None] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each closure that may wait
+        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def add(self, function: Callable[..., Any], args: Sequence[Any], run_async: bool) -> None:
@@ -34,11 +39,14 @@ class ClosureRunner:
             self._pending.append((lambda: function(*args), run_async))
 
     def run(self) -> None:
-        """Run what is pending. A synchronous closure's error is raised here; the closures after it stay pending."""
+        """Run what is pending now; what a closure adds is for the step after.
+
+        A synchronous closure's error is raised here; the closures after it stay pending.
+        """
         self.raise_error()
-        while True:
+        for _ in range(len(self._pending)):
             with self._lock:
-                if not self._pending:
+                if not self._pending:  # a closure that calls mark_step ran them
                     return
                 closure, run_async = self._pending.pop(0)
             if run_async:
@@ -47,38 +55,69 @@ class ClosureRunner:
                 closure()
 
     def wait(self) -> None:
-        """Wait for the asynchronous closures and raise the first error among them."""
-        if self._queue is not None:
-            self._queue.join()
+        """Wait for the asynchronous closures and raise the first error among them. One of them does not wait."""
+        if self._thread is not None and not self._is_own_thread():
+            done = threading.Lock()
+            done.acquire()
+            self._tasks.put(done.release)  # in its turn, after what was queued before
+            with done:
+                pass
         self.raise_error()
 
     def raise_error(self) -> None:
-        error, self._error = self._error, None
+        error = self._error
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                self._error = None
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def _enqueue(self, closure: Closure) -> None:
-        if self._queue is None:
-            self._queue = queue.Queue(maxsize=config.max_async_closures)
-            threading.Thread(target=self._work, args=(self._queue,), name="lazy-closures", daemon=True).start()
-        self._queue.put(closure)  # blocks when the bound is reached: a slow logger slows the loop, it loses nothing
+        if self._thread is None:
+            for _ in range(config.max_async_closures):
+                self._places.put(None)
+            self._thread = threading.Thread(target=self._work, name="lazy-closures", daemon=True)
+            self._thread.start()
+        if self._is_own_thread() and self._places.empty():
+            closure()  # nobody else would make room
+            return
+        self._places.get()  # blocks when the bound is reached: a slow logger slows the loop, it loses nothing
+        try:
+            self._tasks.put(lambda: self._run(closure))
+        except BaseException:
+            self._places.put(None)
+            raise
 
-    def _work(self, tasks: queue.Queue[Closure]) -> None:
-        while True:
-            closure = tasks.get()
-            try:
-                # after an error the rest is dropped until somebody was told, as later closures may rely on earlier ones
-                if self._error is None:
-                    closure()
-            except BaseException as error:
-                self._error = error
-            finally:
-                tasks.task_done()
+    def _run(self, closure: Closure) -> None:
+        try:
+            # after an error the rest is dropped until somebody was told, as later closures may rely on earlier ones
+            if self._error is None:
+                closure()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._places.put(None)
 
-    def close(self) -> None:
-        """At interpreter exit: finish what was queued and print an error nobody was told of."""
-        if self._queue is not None:
-            self._queue.join()
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # or it would keep its tensors until the next one comes
+
+    def close(self, timeout: float) -> None:
+        """At interpreter exit: finish what was queued, for `timeout` seconds, and print an error nobody was told of."""
+        thread = self._thread
+        if thread is not None:
+            self._tasks.put(None)
+            thread.join(timeout)
+            if thread.is_alive():
+                print(
+                    f"lazy_backend: an asynchronous step closure did not finish within {timeout:.0f} s and was "
+                    "abandoned",
+                    file=sys.stderr,
+                )
         error, self._error = self._error, None
         if error is not None:
             print("lazy_backend: an asynchronous step closure failed:", file=sys.stderr)

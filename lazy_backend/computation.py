@@ -8,10 +8,13 @@ import torch
 
 from lazy_backend.lowering.computation import Computation
 from lazy_backend.lowering.profiling import GraphExecutorState
+from lazy_backend.sparse_tensor import LazySparseTensor
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
+from lazy_backend.tracebacks import hide_internals
 
 
+@hide_internals
 def get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
     """32 hexadecimal digits of the key of the graph that computes `tensors`, which stay pending.
 
@@ -23,10 +26,18 @@ def get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
 def check_lazy(tensors: Sequence[torch.Tensor]) -> list[LazyTensor]:
     for tensor in tensors:
         if not isinstance(tensor, LazyTensor):
-            raise TypeError(f"expected lazy tensors, got one on {tensor.device}\n  as from tensor.to('lazy')")
+            raise TypeError(f"expected lazy tensors, got {what_it_is(tensor)}")
     return list(tensors)  # type: ignore[arg-type]
 
 
+def what_it_is(tensor: torch.Tensor) -> str:
+    """A tensor that is no `LazyTensor`, for an error, and what to do."""
+    if isinstance(tensor, LazySparseTensor):
+        return "a sparse one, which always has its value\n  ask about its parts, as in tensor.values()"
+    return f"one on {tensor.device}\n  as from tensor.to('lazy')"
+
+
+@hide_internals
 def get_computation(graph_hash: str) -> Computation:
     """The cached computation of this hash, as `get_graph_hash` gives it. Raises `LookupError` if there is none."""
     found = next((c for c in executor.get_computation_cache() if c.hash == graph_hash), None)
@@ -47,16 +58,19 @@ def get_debug_states() -> dict[str, GraphExecutorState]:
     return {c.hash: c.executor.get_debug_state() for c in get_cached_computations()}
 
 
+@hide_internals
 def get_debug_state(graph_hash: str) -> GraphExecutorState:
     """The same of one computation. Seed: `getDebugState`."""
     return get_computation(graph_hash).executor.get_debug_state()
 
 
+@hide_internals
 def is_optimized(graph_hash: str) -> bool:
     """Whether its latest run was compiled, or a compiled plan of its own is there. Seed: `isOptimized`."""
     return get_computation(graph_hash).executor.is_optimized()
 
 
+@hide_internals
 def debug_flush_compilation_cache(graph_hash: str | None = None) -> None:
     """Forget the plans and errors of one computation, or of all: the next runs profile and compile anew.
 

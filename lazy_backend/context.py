@@ -19,7 +19,7 @@ from lazy_backend import metrics
 from lazy_backend.cache.trie import Trie, TrieNode
 from lazy_backend.errors import DeviceError
 from lazy_backend.history import history
-from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue
+from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue, Work
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import TensorMeta
 from lazy_backend.lowering.program import Call, Cut, Fresh, Token
@@ -69,13 +69,58 @@ class DeviceContext:
         """What `"lazy"` without an index means now."""
         return torch.device("lazy", contexts.current)
 
+    def holds_lock(self) -> bool:
+        """Whether the calling thread holds `lock`."""
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # as threading.Condition asks
+
+    def hold_idle(self) -> None:
+        """Take `lock` while no run is under way, and keep it."""
+        while True:
+            self.locker.wait_idle()
+            self.lock.acquire()
+            if self.locker.is_idle():
+                return
+            self.lock.release()
+
+    def has_pending(self) -> bool:
+        """Whether something is recorded, or was being scheduled when it was interrupted."""
+        return not self.trace.is_empty() or isinstance(self.trace.unfinished, Work)
+
     def new_trace(self) -> None:
         """Start recording afresh. The caller holds `lock`."""
+        fresh = self.fresh_trace()
+        self.trace.epoch.cursor = self.trace.cursor
+        self.trace = fresh
+
+    def replace_trace(self, trace: Trace, cursor: TrieNode[Call | Cut], fresh: Trace) -> bool:
+        """`new_trace`, unless something was recorded since `cursor`. The caller holds `lock`.
+
+        A call that the caller interrupted, as a signal handler, starts anew.
+        """
+        trace.epoch.cursor = cursor
+        # nothing can come between this question and the store: neither calls a function. See Note [Interruption]
+        if self.trace is trace and trace.cursor is cursor:
+            trace.changes += 1
+            self.trace = fresh
+            return True
+        return False
+
+    def begin_replay(self, trace: Trace, count: int, run: Work) -> bool:
+        """Commit a replay, unless something was recorded or run since. The caller holds `lock`."""
+        locker = self.locker
+        # as in `replace_trace`
+        if self.trace is trace and trace.cursor.depth == 0 and locker.count == count:
+            trace.changes += 1
+            trace.unfinished = run
+            return True
+        return False
+
+    def fresh_trace(self) -> Trace:
+        """A trace to go on with. Forgets the paths if there are too many, or settings that they rest on changed."""
         settings = config.force_fallback, torch.get_default_dtype()
         if self.trie.size > config.trie_limit or settings != self._settings:
             self.forget_paths()
-        self.trace.epoch.cursor = self.trace.cursor
-        self.trace = self._fresh_trace()
+        return self._fresh_trace()
 
     def _fresh_trace(self) -> Trace:
         trace = Trace(self.eager_root if config.eager else self.trie.root, perf_counter())
@@ -120,7 +165,8 @@ class DeviceContext:
         try:
             yield watched
         finally:
-            self._watched = None
+            if self._watched is watched:  # it may end late, after an interruption
+                self._watched = None
 
     def register_survivors(self, storages: list[LazyStorage]) -> None:
         """What a sync found alive among the pending. Their creation was counted with the path."""
@@ -142,7 +188,7 @@ class DeviceContext:
         """Every storage somebody holds on this device: computed ones, scheduled ones, then pending ones."""
         with self.lock:
             known = [storage for reference in self._registry if (storage := reference()) is not None]
-            return known + self.trace.live()[1]
+            return list(dict.fromkeys([*known, *self.trace.live()[1]]))  # an interrupted sync may register one twice
 
     def alive(self) -> Alive:
         """How much is alive on this device."""
@@ -153,8 +199,8 @@ class DeviceContext:
     def _each_live(self) -> Iterator[LazyStorage]:
         """Every live storage, held one at a time: what dies in a run under way must not wait for who counts."""
         with self.lock:
-            references = [*self._registry, *self.trace.pending]
-        for reference in references:
+            references = {id(reference): reference for reference in (*self._registry, *self.trace.pending)}
+        for reference in references.values():
             storage = reference()
             if storage is not None:
                 yield storage
@@ -244,7 +290,7 @@ class DeviceContextArena:
     """All device contexts, made at first use."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._contexts: dict[int, DeviceContext] = {}
         self.current = 0
         self.prepare: Callable[[], None] = lambda: None  # called once, before the first context is made
@@ -300,9 +346,9 @@ class DeviceContextArena:
         """The same of all devices."""
         return [row for context in self.get_active_devices() for row in context.live_by_line()]
 
-    def get_rng_seed(self) -> int:
-        """A seed for the next random op. See Note [Random numbers are data]."""
-        return rng.draw_seed()
+    def get_rng_seed(self, generator: torch.Generator | None = None) -> int:
+        """A seed for the next random op, from `generator` or the one in use. See Note [Random numbers are data]."""
+        return rng.draw_seed(generator)
 
     def set_rng_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -330,7 +376,7 @@ class DeviceContextArena:
 
     def reset_after_fork(self) -> None:
         """In a forked child: new locks, new queues; the threads stayed with the parent."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         for context in self._contexts.values():
             context.lock = threading.RLock()
             context.queue = _new_queue(context.index)

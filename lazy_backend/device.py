@@ -6,18 +6,26 @@ import atexit
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from lazy_backend import closures, kernels, record
 from lazy_backend.attention import install_attention
+from lazy_backend.cache import process_locks
 from lazy_backend.compat import pytorch
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import DeviceError
+from lazy_backend.forgotten_steps import forgotten_steps
+from lazy_backend.generators import LazyGenerator
 from lazy_backend.recurrent import install_recurrent
 from lazy_backend.serialization import install_serialization
+from lazy_backend.settings import config
+from lazy_backend.sparse import install_sparse
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyTensor
+from lazy_backend.tracebacks import hide_internals
 
 # Seconds that interpreter exit waits for a run under way before it abandons it.
 _EXIT_TIMEOUT = 30.0
@@ -43,6 +51,7 @@ def context_of(device: Device) -> DeviceContext:
 class _CurrentDevice:
     """`torch.lazy.device(i)`: what `"lazy"` without an index means, for a block."""
 
+    @hide_internals
     def __init__(self, device: Device) -> None:
         self._index = context_of(device).index
         self._before = 0
@@ -81,11 +90,13 @@ class DeviceModule:
     device = _CurrentDevice
 
     @staticmethod
+    @hide_internals
     def set_device(device: Device) -> None:
         """What `"lazy"` without an index means from now on. Raises `DeviceError` if there is no such device."""
         contexts.current = context_of(device).index
 
     @staticmethod
+    @hide_internals
     def synchronize(device: Device = None) -> None:
         """Run what is pending on `device` and wait until its work is done. Raises `ExecutionError` if a run failed."""
         context = context_of(device)
@@ -111,12 +122,14 @@ class DeviceModule:
         return contexts.get_running_seed()
 
     @staticmethod
+    @hide_internals
     def get_rng_state(device: Device = None) -> torch.Tensor:
         """The state of the generator that lazy random ops draw their seeds from: torch's default one."""
         context_of(device)
         return torch.get_rng_state()
 
     @staticmethod
+    @hide_internals
     def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
         """Set what `get_rng_state` gives."""
         context_of(device)
@@ -141,27 +154,53 @@ def install() -> None:
     kernels.install_factories(_library[0])
     install_attention(_library[0])
     install_recurrent(_library[0])
+    install_sparse(_library[0])
     install_serialization()
     pytorch.support_foreach()
+    pytorch.support_generators(LazyGenerator)
     pytorch.support_fused_optimizers()
     pytorch.support_capturable_optimizers()
     pytorch.export_to_dlpack()
+    pytorch.norm_as_on_the_cpu()
+    pytorch.pad_encoded_as_on_the_cpu()
     pytorch.collate_by_stacking()
     pytorch.keep_parameters_when_moved()
+    pytorch.make_uninitialized_on_device()
     pytorch.finish_before_default_dtype_changes(_finish_everything)
+    pytorch.explain_autocast()
+    contexts.prepare = _prepare
+    config.watch("force_fallback", _forget_all_paths)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+        )
 
 
 def _finish_everything() -> None:
     executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause="torch.set_default_dtype")
 
 
+def _prepare() -> None:
+    """Before the first lazy device is made: whoever imports this package and uses none is not to pay for it."""
+    record.prepare()
+    forgotten_steps.watch()
+
+
+def _forget_all_paths() -> None:
+    """Finish what was recorded and start afresh: the paths of a trie rest on which operators are recorded."""
+    devices = contexts.get_active_devices()
+    executor.sync_live_tensors_graph(devices, wait=False, cause="config.force_fallback")
+    for context in devices:
+        with context.lock:
+            context.new_trace()
+
+
 def _at_exit() -> None:
     """Finish what was scheduled, report what nobody was told of, never hang."""
-    closures.runner.close()
+    _refuse_while_shutting_down()
+    closures.runner.close(_EXIT_TIMEOUT)
     for context in contexts.get_active_devices():
         if not context.queue.close(_EXIT_TIMEOUT):
             print(
@@ -175,12 +214,44 @@ def _at_exit() -> None:
             traceback.print_exception(error)
 
 
+def _refuse_while_shutting_down() -> None:
+    """From when the interpreter takes its modules apart, a lazy operator, as of a finalizer, raises.
+
+    What it needs is no longer there, and PyTorch aborts the process where Python code fails in its midst then.
+    """
+
+    def dispatch(
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        is_finalizing: Callable[[], bool] = sys.is_finalizing,  # globals are gone by then
+        original: Callable[..., Any] = LazyTensor.__torch_dispatch__,
+    ) -> Any:
+        if is_finalizing():
+            raise RuntimeError(
+                "the interpreter is shutting down, and lazy tensors cannot be computed any more\n"
+                "  do it before, as in a function that is registered by atexit"
+            )
+        return original(func, types, args, kwargs)
+
+    LazyTensor.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[method-assign, assignment]
+
+
 def _before_fork() -> None:
-    """Let runs finish: the child would wait forever for a thread that stayed behind."""
+    """Let runs finish, and hold what locks there are: the child would wait forever for a thread that stayed behind."""
     for context in contexts.get_active_devices():
-        context.locker.wait_idle()
+        context.hold_idle()
+    process_locks.hold_all()
+
+
+def _after_fork_in_parent() -> None:
+    process_locks.release_all()
+    for context in contexts.get_active_devices():
+        context.lock.release()
 
 
 def _after_fork_in_child() -> None:
+    process_locks.release_all()
     contexts.reset_after_fork()
     closures.runner.reset_after_fork()

@@ -1,12 +1,12 @@
 """Compiled graphs on disk, so that the next process does not compile them again.
 
 In: the settings `cache`, `cache_dir`, `cache_bytes`, `cache_readonly`. Out: the store that compiles use, or None.
-A directory that cannot be trusted or used is refused with one warning, and everything works without it.
+A directory that cannot be trusted or used is refused with one warning, and everything works without it; likewise where
+a disk is full.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from lazy_backend import metrics
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.cache.folder import CacheRefused, default_directory
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.errors import CacheWarning
 from lazy_backend.history import history
 from lazy_backend.settings import config
@@ -22,8 +23,9 @@ from lazy_backend.sites import warn_user
 
 Settings = tuple[bool, str | None, int, bool]
 
-_lock = threading.Lock()
+_lock = process_lock()
 _opened: tuple[Settings, DiskCache | None] | None = None
+_told_of: DiskCache | None = None  # whose failure the user knows
 
 
 def current_store() -> DiskCache | None:
@@ -34,7 +36,21 @@ def current_store() -> DiskCache | None:
         if _opened is None or _opened[0] != settings:
             _earlier.update(_counts_of_store())
             _opened = (settings, _open(settings))
-        return _opened[1]
+        store = _opened[1]
+    if store is not None and store.first_failure is not None and store is not _told_of:
+        _tell_of(store)
+    return store
+
+
+def _tell_of(store: DiskCache) -> None:
+    """Once for each cache: it is asked for in each step."""
+    global _told_of
+    _told_of = store
+    warn_user(
+        f"disk cache failed: {store.first_failure}\n  training goes on; what could not be kept is compiled again by "
+        "the next process",
+        CacheWarning,
+    )
 
 
 def _open(settings: Settings) -> DiskCache | None:

@@ -77,6 +77,6 @@ def _traces_for_us() -> bool:
 
 
 _guards = (GuardBuilder.TENSOR_SUBCLASS_METADATA_MATCH, Source.get_value)
-let_dynamo_trace(_traces_for_us, frozenset(function.__code__.co_filename for function in _guards))
+let_dynamo_trace(_traces_for_us, frozenset(function.__module__ for function in _guards))
 for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"):
     trace_rules.add(_name)  # after a graph break Dynamo would trace the recorder

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 from lazy_backend import metrics
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.difference import Difference, difference, similarity
-from lazy_backend.lowering.ir import print_arg
+from lazy_backend.lowering.ir import Graph, print_arg
 from lazy_backend.lowering.program import Call, Cut, Entered, Fresh, Result, Token, View
 from lazy_backend.memory import Alive, MemorySample, MemorySeries, Peak, process_bytes
 from lazy_backend.run_log import RunLog
@@ -120,9 +120,10 @@ def _tokens(arg: Any) -> list[Token]:
 class CompileRecord:
     """One graph that was given to the compiler, or found compiled on disk.
 
-    `outcome`: "started" while the compiler works, then "compiled" or "failed"; or "loaded" from disk. `reason`: why the
-    graph was to be compiled; `difference`, for a plan that was replaced: what was compiled in and changed. Times are
-    seconds since the history began; `seconds` those of the compiler.
+    `outcome`: "started" while the compiler works, then "compiled" or "failed"; or "loaded" from disk; or "declined",
+    where compilers would get a write wrong and `error` says which. `reason`: why the graph was to be compiled;
+    `difference`, for a plan that was replaced: what was compiled in and changed. Times are seconds since the history
+    began; `seconds` those of the compiler.
     """
 
     graph: str
@@ -138,6 +139,24 @@ class CompileRecord:
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "compile", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A wait that the program asked for, between two syncs: `call`, the public function, at `site`.
+
+    `done`: whether what was waited for was over then. Times are seconds; `begin` since the history began.
+    """
+
+    call: str
+    site: str
+    step: int
+    begin: float
+    seconds: float
+    done: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "wait", **asdict(self)}
 
 
 @dataclass(slots=True)
@@ -212,7 +231,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self.programs: dict[Cursor, Program] = {}
         self._program_numbers = itertools.count(1)
         self._compile_numbers = itertools.count(1)
@@ -232,8 +251,9 @@ class History:
         self.memory = MemorySeries()
         self.records: deque[SyncRecord] = deque(maxlen=config.explain_records)
         self.compiles: deque[CompileRecord] = deque(maxlen=config.explain_records)
+        self.waits: deque[WaitRecord] = deque(maxlen=config.explain_records)
         self._numbers = itertools.count(1)
-        self._underway: dict[Hashable, CompileRecord] = {}
+        self._underway: dict[Graph, CompileRecord] = {}
 
     def reset(self) -> None:
         """Forget the programs too."""
@@ -278,6 +298,14 @@ class History:
         if self.log is not None:
             self.log.add_run(record.number, record.run_begin, seconds)
 
+    def waited(self, call: str, site: str, begin: float, done: bool) -> None:
+        """The program waited in `call` from `begin` (of `perf_counter`) until now."""
+        if config.explain:
+            wait = WaitRecord(call, site, self.steps + 1, begin - self.start, perf_counter() - begin, done)
+            self.waits.append(wait)
+            if config.log_file is not None:
+                self._log(wait)
+
     def state(self) -> dict[str, Any]:
         """What the `sources` say now."""
         return {name: read() for name, read in self.sources.items()}
@@ -299,7 +327,7 @@ class History:
         if config.log_file is not None:
             self._log(sample)
 
-    def _log(self, record: SyncRecord | CompileRecord | MemorySample | Peak) -> None:
+    def _log(self, record: SyncRecord | CompileRecord | WaitRecord | MemorySample | Peak) -> None:
         """Append `record` to the log that the settings name, after the programs that it speaks of and that are new."""
         log = self._open_log()
         if isinstance(record, SyncRecord):
@@ -379,12 +407,12 @@ class History:
 
     # ----- compiles
 
-    def compile_began(self, graph: Hashable, record: CompileRecord) -> None:
+    def compile_began(self, graph: Graph, record: CompileRecord) -> None:
         """`graph` identifies the compile until `compile_ended`."""
         self._underway[graph] = record
         self._add_compile(record)
 
-    def compile_ended(self, graph: Hashable, record: CompileRecord) -> CompileRecord:
+    def compile_ended(self, graph: Graph, record: CompileRecord) -> CompileRecord:
         """Complete the record of a compile, or add `record` if it never was under way."""
         found = self._underway.pop(graph, None)
         if found is None:

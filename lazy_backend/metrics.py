@@ -8,11 +8,11 @@ are, and what they mean, is in `metric_names`; those of torch_xla are understood
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.metric_names import entry_of, own_name
 from lazy_backend.snapshot import PERCENTILES, Comparison, Snapshot, Summary, compare, printed
 
@@ -38,7 +38,10 @@ __all__ = [
 
 _SAMPLES = 1024
 
-_lock = threading.Lock()
+_lock = process_lock()
+# What happened and is not added up yet, with the first on the left. Appending is one C call: it needs no lock.
+_events: deque[tuple[Mapping[str, int], Mapping[str, float]]] = deque()
+_MAX_EVENTS = 256
 _counters: Counter[str] = Counter()
 _metrics: defaultdict[str, _Series] = defaultdict(lambda: _Series())
 _sources: list[Source] = []
@@ -90,26 +93,45 @@ def add_source(source: Source) -> None:
 
 
 def increment(name: str, by: int = 1) -> None:
-    with _lock:
-        _counters[name] += by
+    observe_together({name: by})
 
 
 def observe(name: str, value: float) -> None:
     """Add a value to a metric. Times are in seconds."""
-    with _lock:
-        _metrics[name].add(value)
+    observe_together({}, **{name: value})
 
 
 def observe_together(counters: Mapping[str, int], **values: float) -> None:
-    """Several counters and metrics at once, as a sync or a transfer has them: one lock instead of one each."""
+    """Several counters and metrics at once, as a sync or a transfer has them."""
+    _events.append((counters, values))
+    if len(_events) > _MAX_EVENTS:
+        _add_up()
+
+
+def observe_in_run(counters: Mapping[str, int], **values: float) -> None:
+    """As `observe_together`, for a run: takes no lock, as who holds it may be waiting for that very run.
+
+    A signal handler or a finalizer that interrupts `_add_up` waits so. See Note [Interruption].
+    """
+    _events.append((counters, values))
+
+
+def _add_up() -> None:
+    """Turn the events so far into counts and series."""
     with _lock:
-        for counter, by in counters.items():
-            _counters[counter] += by
-        for name, value in values.items():
-            _metrics[name].add(value)
+        while _events:
+            try:
+                counters, values = _events.popleft()
+            except IndexError:  # a signal handler took it
+                return
+            for counter, by in counters.items():
+                _counters[counter] += by
+            for name, value in values.items():
+                _metrics[name].add(value)
 
 
 def _all_counters() -> Counter[str]:
+    _add_up()
     with _lock:
         total = Counter(_counters)
     for source in _sources:
@@ -134,6 +156,7 @@ def counters() -> dict[str, int]:
 
 def metric_names() -> list[str]:
     """Names of all metrics that occurred, sorted."""
+    _add_up()
     with _lock:
         return sorted(_metrics)
 
@@ -144,6 +167,7 @@ def metric_data(name: str) -> MetricData | None:
     Takes torch_xla's names too.
     """
     name = own_name(name)
+    _add_up()
     with _lock:
         found = _metrics.get(name)
         return None if found is None else MetricData(found.count, found.total, tuple(found.samples), _unit(name))
@@ -156,7 +180,12 @@ def _unit(name: str) -> str:
 
 def executed_fallback_ops() -> list[str]:
     """The operators that were not recorded but ran at once, as `aten::nonzero`. Name of torch_xla."""
-    return [name for name in counter_names() if (found := entry_of(name)) and found[0].name == "<namespace>::<op>"]
+    return [name for name in counter_names() if _is_fallback(name)]
+
+
+def _is_fallback(name: str) -> bool:
+    found = entry_of(name)
+    return found is not None and found[0].name == "<namespace>::<op>"
 
 
 def snapshot() -> Snapshot:
@@ -184,6 +213,7 @@ def reset() -> None:
     for source in _sources:
         source.reset()
     with _lock:
+        _events.clear()
         _counters.clear()
         _metrics.clear()
 
@@ -214,7 +244,7 @@ def short_report() -> str:
     taken = snapshot()
     found = taken.counters
     lines = [f"{name}: {found.get(name, 0)}" for name in _SHORT_COUNTERS]
-    lines += [f"{name}: {value}" for name, value in found.items() if name.startswith(("aten::", "GraphCut:"))]
+    lines += [f"{name}: {value}" for name, value in found.items() if _is_fallback(name) or name.startswith("GraphCut:")]
     for name in _SHORT_METRICS:
         data = taken.metrics.get(name)
         if data is not None:

@@ -14,6 +14,17 @@ from lazy_backend.lowering.schema import OpSchema, schema_of
 
 aten = torch.ops.aten
 
+# Tables of operators have their ids as keys: OpOverload.__hash__ is a Python function, 74 ns against 36. A program may
+# take back an operator that it registered, and the next object could then have its id: so what is in a table stays.
+_kept: dict[int, torch._ops.OpOverload] = {}
+
+
+def id_of(op: torch._ops.OpOverload) -> int:
+    """`id(op)`, which is no other object's from now on."""
+    _kept[id(op)] = op
+    return id(op)
+
+
 # Ops with a list of numbers, ints among floats. Other lists that start with an int hold ints only.
 scalar_list_ops: set[int] = set()
 
@@ -31,10 +42,10 @@ def learn(op: torch._ops.OpOverload) -> None:
     """Note what the tokens of `op`'s arguments depend on. Before its first `record`."""
     arguments = op._schema.arguments
     if any(str(argument.type) == "List[number]" for argument in arguments):
-        scalar_list_ops.add(id(op))
+        scalar_list_ops.add(id_of(op))
     scaled = any(argument.name == "scale_factors" for argument in arguments)
     if scaled or op.namespace not in ("aten", "prims") or op._schema.name in _FLOAT_SHAPED:
-        float_shaped_ops.add(id(op))
+        float_shaped_ops.add(id_of(op))
 
 
 # Ops that take index tensors on the CPU, as they do beside a CUDA tensor.
@@ -59,8 +70,7 @@ class Traits:
 
 
 def traits_of(op: torch._ops.OpOverload) -> Traits:
-    # by id, as handlers are
-    return _traits.get(id(op)) or _traits.setdefault(id(op), _look_at(op))
+    return _traits.get(id(op)) or _traits.setdefault(id_of(op), _look_at(op))
 
 
 _traits: dict[int, Traits] = {}

@@ -24,17 +24,20 @@ unseen, and runs at once as calls do that cannot be recorded; otherwise the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 from weakref import ref
 
 import torch
 
-from lazy_backend.at_once import EAGER, RealCall, count_fallback, draw_seed_for, run_at_once
+from lazy_backend.at_once import EAGER, RealCall, count_fallback, draw_seed_for, lazy_operands, run_at_once
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.describe import check_recordable, describe, flat, mutated_arguments, num_slots_of, operand_at
 from lazy_backend.errors import DeviceError, LazyBackendError
+from lazy_backend.generators import lazy_generator
 from lazy_backend.inference import Inference
+from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, View
 from lazy_backend.operators import (
@@ -43,6 +46,7 @@ from lazy_backend.operators import (
     NotRecordable,
     common_ops,
     float_shaped_ops,
+    id_of,
     learn,
     scalar_list_ops,
     traits_of,
@@ -61,10 +65,12 @@ from lazy_backend.tensor import (
     make_view,
     poisoned,
     set_bits,
+    wrap,
     wrapper_arguments,
 )
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
 from lazy_backend.trace import Trace
+from lazy_backend.tracebacks import hide_frames
 
 aten = torch.ops.aten
 
@@ -98,20 +104,23 @@ _PLAIN = frozenset((int, type(None), str, torch.dtype, torch.layout, torch.memor
 # Treats one operator in another way than recording it as it is: (op, args, kwargs) -> results
 Handler = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 
-# by id: OpOverload.__hash__ is a Python function, 74 ns against 36
-_handlers: dict[int, Handler] = {}
+_handlers: dict[int, Handler] = {}  # by `id_of`
 
 
 def add_handler(op: torch._ops.OpOverload, handler: Handler) -> None:
-    _handlers[id(op)] = handler
+    _handlers[id_of(op)] = handler
 
 
 def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """`LazyTensor.__torch_dispatch__`."""
     if len(types) > 1:
         return NotImplemented  # another subclass's turn: Python asks the left-most operand first
-    handler = _handlers.get(id(op)) or _choose_handler(op)
-    return handler(op, args, kwargs or _NO_KWARGS)
+    try:  # costs nothing unless something is raised
+        handler = _handlers.get(id(op)) or _choose_handler(op)
+        return handler(op, args, kwargs or _NO_KWARGS)
+    except BaseException as error:
+        hide_frames(error)
+        raise
 
 
 def _choose_handler(op: torch._ops.OpOverload) -> Handler:
@@ -120,10 +129,14 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
     handler: Handler = _decompose if op._can_decompose() else record
     if op is aten._nested_tensor_from_mask_left_aligned.default:
         handler = _ask  # whether a mask could become a nested tensor: a bool
+    elif op.namespace == "_c10d_functional":
+        handler = _COLLECTIVE_ENDS.get(op._opname, _communicate)
     elif op._schema.name.startswith("aten::_nested_"):
         handler = _refuse_nested
     elif any(arg.is_write and str(arg.type) == "List[Tensor]" for arg in op._schema.arguments):
         handler = _record_list_write
+    elif handler is record and rng.takes_generator(op):
+        handler = _record_random
     learn(op)
     add_handler(op, handler)
     return handler
@@ -142,11 +155,27 @@ def prepare() -> None:
         traits_of(op)
 
 
-contexts.prepare = prepare
-
-
 def _ask(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it returns a bool")
+
+
+def _communicate(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A functional collective runs at once and is waited for.
+
+    Recorded, it would be waited for by nobody: its results share memory with those of `wait_tensor`, which are views.
+    """
+    results = run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it communicates")
+    for result in flat(results):
+        run_clean(torch.ops._c10d_functional.wait_tensor, executor.read(result._data, "a collective"))
+    return results
+
+
+def _waited(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return wrap(args[0]._data, view_of=args[0])
+
+
+# What follows a functional collective.
+_COLLECTIVE_ENDS: dict[str, Handler] = {"wait_tensor": _waited, "_wrap_tensor_autograd": _waited}
 
 
 def _refuse_nested(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -172,96 +201,143 @@ def _record_list_write(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: M
     return result
 
 
+class _StepOut(Exception):
+    """Something must be done before a call is recorded, and may wait for a run: not while the lock is held."""
+
+    def __init__(self, action: Callable[[DeviceContext], object]) -> None:
+        self.action = action
+
+
+class _Interrupted(Exception):
+    """A signal handler or a finalizer recorded or ran something meanwhile: the call is recorded anew, after that."""
+
+
+def _record_random(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op that may be given a generator: a lazy one gives the seed, any other the numbers themselves."""
+    generator = lazy_generator(kwargs.get("generator") or (args[-1] if args else None))
+    if generator is None:
+        return record(op, args, kwargs)
+    return rng.call_drawing_from(generator, record, op, *rng.without_generator(op, args, kwargs))
+
+
 def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record a call, or run it at once if it cannot be recorded. Returns what the operator returns."""
     first: Any = args[0] if args else None
     context = first._data.context if first.__class__ is LazyTensor else _find_context(op, args, kwargs)
-    # an RLock, 0.14 µs: a user's __del__ may run tensor code while the garbage collector interrupts us here
-    with context.lock:
-        trace = context.trace
-        if trace.cursor.depth >= config.max_trace_length:
-            executor.reset_trim_counter(context)
-            trace = context.trace
-        if trace.default_dtype is not get_default_dtype():  # stored metadata may rest on it
-            executor.change_default_dtype(context)
-            trace = context.trace
-        epoch = trace.epoch
+    seed: int | None = None
+    while True:  # nearly always once
         try:
-            key: list[Any] = [id(op)]
-            # `_add_tokens`, written out: a call of it costs 0.3 µs, and most arguments are tensors and numbers
-            for arg in args:
-                kind = arg.__class__
-                if kind is LazyTensor:
-                    data = arg._data
-                    key.append(data.token if data.epoch is epoch else enter(trace, context, data))
-                elif kind in _PLAIN:
-                    key.append(arg)
-                elif kind is list and arg and arg[0].__class__ is int and key[0] not in scalar_list_ops:
-                    key.append(tuple(arg))
-                else:
-                    _add_tokens(trace, context, op, key, (arg,))
-            if kwargs:
-                for name, value in kwargs.items():
-                    key.append(name)
-                    _add_tokens(trace, context, op, key, (value,))
-            full_key = tuple(key)
-            # Any: the kinds are told apart by class below, and an isinstance for the type checker would cost 40 ns
-            node: Any
-            result: Any
-            # only now: an operand's first use may itself have recorded something
-            cursor = trace.cursor
-            if cursor.next_key == full_key:
-                node = cursor.next
-            else:
-                node = cursor.branch(full_key)
-                if node is None:
-                    if cursor is context.eager_root:
-                        raise NotRecordable(EAGER)
-                    if trace.computed or (config.first_sight == "run" and executor.allows_execution):
-                        return _run_unseen(context, full_key, op, args, kwargs)
-                    node = _add_unseen(context, cursor, full_key, op, args, kwargs)
-                cursor.next_key, cursor.next = full_key, node
-            result = node.shortcut
-            if result is None:
-                call: Any = node.call
-                if call.__class__ is Cut:
-                    raise NotRecordable(call.reason)
+            # an RLock, 0.14 µs: a user's __del__ may run tensor code while the garbage collector interrupts us here
+            with context.lock:
+                trace = context.trace
+                interrupted = trace.unfinished
+                if interrupted is not None:  # 15 ns, as for each store to it below
+                    executor.finish_interrupted(context)
+                    trace = context.trace
+                    interrupted = trace.unfinished
+                if trace.cursor.depth >= config.max_trace_length:
+                    raise _StepOut(executor.reset_trim_counter)
+                if trace.default_dtype is not get_default_dtype():  # stored metadata may rest on it
+                    raise _StepOut(executor.change_default_dtype)
+                epoch = trace.epoch
+                key: list[Any] = [id(op)]
+                changes = trace.changes
+                trace.unfinished = key  # see Note [Interruption]
+                try:
+                    # `_add_tokens`, written out: a call of it costs 0.3 µs, and most arguments are tensors and numbers
+                    for arg in args:
+                        kind = arg.__class__
+                        if kind is LazyTensor:
+                            data = arg._data
+                            key.append(data.token if data.epoch is epoch else enter(trace, context, data))
+                        elif kind in _PLAIN:
+                            key.append(arg)
+                        elif kind is list and arg and arg[0].__class__ is int and key[0] not in scalar_list_ops:
+                            key.append(tuple(arg))
+                        else:
+                            _add_tokens(trace, context, op, key, (arg,))
+                    if kwargs:
+                        for name, value in kwargs.items():
+                            key.append(name)
+                            _add_tokens(trace, context, op, key, (value,))
+                    full_key = tuple(key)
+                    # Any: the kinds are told apart by class below, and an isinstance for the type checker would cost
+                    # 40 ns
+                    node: Any
+                    result: Any
+                    # only now: an operand's first use may itself have recorded something
+                    cursor = trace.cursor
+                    if cursor.next_key == full_key:
+                        node = cursor.next
+                    else:
+                        node = cursor.branch(full_key)
+                        if node is None:
+                            if cursor is context.eager_root:
+                                raise NotRecordable(EAGER)
+                            if trace.computed or (config.first_sight == "run" and executor.allows_execution):
+                                made = _run_unseen(context, trace, changes, full_key, op, args, kwargs)
+                                trace.unfinished = interrupted
+                                return made
+                            node = _add_unseen(context, trace, changes, full_key, op, args, kwargs)
+                        cursor.next_key, cursor.next = full_key, node
+                    result = node.shortcut
+                    if result is None:
+                        call: Any = node.call
+                        if call.__class__ is Cut:
+                            raise NotRecordable(call.reason)
+                        if call.seeded:
+                            seed = contexts.get_rng_seed() if seed is None else seed
+                            trace.seeds.append(seed)
+                        result = _make_results(context, trace, call, args, kwargs)
+                    else:
+                        kind = result.__class__
+                        if kind is Fresh:
+                            data = LazyStorage(context, epoch, result.token, result.meta)
+                            trace.pending.append(ref(data))
+                            result = make(LazyTensor, *result.wrapper)
+                            result._data = data
+                        elif kind is View:
+                            of = first if result.of_first else operand_at(result.path, args, kwargs)
+                            data = ViewData(context, epoch, result.token, result.meta, of._data.storage)
+                            if is_inference_mode_enabled() is not of.is_inference():  # 70 ns
+                                result = make_view(of, result.wrapper)
+                            else:
+                                result = make(LazyTensor, *result.wrapper)
+                            result._data = data
+                        else:
+                            result = operand_at(result.path, args, kwargs)
+                except BaseException as error:
+                    _undo(context, trace, interrupted)
+                    if not isinstance(error, NotRecordable | _StepOut):
+                        executor.defer_again(context)
+                    raise
+                # the commit; no call between the question and the store
+                if trace.changes == changes:
+                    trace.cursor = node
+                    trace.unfinished = interrupted
+                    if context.outside:
+                        context.outside.clear()
+                    return result
+                _undo(context, trace, interrupted)
         except NotRecordable as reason:
-            _undo(context, trace)
             return run_at_once(context, op, args, kwargs, reason.args[0])
-        except BaseException:
-            _undo(context, trace)
-            executor.defer_again(context)
-            raise
-        trace.cursor = node
-        if context.outside:
-            context.outside.clear()
-        if result is None:
-            if call.seeded:
-                trace.seeds.append(contexts.get_rng_seed())
-            return _make_results(context, trace, call, args, kwargs)
-        kind = result.__class__
-        if kind is Fresh:
-            data = LazyStorage(context, epoch, result.token, result.meta)
-            trace.pending.append(ref(data))
-        elif kind is View:
-            of = first if result.of_first else operand_at(result.path, args, kwargs)
-            data = ViewData(context, epoch, result.token, result.meta, of._data.storage)
-            if is_inference_mode_enabled() is not of.is_inference():  # 70 ns
-                tensor = make_view(of, result.wrapper)
-                tensor._data = data
-                return tensor
-        else:
-            return operand_at(result.path, args, kwargs)
-        tensor = make(LazyTensor, *result.wrapper)
-        tensor._data = data
-        return tensor
+        except _Interrupted:
+            continue
+        except _StepOut as request:
+            request.action(context)
 
 
-def _undo(context: DeviceContext, trace: Trace) -> None:
+def _undo(context: DeviceContext, trace: Trace, interrupted: Any) -> None:
     """A call that is not recorded leaves nothing behind, or the path would no longer name the program."""
     trace.roll_back()
+    trace.unfinished = interrupted
     context.outside.clear()
+
+
+def _check_uninterrupted(trace: Trace, changes: int) -> None:
+    """Raises `_Interrupted`, so that what rests on the state of the trace is not kept."""
+    if trace.changes != changes:
+        raise _Interrupted
 
 
 def _add_tokens(
@@ -322,15 +398,19 @@ def enter(trace: Trace, context: DeviceContext, data: TensorData) -> Any:
         raise poisoned(storage)
     if storage.token is UNWRITTEN and storage.tensor is None:
         if trace.cursor is context.eager_root:
-            with clean_thread_state():
-                storage.tensor = empty_of(storage.meta, context.backing)
+            storage.tensor = run_clean(empty_of, storage.meta, context.backing)
         else:
             _record_empty(context, trace, storage)
             if data is storage:
                 return data.token
     group = trace.groups.setdefault(storage, len(trace.groups))
+    token = INPUTS[len(trace.inputs)]
+    if data.epoch is trace.epoch:  # by a signal handler or a finalizer, meanwhile: it has its token
+        raise _Interrupted
+    # in this order, with no call before the last line: whatever comes in between, `roll_back` finds what was entered
+    trace.entering = data
+    data.token = token
     data.epoch = trace.epoch
-    data.token = INPUTS[len(trace.inputs)]
     trace.inputs.append(data)
     return (_ENTER, data.meta, group, storage.meta)
 
@@ -375,56 +455,82 @@ def _make_result(
 
 def _run_unseen(
     context: DeviceContext,
-    key: tuple[Any, ...],
+    trace: Trace,
+    changes: int,
+    full_key: tuple[Any, ...],
     op: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Run a call seen for the first time at this place, and record it. See Note [First sight runs]."""
-    entered = _entered(context, key)
+    entered = _entered(trace, full_key)
+    cursor = trace.cursor
     traits = traits_of(op)
     try:
         check_recordable(context, op, args, kwargs)
         if traits.asks_fake and _fake_decides(op, args):
             Inference(context).run(op, args, kwargs)
     except NotRecordable as reason:
-        _add_node(context, context.trace.cursor, key, Cut(str(reason)))
+        _check_uninterrupted(trace, changes)
+        _add_node(context, cursor, full_key, Cut(str(reason)))
         raise
-    if not context.trace.computed:
-        executor.catch_up(context)
-    trace = context.trace
+    if not trace.computed:
+        if not context.locker.is_idle():
+            raise _StepOut(lambda context: context.locker.wait_idle())
+        executor.hold(context, [tensor._data.storage for tensor in lazy_operands(args, kwargs)])
+        executor.catch_up(context, changes)
+    _check_uninterrupted(trace, changes)
     real = RealCall(context)
     seed: int | None = None
+    begin = perf_counter()
     if traits.draws:
         output, seed = _run_drawing(real, op, args, kwargs)
     else:
         output = real.run(op, args, kwargs, None)
+    trace.run_seconds += perf_counter() - begin
     try:
         if traits.schema.mutates and real.resized():
             raise NotRecordable("it resizes an operand")
         call = describe(context, op, args, kwargs, output, real.source_of, entered)
     except NotRecordable as reason:
-        _end_after(context, key, op, str(reason))
+        if trace.changes != changes:
+            return _return_unrecorded(context, op, real, output)
+        _end_after(context, trace, full_key, op, str(reason))
         return real.to_lazy(output)  # after the cut: it changes operands, and with them what is alive
-    trace.cursor = _add_node(context, trace.cursor, key, call)
     if seed is not None:
         trace.seeds.append(seed)
     results = _make_results(context, trace, call, args, kwargs)
     _give_values(call, results, output)
-    context.outside.clear()
-    return results
+    if trace.changes != changes:
+        # it has run, and cannot be recorded where it stood: what came in between left the trace, or goes on there
+        return _return_unrecorded(context, op, real, output)
+    node = _add_node(context, cursor, full_key, call)
+    # the commit, as in `record`
+    if trace.changes == changes:
+        trace.cursor = node
+        context.outside.clear()
+        return results
+    return _return_unrecorded(context, op, real, output)
+
+
+def _return_unrecorded(context: DeviceContext, op: torch._ops.OpOverload, real: RealCall, output: Any) -> Any:
+    """The results of a call that has run while a signal handler or a finalizer recorded something."""
+    _undo(context, context.trace, None)
+    executor.cut(context, f"{op}: something was recorded while it ran")
+    return real.to_lazy(output)
 
 
 def _run_drawing(
     real: RealCall, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, int | None]:
     """What a call gives that may draw random numbers, and the seed they came from if it took one."""
-    before = torch.get_rng_state()
+    generator = rng.generator_in_use()
+    before = generator.get_state()
     seed = draw_seed_for(op, args, kwargs)
     try:
         return real.run(op, args, kwargs, seed), seed
     except BaseException:
-        torch.set_rng_state(before)  # a call that fails draws nothing
+        generator.set_state(before)  # a call that fails draws nothing
         raise
 
 
@@ -435,10 +541,12 @@ def _fake_decides(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     return any(arg.dtype == torch.bool for arg in flat(list(args)) if isinstance(arg, torch.Tensor))
 
 
-def _end_after(context: DeviceContext, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str) -> None:
+def _end_after(
+    context: DeviceContext, trace: Trace, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str
+) -> None:
     """A call that turned out not to be recordable has run already: the trace ends before it, as it will next time."""
-    _add_node(context, context.trace.cursor, key, Cut(reason))
-    _undo(context, context.trace)
+    _add_node(context, trace.cursor, key, Cut(reason))
+    _undo(context, trace, None)
     count_fallback(op, reason)
     executor.cut(context, f"{op}: {reason}")
 
@@ -468,22 +576,25 @@ def _owned(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 def _add_unseen(
     context: DeviceContext,
-    cursor: TrieNode[Call | Cut],
-    key: tuple[Any, ...],
+    trace: Trace,
+    changes: int,
+    full_key: tuple[Any, ...],
     op: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> TrieNode[Call | Cut]:
     """Describe a call seen for the first time at this place. Errors of the operator itself are raised here."""
     call: Call | Cut
+    cursor, entered = trace.cursor, _entered(trace, full_key)
     try:
         check_recordable(context, op, args, kwargs)
         inference = Inference(context)
         output = inference.run(op, args, kwargs)
-        call = describe(context, op, args, kwargs, output, inference.source_of, _entered(context, key))
+        call = describe(context, op, args, kwargs, output, inference.source_of, entered)
     except NotRecordable as reason:
         call = Cut(str(reason))
-    return _add_node(context, cursor, key, call)
+    _check_uninterrupted(trace, changes)
+    return _add_node(context, cursor, full_key, call)
 
 
 def _add_node(
@@ -500,13 +611,13 @@ def _has_bits(result: Fresh | View | Same | None) -> bool:
     return isinstance(result, View) and (result.meta.conj or result.meta.neg)
 
 
-def _entered(context: DeviceContext, key: tuple[Any, ...]) -> tuple[Entered, ...]:
+def _entered(trace: Trace, key: tuple[Any, ...]) -> tuple[Entered, ...]:
     """The inputs that a key introduces; their tokens are the latest of the trace."""
     found: list[tuple[TensorMeta, int, TensorMeta]] = []
     _find_entered(key, found)
     if not found:
         return ()
-    start = len(context.trace.inputs) - len(found)
+    start = len(trace.inputs) - len(found)
     return tuple(Entered(INPUTS[start + place], meta, group, base) for place, (meta, group, base) in enumerate(found))
 
 
@@ -534,18 +645,19 @@ def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) ->
     """Record the allocation of memory that was asked for before and is used only now."""
     meta = storage.meta
     key = (id(aten.empty_strided.default), meta)
-    cursor = trace.cursor
+    cursor, changes = trace.cursor, trace.changes
     node = cursor.follower(key)
     if node is None:
         node = context.trie.add(cursor, key, _empty_call(context, cursor, meta))
     made: Any = node.call
-    trace.cursor = node
-    if trace.computed:
-        with clean_thread_state():
-            storage.tensor = empty_of(meta, context.backing)
-    storage.epoch = trace.epoch
-    storage.token = made.single.token
+    tensor = run_clean(empty_of, meta, context.backing) if trace.computed else None
     trace.pending.append(ref(storage))
+    if trace.changes != changes or trace.cursor is not cursor:
+        raise _Interrupted
+    trace.cursor = node  # the commit, as in `record`
+    storage.tensor = tensor
+    storage.token = made.single.token
+    storage.epoch = trace.epoch
 
 
 def _empty_call(context: DeviceContext, cursor: TrieNode[Call | Cut], meta: TensorMeta) -> Call:

@@ -32,7 +32,7 @@ from lazy_backend.lowering.program import Call, Cut
 from lazy_backend.replay import Arguments
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
 
 
 class NotCapturable(Exception):
@@ -80,7 +80,7 @@ class RecordedCall:
     arguments: dict[int, int]  # inputs that are tensor arguments, each with which of them
     carried: dict[int, int]  # inputs that the call before made, each with which of its outputs
     constants: tuple[float, ...]
-    num_seeds: int
+    generators: tuple[torch.Generator | None, ...]  # what each seed was drawn from; None: torch's default one
     outputs: list[weakref.ref[LazyStorage]]
     metas: list[TensorMeta]
     returned: list[Any]  # `ReturnedTensor`s and other values
@@ -111,6 +111,13 @@ class RecordedCall:
             place -= call.num_constants
         raise IndexError(place)
 
+    def own_generators(self) -> list[torch.Generator]:
+        return [generator for generator in self.generators if generator is not None]
+
+    def seeds_from(self, generator: torch.Generator) -> int:
+        """How many seeds were drawn from `generator`."""
+        return sum((own or torch.default_generator) is generator for own in self.generators)
+
     def returned_outputs(self) -> set[int]:
         return {leaf.place for leaf in self.returned if isinstance(leaf, ReturnedTensor) and leaf.kind == "output"}
 
@@ -136,15 +143,16 @@ class Start:
     host_versions: list[tuple[torch.Tensor, int]]
     parameters: list[LazyTensor]
     without_grad: list[LazyTensor]
-    generator: torch.Tensor
+    generators: list[tuple[torch.Generator, torch.Tensor]]  # with their states
     python_generator: Any
 
 
 def look(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Start:
     """Look around before the body runs. `left` is what replays left since `last`."""
     if last is None:
-        return Start([], [], (), [], [], [], torch.get_rng_state(), random.getstate())
+        return Start([], [], (), [], [], [], [], random.getstate())
     parameters = last.watch.parameters()
+    generators = {torch.default_generator, *last.own_generators()}
     places = [(output, place) for place, output in enumerate(last.outputs)]
     if left is not None:
         places = [(weakref.ref(storage), place) for storage, place in left.items()]
@@ -155,37 +163,42 @@ def look(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Star
         host_versions=last.watch.host_versions(),
         parameters=parameters,
         without_grad=[parameter for parameter in parameters if parameter.grad is None],
-        generator=torch.get_rng_state(),
+        generators=[(generator, generator.get_state()) for generator in generators],
         python_generator=random.getstate(),
     )
 
 
-def check_side_effects(start: Start, num_seeds: int) -> None:
+def check_side_effects(start: Start, record: RecordedCall) -> None:
     """Raises `NotCapturable` for what a body did beside lazy operators, as far as it can be seen."""
     if [guard.floats() for guard in start.guards] != start.floats:
         raise NotCapturable(
             "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
         )
     if any(tensor._version != version for tensor, version in start.host_versions):
+        options = sorted({f"{option}=True" for guard in record.guards if (option := guard.option_for_counts())})
+        advice = f"make it with {' and '.join(options)}" if options else "take one that has fused=True"
         raise NotCapturable(
             "the optimizer counts its steps on the CPU, which a replay would not do\n"
-            "  make it with capturable=True, so that the counts are on the device"
+            f"  {advice}, so that the counts are on the device"
         )
-    if random.getstate() != start.python_generator or not _drew_only(num_seeds, start.generator):
+    if random.getstate() != start.python_generator or not all(
+        _drew_only(record.seeds_from(generator), generator, before) for generator, before in start.generators
+    ):
         raise NotCapturable(
             "it draws random numbers on the CPU\n  draw them on the lazy device, or pass them as arguments"
         )
 
 
-def _drew_only(num_seeds: int, before: torch.Tensor) -> bool:
-    """Whether torch's default generator stands where `num_seeds` seeds leave it."""
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    for _ in range(num_seeds):
-        rng.draw_seed()
-    same = torch.equal(torch.get_rng_state(), after)
-    torch.set_rng_state(after)
-    return same
+def _drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor) -> bool:
+    """Whether `generator`, whose state was `before`, stands where `num_seeds` seeds leave it."""
+    after = generator.get_state()
+    try:
+        generator.set_state(before)
+        for _ in range(num_seeds):
+            rng.draw_seed(generator)
+        return torch.equal(generator.get_state(), after)
+    finally:
+        generator.set_state(after)
 
 
 # ----- what it left
@@ -217,7 +230,7 @@ def note(
         uploads={},
         arguments={place: given[data] for place, data in enumerate(trace.inputs) if data in given},
         constants=tuple(trace.constants),
-        num_seeds=len(trace.seeds),
+        generators=rng.generators_of(trace.seeds),
         outputs=[weakref.ref(storage) for storage in storages],
         metas=[storage.meta for storage in storages],
         returned=[],
@@ -229,8 +242,7 @@ def note(
     )
     for place, data in enumerate(trace.inputs):
         if data.storage in made_outside and data.storage.tensor is not None:
-            with clean_thread_state():
-                record.uploads[place] = data.storage.tensor.clone()
+            record.uploads[place] = run_clean(data.storage.tensor.clone)
     record.returned = [_note_returned(leaf, storages, trace.inputs, arguments) for leaf in leaves]
     return record, storages
 

@@ -12,10 +12,11 @@ On CUDA this is where a plan with static shapes would be launched as one CUDA gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from lazy_backend import metrics
@@ -25,7 +26,7 @@ from lazy_backend.lowering.computation import CachedComputation, Environment
 from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.sync import Async, SyncTensorCollection, SyncTensorsConfig, executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, wrap
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
 
 
 @dataclass(slots=True)
@@ -97,8 +98,8 @@ class Uploaded:
             return _look_into(self.storage, self.meta)
         made = LazyStorage(self.storage.context, None, None, self.storage.meta)
         assert self.storage.tensor is not None
-        with clean_thread_state():
-            made.tensor = empty_of(made.meta, made.context.backing).copy_(self.storage.tensor)
+        source = self.storage.tensor
+        made.tensor = run_clean(lambda: empty_of(made.meta, made.context.backing).copy_(source))
         return _look_into(made, self.meta)
 
 
@@ -110,6 +111,10 @@ def _look_into(storage: LazyStorage, meta: TensorMeta) -> TensorData:
 
 
 # ----- where its outputs go
+
+
+# How somebody is told what to hold from now on, and what that is.
+Delivery = tuple[Callable[[TensorData, Any], None], TensorData]
 
 
 class Output:
@@ -125,11 +130,10 @@ class Output:
     def current(self) -> LazyStorage | None:
         return self.holders[0][1].storage() if self.holders else None
 
-    def renew(self) -> LazyStorage:
-        """A storage for the next value. Who holds the last one holds this one from now on."""
+    def renew(self, deliveries: list[Delivery]) -> LazyStorage:
+        """A storage for the next value. By the deliveries, who holds the last one is to hold this one."""
         storage = LazyStorage(self.context, None, None, self.meta)
-        for meta, holder in self.holders:
-            holder.put(_look_into(storage, meta))
+        deliveries.extend((holder.put, _look_into(storage, meta)) for meta, holder in self.holders)
         return storage
 
 
@@ -220,7 +224,7 @@ class Program:
     outputs: tuple[Output, ...]
     returned: Returned
     floats: Floats
-    num_seeds: int
+    generators: tuple[torch.Generator | None, ...]  # each seed's; None: torch's default one
     module_guard: ModuleGuard
     optimizer_guards: tuple[OptimizerGuard, ...]
     kept: frozenset[int]  # ids of storages that no argument may share: holding them would keep dead state alive
@@ -254,30 +258,35 @@ class Program:
                 raise Stale("an argument shares memory with the state")
         return self.floats.bind(floats)
 
-    def run(self, arguments: Arguments) -> tuple[Any, Async | None]:
-        """One replay: what the body would have returned, and the run, if the caller is to run it.
+    def run(self, arguments: Arguments) -> tuple[Any, Async] | None:
+        """One replay: what the body would have returned, and the run; None if one is under way, and nothing happened.
 
         The caller holds the context's lock, and nothing is recorded. Raises `Stale` before anything has happened.
         """
         constants = self.check(arguments)
         if executor.settings() != self.settings:
             raise Stale("the settings changed")
+        if not self.context.locker.is_idle():
+            return None
         bound = self.bound
         inputs = [source.data(self, arguments) for source in self.sources]
-        seeds = [contexts.get_rng_seed() for _ in range(self.num_seeds)]
-        storages, run = executor.replay(
-            SyncTensorCollection(_CONFIG, self.context, (), [], "captured call", self.site),
+        seeds = [contexts.get_rng_seed(generator) for generator in self.generators]
+        deliveries: list[Delivery] = []
+        storages = [output.renew(deliveries) for output in self.outputs]
+        result = self._result(storages, inputs)
+        run = executor.replay(
+            SyncTensorCollection(_CONFIG, self.context, self.context.trace.cursor, (), [], "captured call", self.site),
             bound,
             [(inputs[place], base) for place, base in self.parameters],
             constants,
             [seeds[place] for place in bound.seeds],
-            self._renew,
+            storages,
+            deliveries,
         )
+        if run is None:
+            return None
         metrics.increment("CapturedCall")
-        return self._result(storages, inputs), run
-
-    def _renew(self) -> list[LazyStorage]:
-        return [output.renew() for output in self.outputs]
+        return result, run
 
     def _result(self, storages: Sequence[LazyStorage], inputs: Sequence[TensorData]) -> Any:
         leaves = [_returned(leaf, storages, inputs) for leaf in self.returned.leaves]

@@ -6,8 +6,8 @@ Note [A run log]
 Lines are only ever appended, each in one write, so a log is readable however its process ended; a last line that was
 cut short is left out. What changes after it was written is written again: a sync's run (`ran`) when it is over, a
 compile when it ends, under the same number. Types: `run` (one, first), `program` (before the first sync that names it),
-`source` (texts of lines), `sync`, `ran`, `compile`, `memory`, `peak` (the last of a device counts), and `state` (at the
-end). A file that another run was appended to holds several; the last one counts.
+`source` (texts of lines), `sync`, `ran`, `compile`, `wait`, `memory`, `peak` (the last of a device counts), and `state`
+(at the end). A file that another run was appended to holds several; the last one counts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RunLog:
         self._process = os.getpid()
         self._sites: set[str] = set()
         self._running: set[int] = set()  # numbers of the syncs whose run is not over
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._state = state
         self._file: BinaryIO | None = None
         try:
@@ -148,6 +148,7 @@ class Run:
     programs: dict[str, Line] = field(default_factory=dict)
     syncs: dict[int, Line] = field(default_factory=dict)
     compiles: dict[int, Line] = field(default_factory=dict)
+    waits: list[Line] = field(default_factory=list)  # that the program asked for
     memory: list[Line] = field(default_factory=list)
     peaks: dict[str, Line] = field(default_factory=dict)  # by device
     sources: dict[str, str] = field(default_factory=dict)
@@ -221,6 +222,8 @@ def _take(run: Run, line: Line) -> None:
         _take_compile(run, line)
     elif kind == "memory":
         run.memory.append(line)
+    elif kind == "wait":
+        run.waits.append(line)
     elif kind == "peak":
         run.peaks[line["device"]] = line
     elif kind == "source":

@@ -179,7 +179,10 @@ FLAGS: dict[str, Flag] = {
         "LAZY_BACKEND_TORCH_LAZY",
     ),
     "force_fallback": Flag(
-        "", str, "Comma-separated ops, as in 'aten::sub', that are not recorded but run at once (for debugging)."
+        "",
+        lambda value: ",".join(part.strip() for part in str(value).split(",") if part.strip()),
+        "Comma-separated ops, as in 'aten::sub', that are not recorded but run at once (for debugging). What is "
+        "pending when it changes is run first.",
     ),
     "explain": Flag(True, _boolean, "Keep a record of each sync for lazy_backend.explain().", "LAZY_BACKEND_EXPLAIN"),
     "explain_records": Flag(10_000, _positive, "Syncs that are remembered. Read at import and by history.clear()."),
@@ -230,6 +233,10 @@ FLAGS: dict[str, Flag] = {
 }
 
 
+# What to call after a setting changed, by name.
+_watchers: dict[str, Callable[[], None]] = {}
+
+
 class Config:
     """All settings as attributes. `config.patch(name=value)` sets some for a block."""
 
@@ -239,6 +246,21 @@ class Config:
             object.__setattr__(self, name, flag.default)
             if value is not None:
                 self._set(name, value, f"environment variable {flag.env}={value!r}")
+
+    def watch(self, name: str, on_change: Callable[[], None]) -> None:
+        """Call `on_change` after `name` got another value; if that raises, the setting stays as it was."""
+        _watchers[name] = on_change
+
+    def _store(self, name: str, value: Any) -> None:
+        before = getattr(self, name)
+        object.__setattr__(self, name, value)
+        on_change = _watchers.get(name)
+        if on_change is not None and value != before:
+            try:
+                on_change()
+            except BaseException:
+                object.__setattr__(self, name, before)
+                raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._set(name, value, f"lazy_backend.config.{name} = {value!r}")
@@ -251,9 +273,10 @@ class Config:
         if name not in FLAGS:
             raise AttributeError(f"lazy_backend.config has no setting {name!r}\n  it has: {', '.join(FLAGS)}")
         try:
-            object.__setattr__(self, name, FLAGS[name].check(value))
+            checked = FLAGS[name].check(value)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {error}\n  {FLAGS[name].help}") from None
+        self._store(name, checked)
 
     @contextlib.contextmanager
     def patch(self, **values: Any) -> Iterator[None]:
@@ -265,7 +288,7 @@ class Config:
             yield
         finally:
             for name, value in before.items():
-                object.__setattr__(self, name, value)
+                self._store(name, value)
 
     def help(self) -> str:
         """All settings with their values, defaults and environment variables, to be printed."""

@@ -15,6 +15,7 @@ from lazy_backend.lowering.ir import extent
 from lazy_backend.sites import user_site
 from lazy_backend.sync import executor
 from lazy_backend.tensor import LazyStorage, LazyTensor
+from lazy_backend.tracebacks import hide_internals
 from lazy_backend.transfers import downloaded
 
 
@@ -74,6 +75,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
     def _identity(self) -> int:
         return id(self._plain if self.lazy_storage is None else self.lazy_storage)
 
+    @hide_internals
     def data_ptr(self) -> int:
         return self.plain.data_ptr()
 
@@ -147,6 +149,7 @@ def _load_storage(plain: torch.UntypedStorage, device: str) -> LazyUntypedStorag
     return LazyUntypedStorage.loaded(plain, torch.device(device))
 
 
+@hide_internals
 def untyped_storage(tensor: LazyTensor) -> LazyUntypedStorage:
     """`LazyTensor.untyped_storage`. Runs nothing by itself."""
     return LazyUntypedStorage.of(tensor._data.storage)

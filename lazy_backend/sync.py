@@ -26,19 +26,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from lazy_backend import metrics
 from lazy_backend.cache.computation import BoundedTable, ComputationCache
-from lazy_backend.context import DeviceContext, lockers
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.context import DeviceContext
 from lazy_backend.debug_log import tell_compile, tell_run, tell_sync, told
 from lazy_backend.disk_cache import current_store
 from lazy_backend.errors import (
@@ -52,14 +55,17 @@ from lazy_backend.errors import (
 )
 from lazy_backend.history import SyncRecord, explaining, history
 from lazy_backend.limits import GraphLimit
-from lazy_backend.locks import MultiWait
+from lazy_backend.locks import Run, Work
+from lazy_backend.lowering.background import WorkerDied
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.compiler import Backend
 from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
 from lazy_backend.lowering.families import Family
+from lazy_backend.lowering.functional import NotFunctional
 from lazy_backend.lowering.ir import Graph, TensorMeta, check_graph, empty_of
+from lazy_backend.lowering.kernels import NodeError
 from lazy_backend.lowering.profiling import ExecutionPlan
-from lazy_backend.lowering.program import Call, Token
+from lazy_backend.lowering.program import Call, Cut, Fresh, Token, View
 from lazy_backend.lowering.ranges import is_profiling, profiled
 from lazy_backend.lowering.shapes import skeleton
 from lazy_backend.lowering.specialise import ArtefactStore, CompilePolicy, CompileReport, FusionStrategy
@@ -67,8 +73,12 @@ from lazy_backend.reasons import explain_binding, note_plan, record_compile
 from lazy_backend.settings import config
 from lazy_backend.sites import purpose_of_read, user_site, warn_user
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, backing_tensor, poisoned
-from lazy_backend.thread_state import clean_thread_state
+from lazy_backend.thread_state import run_clean
+from lazy_backend.trace import Trace
 from lazy_backend.transfers import downloaded
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Live sets remembered per path. They differ from step to step only in odd programs; without a bound those would grow.
 _MAX_BINDINGS = 64
@@ -144,17 +154,20 @@ class SyncTensorsConfig:
 
 @dataclass(slots=True)
 class SyncTensorCollection:
-    """What one sync of one device is about."""
+    """What one sync of one device is about.
+
+    What is prepared rests on `cursor`, not on the context's trace, which a signal handler or a finalizer may replace.
+    """
 
     config: SyncTensorsConfig
     context: DeviceContext
+    cursor: TrieNode[Call | Cut]  # where the trace ends
     indices: tuple[int, ...]  # places of the live storages among the pending ones
     storages: list[LazyStorage]  # the same, held strongly from here on
     cause: str
     site: str
     hash: str = ""  # of the computation's key, once it is known
     is_new: bool = False  # whether neither the path nor its graph was known with this live set
-    unlocker: list[Callable[[BaseException | None], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +177,12 @@ class FirstRun:
     constants: tuple[float, ...]
 
 
-@dataclass(slots=True)
-class Async:
-    """One scheduled run."""
+@dataclass(slots=True, eq=False)
+class Async(Work):
+    """One scheduled run. Done by the device's thread, or by whoever waits for it first. See Note [Interruption].
+
+    `deliveries`: what is to stand for a result from now on, each with how it is told; the latest first.
+    """
 
     collection: SyncTensorCollection
     parameters_data: list[tuple[TensorData, bool]]  # each with whether its base is wanted rather than itself
@@ -176,50 +192,72 @@ class Async:
     cached_computation: CachedComputation
     plan: ExecutionPlan
     record: SyncRecord | None = None
-    mwait: MultiWait = field(default_factory=lambda: MultiWait(1))
+    in_background: bool = False
+    deliveries: list[tuple[Callable[[TensorData, Any], None], TensorData]] = field(default_factory=list)
+    delivered: bool = False
+    below: Run | None = None
+    error: BaseException | None = None
+    interruption: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        Work.__init__(self)
+
+    def start(self) -> None:
+        """From here on the run is under way. May be interrupted, and called again."""
+        while self.deliveries:
+            deliver, data = self.deliveries[-1]
+            deliver(data, self)
+            if self.deliveries and self.deliveries[-1][1] is data:  # no signal handler did all of it
+                self.deliveries.pop()
+        self.delivered = True
+        context = self.collection.context
+        context.locker.lock(self)
+        if self.in_background:
+            context.queue.add(self.do)
+            self.leave_to_queue()
 
     def wait(self) -> None:
         """Wait for this run. Raises what it raised, without taking it from the device's lock."""
-        self.mwait.wait()
+        self.join()
+        if self.error is not None:
+            raise self.error
 
-    def run(self) -> None:
-        """Compute, hand out the results, give back the lock with the exception if there is one.
+    def perform(self) -> None:
+        """Compute and hand out the results.
 
         An exception is never raised here, so that it surfaces in the same way wherever the run happens; but Ctrl-C is.
         """
-        error: BaseException | None = None
         start = perf_counter()
+        # finalizers on this thread would find results that are not there yet; they run when this is over
+        pauses = not self.in_background and gc.isenabled()
         try:
-            with clean_thread_state():
-                if is_profiling():
-                    with profiled("run"), profiled(f"{self.cached_computation.computation.name}, {self.plan.kind}"):
-                        self._execute()
-                else:
-                    self._execute()
+            if pauses:
+                gc.disable()
+            if is_profiling():
+                with profiled("run"), profiled(f"{self.cached_computation.computation.name}, {self.plan.kind}"):
+                    run_clean(self._execute)
+            else:
+                run_clean(self._execute)
+        except Exception as raised:
+            self.error = self._describe(raised)
         except BaseException as raised:
-            error = self._describe(raised)
-            for storage in filter(None, self.tensors_data):
-                storage.error = error
+            self.interruption = raised
         finally:
-            # nothing here may keep a tensor alive until the next run
-            self.parameters_data.clear()
-            self.tensors_data.clear()
-            self.collection.storages.clear()
-        seconds = perf_counter() - start
-        counted = {"ExecuteComputation": 1} if error is None else {"ExecuteComputation": 1, "ExecuteFailed": 1}
-        metrics.observe_together(counted, ExecuteTime=seconds)
-        if self.record is not None:
-            history.ran(self.record, start, seconds)
-        context = self.collection.context
-        if config.debug >= 2:
-            computation = self.cached_computation.computation
-            tell_run(str(context.device), computation, self.plan.kind, seconds, error)
-        interrupted = isinstance(error, KeyboardInterrupt)
-        for unlock in self.collection.unlocker:
-            unlock(None if interrupted else error)
-        self.mwait.done(error)
-        if interrupted and error is not None:
-            raise error
+            if pauses:
+                gc.enable()
+        self._report(start, perf_counter() - start)
+        if self.interruption is not None:
+            raise self.interruption
+
+    def finish(self) -> None:
+        """Nothing waits for this run any more, and it keeps no tensor alive. What it did not compute is poisoned."""
+        for storage in self.tensors_data:
+            if storage is not None and storage.tensor is None and storage.error is None:
+                storage.error = self.error or self._was_interrupted()
+        self.parameters_data.clear()
+        self.tensors_data.clear()
+        self.collection.storages.clear()
+        self.collection.context.locker.unlock(self, self.error)
 
     def _execute(self) -> None:
         inputs = [_resolve(data, base) for data, base in self.parameters_data]
@@ -236,16 +274,53 @@ class Async:
             outputs[place] = None  # type: ignore[call-overload]
         plan.conforms = conforms
 
-    def _describe(self, raised: BaseException) -> BaseException:
-        if isinstance(raised, PoisonedTensorError | KeyboardInterrupt):
+    def _report(self, start: float, seconds: float) -> None:
+        failed = self.error is not None or self.interruption is not None
+        counted = {"ExecuteComputation": 1, "ExecuteFailed": 1} if failed else {"ExecuteComputation": 1}
+        metrics.observe_in_run(counted, ExecuteTime=seconds)
+        if self.record is not None:
+            history.ran(self.record, start, seconds)
+        if config.debug >= 2:
+            device, computation = str(self.collection.context.device), self.cached_computation.computation
+            tell_run(device, computation, self.plan.kind, seconds, self.error or self.interruption)
+
+    def _describe(self, raised: Exception) -> BaseException:
+        if isinstance(raised, PoisonedTensorError):
             return raised
-        collection, computation = self.collection, self.cached_computation.computation
+        error = ExecutionError(f"{raised}\n  in {self._whereabouts()}")
+        # a NodeError's text is in this one's
+        error.__cause__ = raised.__cause__ if isinstance(raised, NodeError) else raised
+        return error
+
+    def _was_interrupted(self) -> BaseException:
         error = ExecutionError(
-            f"{raised}\n  in {computation!r}, {self.plan.kind}, on {collection.context.device}\n"
+            f"the run was interrupted by {type(self.interruption or KeyboardInterrupt()).__name__}\n"
+            f"  in {self._whereabouts()}"
+        )
+        error.__cause__ = self.interruption
+        return error
+
+    def _whereabouts(self) -> str:
+        collection, computation = self.collection, self.cached_computation.computation
+        return (
+            f"{computation!r}, {self.plan.kind}, on {collection.context.device}\n"
             f"  synced at {collection.site or 'an unknown line'} ({collection.cause})"
         )
-        error.__cause__ = raised
-        return error
+
+
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """A run that is ready to be scheduled, and what it was prepared from."""
+
+    trace: Trace | None  # None once it is scheduled: the trace would keep every input alive during the run
+    cursor: TrieNode[Call | Cut]
+    run: Async
+    trace_start: float
+    counted: dict[str, int]
+
+    def fits(self, trace: Trace) -> bool:
+        """Whether nothing was recorded since."""
+        return self.trace is trace and self.cursor is trace.cursor
 
 
 def held_outputs(bound: CachedComputation, storages: Sequence[LazyStorage]) -> list[LazyStorage | None]:
@@ -282,6 +357,7 @@ class LazyGraphExecutor:
         self._families: BoundedTable[Hashable, Family] = BoundedTable(config.computation_cache_size)
         self._thread = threading.local()
         self._trim_warned = False
+        self._worker_died = False
         self._limit = GraphLimit("config.max_different_graphs")
         self._limits: dict[str, GraphLimit] = {}  # of regions, by line
         self.allows_execution = True
@@ -290,6 +366,7 @@ class LazyGraphExecutor:
         """Forget every computation, which of them differ in shapes only, and how many a limit has counted."""
         self._cache.clear()
         self._families.clear()
+        self._worker_died = False
         self._limit = GraphLimit("config.max_different_graphs")
         self._limits.clear()
 
@@ -320,8 +397,12 @@ class LazyGraphExecutor:
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
     ) -> SyncTensorCollection:
         """The pending storages of `context` that somebody holds. The caller holds the context's lock."""
-        indices, storages = context.trace.live()
-        return SyncTensorCollection(sync_config, context, indices, storages, cause, user_site())
+        site = user_site()
+        while True:  # again if a finalizer records something meanwhile
+            trace, cursor = context.trace, context.trace.cursor
+            indices, storages = trace.live()
+            if context.trace is trace and trace.cursor is cursor:
+                return SyncTensorCollection(sync_config, context, cursor, indices, storages, cause, site)
 
     def collect_roots(self, calls: Sequence[Call], indices: Sequence[int]) -> list[Token]:
         """What a graph must compute: the values behind the pending storages at `indices`."""
@@ -330,9 +411,12 @@ class LazyGraphExecutor:
 
     # ----- from path to computation
 
-    def run_post_order(self, context: DeviceContext, indices: Sequence[int]) -> PostOrderData:
-        """The canonical graph of what `context` has recorded, with the outputs `indices`."""
-        calls = [call for call in context.trace.cursor.path() if isinstance(call, Call)]
+    def run_post_order(
+        self, context: DeviceContext, indices: Sequence[int], cursor: TrieNode[Call | Cut] | None = None
+    ) -> PostOrderData:
+        """The canonical graph of what is recorded on `context`, or up to `cursor`, with the outputs `indices`."""
+        cursor = context.trace.cursor if cursor is None else cursor
+        calls = [call for call in cursor.path() if isinstance(call, Call)]
         data = run_post_order(calls, self.collect_roots(calls, indices), context.backing)
         if config.check_graphs:
             check_graph(data.graph)
@@ -354,12 +438,12 @@ class LazyGraphExecutor:
 
     def try_run_cached_sync(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation | None:
         """What this path was bound to before with the same live set and settings, if it was."""
-        found = collection.context.trace.cursor.bindings.get((collection.indices, settings))
+        found = collection.cursor.bindings.get((collection.indices, settings))
         return found if isinstance(found, CachedComputation) else None
 
     def compile(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation:
         """Bind a path that is new with this live set to a computation. See Note [Live sets that differ]."""
-        bindings: dict[Any, Any] = collection.context.trace.cursor.bindings
+        bindings: dict[Any, Any] = collection.cursor.bindings
         wanted = collection.indices
         covering = _covering(bindings, wanted, settings)
         if covering is None:
@@ -370,21 +454,22 @@ class LazyGraphExecutor:
                 # the others are to be served by this one from now on
                 bindings.clear()
                 bindings[(_UNION, settings)] = covering
-            self._bind_new(collection, covering, settings)
+            bound = self._bind_new(collection, covering, settings)
         else:
             metrics.increment("CachedCompile")
-        bound: CachedComputation = bindings[(covering, settings)]
+            bound = bindings[(covering, settings)]
         if covering != wanted:
             places = {index: place for place, index in enumerate(wanted)}
             bound = replace(bound, outputs=tuple(places.get(index, -1) for index in covering))
             self._bind(bindings, (wanted, settings), bound)
         return bound
 
-    def _bind_new(self, collection: SyncTensorCollection, indices: tuple[int, ...], settings: Environment) -> None:
+    def _bind_new(
+        self, collection: SyncTensorCollection, indices: tuple[int, ...], settings: Environment
+    ) -> CachedComputation:
         """Make or find the computation with the outputs `indices`, of which the collection wants some now."""
-        context, wanted = collection.context, collection.indices
-        bindings = context.trace.cursor.bindings
-        data = self.run_post_order(context, indices)
+        wanted, bindings = collection.indices, collection.cursor.bindings
+        data = self.run_post_order(collection.context, indices, collection.cursor)
         computation = self.lookup_cached_compile(data, settings)
         bound = CachedComputation(computation, data.parameters, data.constants, data.seeds)
         first = bindings.get((wanted, settings))
@@ -394,6 +479,7 @@ class LazyGraphExecutor:
         collection.is_new = not is_known
         metrics.increment("CachedCompile" if is_known else "UncachedCompile")
         self._bind(bindings, (indices, settings), bound)
+        return bound
 
     def policy(self) -> CompilePolicy:
         """How to compile now."""
@@ -431,8 +517,15 @@ class LazyGraphExecutor:
             metrics.increment("ShapeLimitPassed")
             warn_user(str(report.error), CompileWarning)
             return
+        if isinstance(report.error, NotFunctional):
+            self._tell_of_declined(report.error, nodes)
+            return
         metrics.observe("CompileTime", report.seconds)
         metrics.increment("CompileFailed")
+        if isinstance(report.error, WorkerDied):  # not the graph's fault: told once, until a compile succeeds
+            if self._worker_died:
+                return
+            self._worker_died = True
         cause = str(report.error).strip() or type(report.error).__name__
         warn_user(
             f"a graph of {nodes} nodes could not be compiled with backend {config.backend!r} and is interpreted from "
@@ -441,8 +534,19 @@ class LazyGraphExecutor:
             CompileWarning,
         )
 
+    @staticmethod
+    def _tell_of_declined(declined: NotFunctional, nodes: int) -> None:
+        metrics.increment("CompileDeclined")
+        metrics.increment(f"CompileDeclined: {declined.reason} at {declined.site}")
+        warn_user(
+            f"a graph of {nodes} nodes is not compiled but interpreted: {declined}\n"
+            "  compilers get such a write wrong; results are eager's, only slower. Write into a clone()",
+            CompileWarning,
+        )
+
     def _tell_of_compile(self, report: CompileReport) -> None:
         if report.stage == "compiled":
+            self._worker_died = False
             metrics.increment("Compile")
             metrics.observe("CompileTime", report.seconds)
         elif report.stage == "loaded":
@@ -465,61 +569,104 @@ class LazyGraphExecutor:
 
     def _sync_tensors_graph(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str) -> Async | None:
         start = perf_counter()
-        background = self.runs_in_background(context, sync_config.force_ltc_data)
-        with context.lock:
-            trace = context.trace
-            if trace.is_empty():
-                return None
-            settings = self.settings()
-            collection = self.collect_sync_tensors(context, sync_config, cause)
-            bound = None if trace.computed else self.try_run_cached_sync(collection, settings)
-            record = self._begin_record(collection, settings, bound is not None)
-            if trace.computed:
-                self._end_computed_trace(collection, settings, start, record)
-                return None
-            policy = self.policy()
-            counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
-            if bound is None:
-                del counted["CachedCompile"]  # `compile` counts
-                with clean_thread_state():
-                    bound = self.compile(collection, settings)
-            collection.hash = bound.computation.hash
-            parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
-            # the plan first: if compiling is interrupted, the trace is still there
-            with clean_thread_state():
-                plan = self._plan_for(bound, constants, policy, collection, record)
-            before_waiting = perf_counter()
-            self.tensor_collection_barrier(collection)
-            waited = perf_counter() - before_waiting
-            if record is not None:
-                record.wait_begin = before_waiting - history.start
-            scheduled: Async | None = None
-            try:
-                context.count_path(trace.cursor)
-                # before the run is scheduled: it empties the collection when it is done
-                self.set_tensor_data(collection)
-                held = held_outputs(bound, collection.storages)
-                scheduled = Async(collection, parameters, held, constants, seeds, bound, plan, record)
-                if background:
-                    self.schedule_sync_tensors_graph(scheduled)
-            finally:
-                if scheduled is None:  # Ctrl-C: nobody else would give the lock back
-                    for unlock in collection.unlocker:
-                        unlock(None)
+        waited_since = 0.0
+        # whoever holds the lock meanwhile runs it here: a finalizer on the device's thread may need that lock
+        is_held = context.holds_lock()
+        background = not is_held and self.runs_in_background(context, sync_config.force_ltc_data)
+        prepared: _Prepared | None = None
+        while True:
+            with context.lock:
+                self.finish_interrupted(context)
+                if context.trace.is_empty():
+                    return None
+                if context.trace.computed:
+                    self._end_computed_trace(context, sync_config, cause, start)
+                    return None
+                if prepared is None or not prepared.fits(context.trace):
+                    prepared = self._prepare(context, sync_config, cause, background)
+                waited_since = waited_since or perf_counter()
+                if context.locker.is_idle():
+                    self.tensor_collection_barrier(prepared.run.collection)
+                    waited = perf_counter() - waited_since
+                    if self.schedule_sync_tensors_graph(prepared):
+                        break
+            # not while the lock is held, see Note [Interruption]
+            context.locker.wait_idle()
+        return self._finish_sync(prepared, start, waited, waited_since)
+
+    def _prepare(
+        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, background: bool
+    ) -> _Prepared:
+        """Everything about a sync that changes nothing of the trace: its computation, plan and run."""
+        trace, settings = context.trace, self.settings()
+        collection = self.collect_sync_tensors(context, sync_config, cause)
+        bound = self.try_run_cached_sync(collection, settings)
+        record = self._begin_record(collection, settings, bound is not None)
+        policy = self.policy()
+        counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
+        if bound is None:
+            del counted["CachedCompile"]  # `compile` counts
+            bound = run_clean(self.compile, collection, settings)
+        collection.hash = bound.computation.hash
+        parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(trace, bound)
+        plan = run_clean(self._plan_for, bound, constants, policy, collection, record)
+        held = held_outputs(bound, collection.storages)
+        run = Async(collection, parameters, held, constants, seeds, bound, plan, record, background)
+        return _Prepared(trace, collection.cursor, run, trace.start, counted)
+
+    def schedule_sync_tensors_graph(self, prepared: _Prepared) -> bool:
+        """End the trace, whose live storages wait for the run from here on. False if something came in between."""
+        run = prepared.run
+        context = run.collection.context
+        fresh = context.fresh_trace()
+        fresh.unfinished = run
+        context.register_survivors(run.collection.storages)
+        if prepared.trace is None or not context.replace_trace(prepared.trace, prepared.cursor, fresh):
+            return False
+        prepared.trace = None
+        run.start()
+        fresh.unfinished = None
+        context.count_path(prepared.cursor)
+        return True
+
+    def _finish_sync(self, prepared: _Prepared, start: float, waited: float, waited_since: float) -> Async:
+        """Count a sync that is scheduled, and run it unless that happens in the background."""
+        run, context = prepared.run, prepared.run.collection.context
+        record = run.record
+        if record is not None:
+            record.wait_begin = waited_since - history.start
         seconds = perf_counter() - start - waited
-        trace_seconds = start - trace.start
-        metrics.observe_together(counted, TraceTime=trace_seconds, DeviceLockWait=waited, SyncTime=seconds)
-        del trace  # or it would keep every input alive during a run right here
-        if not background:
+        trace_seconds = start - prepared.trace_start
+        metrics.observe_together(prepared.counted, TraceTime=trace_seconds, DeviceLockWait=waited, SyncTime=seconds)
+        computation, awaited = run.cached_computation.computation, run.collection.config.force_ltc_data
+        if not run.in_background:
             # outside the context's lock, so that other threads may record meanwhile
-            scheduled.run()
+            run.do()
             context.restart_clock()
         if record is not None:
-            times = trace_seconds, waited, seconds
-            self._end_record(record, times, bound.computation)
-        if sync_config.force_ltc_data:
+            self._end_record(record, (trace_seconds, waited, seconds), computation)
+        if awaited:
             self.wait_device_ops([context])
-        return scheduled
+        return run
+
+    def finish_interrupted(self, context: DeviceContext) -> None:
+        """Take back what was being recorded, or complete what was being scheduled, when an exception or another call
+        came in between. See Note [Interruption]. The caller holds the context's lock.
+        """
+        trace = context.trace
+        unfinished = trace.unfinished
+        if unfinished is None:
+            return
+        if isinstance(unfinished, Async):
+            unfinished.start()
+            trace.unfinished = None
+        else:  # stays: the call may be going on beneath this one, and must be taken back again then
+            trace.roll_back()
+            context.outside.clear()
+            if isinstance(trace.computed, Async):  # the run that was to give all recorded calls their values
+                trace.computed.start()
+                trace.computed.join()
+            self._leave_computed(context)
 
     def _begin_record(
         self, collection: SyncTensorCollection, settings: Environment, is_bound: bool
@@ -528,8 +675,7 @@ class LazyGraphExecutor:
         if not (config.explain or config.debug or self._has_limit()):
             return None
         context = collection.context
-        cursor = context.trace.cursor
-        begin = context.trace.start
+        cursor, begin = collection.cursor, context.trace.start
         record = history.begin_sync(context.name, cursor, collection.cause, collection.site, begin)
         bindings = cursor.bindings
         if not is_bound and bindings and (collection.indices, settings) not in bindings:
@@ -587,7 +733,7 @@ class LazyGraphExecutor:
             plan = chooser.plan_for(constants, policy)
         finally:
             self._thread.record = None
-        cursor = collection.context.trace.cursor
+        cursor = collection.cursor
         note_plan(record, cursor, bound.computation, plan.kind, was_optimized, collection.is_new)
         return plan
 
@@ -598,19 +744,23 @@ class LazyGraphExecutor:
         parameters: list[tuple[TensorData, bool]],
         constants: tuple[float, ...],
         seeds: list[int],
-        renew: Callable[[], list[LazyStorage]],
-    ) -> tuple[list[LazyStorage], Async | None]:
-        """Schedule a computation without a trace. `renew` makes the storages that are to wait for it.
+        storages: list[LazyStorage],
+        deliveries: list[tuple[Callable[[TensorData, Any], None], TensorData]],
+    ) -> Async | None:
+        """Schedule a computation without a trace; the caller does the run unless it is in the background.
 
-        Returns them, and the run if the caller is to run it once it has given back the context's lock, which it holds.
+        `storages` are to wait for it, and `deliveries` tell who holds them. The caller holds the context's lock, and
+        nothing is pending. None, and nothing has happened, if a run is under way or something came in between.
         """
         context = collection.context
         begin = perf_counter()
+        trace, count = context.trace, context.locker.count
         plan = bound.computation.executor.ready_plan_for(constants)
         if plan is None:
-            with clean_thread_state():
-                plan = bound.computation.executor.plan_for(constants, self.policy())
+            plan = run_clean(bound.computation.executor.plan_for, constants, self.policy())
         collection.hash = bound.computation.hash
+        if not context.locker.is_idle():
+            return None
         self.tensor_collection_barrier(collection)
         record: SyncRecord | None = None
         if config.explain or config.debug:
@@ -618,69 +768,75 @@ class LazyGraphExecutor:
             record = history.add_replay(context.name, number, plan.kind, collection.site, begin)
             if config.debug:
                 tell_sync(record, bound.computation)
-        scheduled: Async | None = None
+        context.register_made(storages)
+        outputs = held_outputs(bound, storages)
         background = self.runs_in_background(context)
-        try:
-            storages = renew()
-            context.register_made(storages)
-            outputs = held_outputs(bound, storages)
-            scheduled = Async(collection, parameters, outputs, constants, seeds, bound, plan, record)
-            if background:
-                self.schedule_sync_tensors_graph(scheduled)
-        finally:
-            if scheduled is None:
-                for unlock in collection.unlocker:
-                    unlock(None)
-        return storages, None if background else scheduled
+        run = Async(collection, parameters, outputs, constants, seeds, bound, plan, record, background, deliveries)
+        if not context.begin_replay(trace, count, run):
+            return None
+        run.start()
+        trace.unfinished = None
+        return run
 
-    def catch_up(self, context: DeviceContext) -> None:
+    def catch_up(self, context: DeviceContext, changes: int) -> None:
         """Give everything recorded so far its value, without ending the trace. See Note [First sight runs].
 
-        The caller holds the context's lock. If that run fails, or an earlier one did, the trace is dropped.
+        The caller holds the context's lock, no run is under way, and the trace has changed `changes` times; nothing
+        happens if something came in between. If this run fails, or an earlier one did, the trace is dropped.
         """
-        trace = context.trace
-        if trace.computed:
-            return
+        trace, cursor = context.trace, context.trace.cursor
         if trace.is_empty():
-            context.locker.barrier()
-            trace.computed = True
+            context.locker.check_reset_exception()
+            if trace.cursor.depth == 0 and trace.changes == changes:  # no call between the question and the store
+                trace.computed = True
             return
-        policy, settings = self.policy(), self.settings()
-        collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call")
-        with clean_thread_state():
-            bound = self.try_run_cached_sync(collection, settings) or self.compile(collection, settings)
-            parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(context, bound)
-            plan = bound.computation.executor.plan_for(constants, policy)
-        self.tensor_collection_barrier(collection)
-        Async(collection, parameters, held_outputs(bound, collection.storages), constants, seeds, bound, plan).run()
+        run = self._prepare_catch_up(context)
+        self.tensor_collection_barrier(run.collection)
+        if context.trace is not trace or trace.cursor is not cursor or trace.changes != changes:
+            return
+        trace.computed = run  # the commit: from here on it is run once, whatever happens
+        run.start()
+        run.do()
         try:
-            context.locker.barrier()
+            context.locker.check_reset_exception()
         except BaseException:
             context.new_trace()
             raise
         trace.computed = True
 
+    def _prepare_catch_up(self, context: DeviceContext) -> Async:
+        trace, policy, settings = context.trace, self.policy(), self.settings()
+        collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call")
+        bound = self.try_run_cached_sync(collection, settings) or run_clean(self.compile, collection, settings)
+        parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(trace, bound)
+        plan = run_clean(bound.computation.executor.plan_for, constants, policy)
+        held = held_outputs(bound, collection.storages)
+        return Async(collection, parameters, held, constants, seeds, bound, plan)
+
     def _end_computed_trace(
-        self, collection: SyncTensorCollection, settings: Environment, start: float, record: SyncRecord | None
+        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, start: float
     ) -> None:
         """End a trace that ran while it was recorded. Its graph is made when the path is taken again."""
-        context = collection.context
-        cursor = context.trace.cursor
+        settings = self.settings()
+        collection = self.collect_sync_tensors(context, sync_config, cause)
+        record = self._begin_record(collection, settings, False)
+        trace, cursor = context.trace, collection.cursor
         key = (collection.indices, settings)
         is_known = key in cursor.bindings
         if not is_known:
-            self._bind(cursor.bindings, key, FirstRun(tuple(context.trace.constants)))
+            self._bind(cursor.bindings, key, FirstRun(tuple(trace.constants)))
+        context.register_survivors(collection.storages)
+        context.new_trace()
         context.count_path(cursor)
-        trace_start = context.trace.start
-        self.set_tensor_data(collection)
-        counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices)}
+        counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "ExecuteComputation": 1}
         counted["CachedCompile" if is_known else "UncachedCompile"] = 1
         seconds = perf_counter() - start
-        metrics.observe_together(counted, TraceTime=start - trace_start, SyncTime=seconds)
+        times = {"TraceTime": start - trace.start, "SyncTime": seconds, "ExecuteTime": trace.run_seconds}
+        metrics.observe_together(counted, **times)
         if record is not None:
             record.plan = "as recorded"
             record.outcome = "hit, level 1" if is_known else "miss"
-            self._end_record(record, (start - trace_start, 0.0, seconds), None)
+            self._end_record(record, (start - trace.start, 0.0, seconds), None)
 
     @staticmethod
     def _bind(bindings: dict[Hashable, Any], key: Hashable, value: CachedComputation | FirstRun) -> None:
@@ -693,11 +849,15 @@ class LazyGraphExecutor:
 
         They are deferred, so the trace ends here, or takes back that it runs if nothing stands in it.
         """
+        with context.lock:
+            self._leave_computed(context)
+
+    def _leave_computed(self, context: DeviceContext) -> None:
         trace = context.trace
         if trace.computed and trace.is_empty():
             trace.computed = False
         elif trace.computed:
-            self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a call that was not recorded")
+            self._end_computed_trace(context, SyncTensorsConfig(), "a call that was not recorded", perf_counter())
 
     def end_computed(self, context: DeviceContext) -> None:
         """End a trace whose calls ran as they were recorded; what follows is deferred."""
@@ -706,43 +866,32 @@ class LazyGraphExecutor:
                 self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "allow_execution")
 
     def extract_ir_and_prepare_tensor_data(
-        self, context: DeviceContext, bound: CachedComputation
+        self, trace: Trace, bound: CachedComputation
     ) -> tuple[list[tuple[TensorData, bool]], list[float], list[int]]:
         """Pick from the trace what the computation takes, in its order."""
-        trace = context.trace
         parameters = [(trace.inputs[p.index], p.base) for p in bound.parameters]
         return parameters, [trace.constants[i] for i in bound.constants], [trace.seeds[i] for i in bound.seeds]
 
     def tensor_collection_barrier(self, collection: SyncTensorCollection) -> None:
-        """Wait for the device's run under way and take its lock. See Note [The device lock].
+        """Raise what the device's last run raised, if nobody was told. See Note [The device lock].
 
-        If that run failed, what was recorded since is poisoned too, since it may rest on it; then the error is raised.
+        What was recorded since is poisoned then, since it may rest on that run.
         """
         context = collection.context
-        try:
-            collection.unlocker = lockers.lock_devices([context.index])
-        except BaseException as error:
-            if isinstance(error, LazyBackendError):
-                for storage in collection.storages:
-                    storage.error = error
-                context.new_trace()
-            raise
+        error = context.locker.untold_exception()
+        if error is None:
+            return
+        if isinstance(error, LazyBackendError):
+            for storage in collection.storages:
+                storage.error = error
+            context.new_trace()
+        context.locker.check_reset_exception()
 
     def runs_in_background(self, context: DeviceContext, is_awaited: bool = False) -> bool:
         """Whether a run happens on the device's thread. See Note [Where a run happens]."""
         if config.run_in_background == "auto":
             return context.backing.type != "cpu" or (torch.get_num_threads() == 1 and not is_awaited)
         return bool(config.run_in_background == "always")
-
-    def schedule_sync_tensors_graph(self, scheduled: Async) -> None:
-        """Hand the run to the device's queue. The lock is held and will be given back by the run."""
-        scheduled.collection.context.queue.add(scheduled.run)
-
-    def set_tensor_data(self, collection: SyncTensorCollection) -> None:
-        """From here on the live storages wait for the run, and the next call starts a new trace."""
-        context = collection.context
-        context.register_survivors(collection.storages)
-        context.new_trace()
 
     def sync_live_tensors_graph(self, devices: Sequence[DeviceContext], wait: bool, cause: str) -> None:
         """Sync everything pending on `devices`, lowest index first."""
@@ -757,17 +906,29 @@ class LazyGraphExecutor:
     def wait_device_ops(self, devices: Sequence[DeviceContext]) -> None:
         """Wait for the runs under way on `devices` and raise what the first of them raised."""
         for context in devices:
-            context.locker.barrier()
+            self.barrier(context)
             context.restart_clock()
+
+    def barrier(self, context: DeviceContext) -> None:
+        """Wait for the run under way on `context` and raise what it raised."""
+        if context.trace.unfinished is not None:
+            with context.lock:
+                self.finish_interrupted(context)
+        context.locker.barrier()
 
     # ----- reading values
 
-    @contextlib.contextmanager
-    def refusing(self, refusal: Callable[[str], LazyBackendError]) -> Iterator[None]:
-        """Within the block this thread may neither read nor sync: that raises what `refusal` makes of the cause."""
-        self._thread.refusal = refusal
+    def call_refusing(
+        self, refusal: Callable[[str], LazyBackendError], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call `function`. This thread may neither read nor sync in it: it raises what `refusal` makes of the cause."""
+        # twice, and plain stores: see Note [Interruption]
         try:
-            yield
+            try:
+                self._thread.refusal = refusal
+                return function(*args, **kwargs)
+            finally:
+                self._thread.refusal = None
         finally:
             self._thread.refusal = None
 
@@ -775,7 +936,7 @@ class LazyGraphExecutor:
         return getattr(self._thread, "refusal", None) is not None
 
     def check_allowed(self, cause: str) -> None:
-        """Raise if `cause`, a read or a sync, comes within `refusing` or while nothing may run."""
+        """Raise if `cause`, a read or a sync, comes within `call_refusing` or while nothing may run."""
         refusal = getattr(self._thread, "refusal", None)
         if refusal is not None:
             raise refusal(cause)
@@ -800,7 +961,7 @@ class LazyGraphExecutor:
             metrics.increment("GraphCut")
             metrics.increment(f"GraphCut: {cause} at {user_site()}")
             self.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), cause)
-        context.locker.barrier()
+        self.barrier(context)
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
@@ -833,15 +994,18 @@ class LazyGraphExecutor:
 
     def change_default_dtype(self, context: DeviceContext) -> None:
         """Start afresh after `torch.set_default_dtype`, which no key mentions but stored metadata rests on."""
-        if context.trace.default_dtype is None:  # the first call under a profiler
-            context.begin_traced_range()
-            if context.trace.default_dtype is torch.get_default_dtype():
-                return
+        with context.lock:
+            if context.trace.default_dtype is None:  # the first call under a profiler
+                context.begin_traced_range()
+                if context.trace.default_dtype is torch.get_default_dtype():
+                    return
         if not context.trace.is_empty():
             self.check_allowed("torch.set_default_dtype")
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "torch.set_default_dtype")
-        if context.trace.default_dtype is not torch.get_default_dtype():
-            context.new_trace()
+        with context.lock:
+            trace = context.trace
+            if trace.is_empty() and trace.default_dtype is not torch.get_default_dtype():
+                context.replace_trace(trace, trace.cursor, context.fresh_trace())
 
     def read(self, data: TensorData, cause: str) -> torch.Tensor:
         """The real tensor of `data`, computed first if need be. It is the tensor's own memory: do not write to it."""
@@ -850,8 +1014,7 @@ class LazyGraphExecutor:
         if storage.error is not None:
             raise poisoned(storage)
         self.compute(context, [storage], cause)
-        with clean_thread_state():
-            return backing_tensor(data)
+        return run_clean(backing_tensor, data)
 
     def compute(self, context: DeviceContext, storages: Sequence[LazyStorage], cause: str) -> None:
         """See that `storages` have their values, with a cut only if the trace makes or writes one of them.
@@ -860,6 +1023,7 @@ class LazyGraphExecutor:
         """
         self.check_allowed(cause)
         with context.lock:
+            self.hold(context, storages)
             trace = context.trace
             # an input may be without its value as well, while the run that makes it is under way: that needs no cut
             made_here = [s for s in storages if s.epoch is trace.epoch and s not in trace.groups]
@@ -871,7 +1035,23 @@ class LazyGraphExecutor:
         if needs_cut:
             self.cut(context, cause)
         else:
-            context.locker.barrier()
+            self.barrier(context)
+
+    def hold(self, context: DeviceContext, storages: Sequence[LazyStorage]) -> None:
+        """See that the sync to come computes `storages`, which the caller is about to use.
+
+        Finalizers of a dead cycle may use what nobody seemed to hold: the garbage collector clears weak references
+        into the cycle before it calls them. The caller holds the context's lock.
+        """
+        trace = context.trace
+        unknown = {s.token: s for s in storages if s.epoch is trace.epoch and self.should_sync_tensor(s)}
+        if not unknown or {reference() for reference in trace.pending}.issuperset(unknown.values()):
+            return
+        fresh = fresh_slots([call for call in trace.cursor.path() if isinstance(call, Call)])
+        for place, result in enumerate(fresh):
+            storage = unknown.get(result.token)
+            if storage is not None:
+                trace.pending[place] = weakref.ref(storage)
 
     def get_tensors_fused(self, tensors: Sequence[LazyTensor], cause: str) -> list[torch.Tensor]:
         """CPU copies of `tensors`, after one sync of each device among them."""
@@ -886,21 +1066,39 @@ class LazyGraphExecutor:
 
     def fetch_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the CPU."""
-        with clean_thread_state():
-            return [downloaded(t.nbytes, functools.partial(t.detach().to, "cpu", copy=True)) for t in tensors]
+        return run_clean(
+            lambda: [downloaded(t.nbytes, functools.partial(t.detach().to, "cpu", copy=True)) for t in tensors]
+        )
 
     # ----- looking without running
 
     def post_order_of(self, tensors: Sequence[LazyTensor]) -> PostOrderData:
         """The graph a sync of just these tensors would run; they must be on one device."""
-        devices = {tensor._data.context for tensor in tensors}
-        if len(devices) != 1:
-            raise ValueError(f"expected tensors of one lazy device, got {len(devices)} devices")
-        context = devices.pop()
+        context = self._common_context(tensors)
         with context.lock:
             wanted = {tensor._data.storage for tensor in tensors}
             indices = [i for i, reference in enumerate(context.trace.pending) if reference() in wanted]
             return self.run_post_order(context, indices)
+
+    def graph_of(self, tensors: Sequence[LazyTensor]) -> Graph:
+        """The graph that gives `tensors` themselves, where a sync computes the storages behind them.
+
+        It is there to be looked at: its outputs may share memory, as a view and its base do.
+        """
+        context = self._common_context(tensors)
+        with context.lock:
+            trace = context.trace
+            wanted = {tensor._data.token for tensor in tensors if tensor._data.epoch is trace.epoch}
+            calls = [call for call in trace.cursor.path() if isinstance(call, Call)]
+            made = [r.token for call in calls for r in call.results if isinstance(r, Fresh | View)]
+            return run_post_order(calls, [token for token in made if token in wanted], context.backing).graph
+
+    @staticmethod
+    def _common_context(tensors: Sequence[LazyTensor]) -> DeviceContext:
+        devices = {tensor._data.context for tensor in tensors}
+        if len(devices) != 1:
+            raise ValueError(f"expected tensors of one lazy device, got {len(devices)} devices")
+        return devices.pop()
 
     def get_graph_hash(self, tensors: Sequence[LazyTensor]) -> str:
         data = self.post_order_of(tensors)

@@ -12,14 +12,19 @@ the outputs of a step do not depend on the garbage collector.
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lazy_backend.errors import PoisonedTensorError
 from lazy_backend.lowering.ir import TensorMeta, contiguous_stride, empty_of
 from lazy_backend.lowering.program import Token
+from lazy_backend.printing import print_tensor
 from lazy_backend.sites import reading_for
+from lazy_backend.tracebacks import hide_frames, hide_internals, refusal_to_trace
 
 if TYPE_CHECKING:
     from lazy_backend.context import DeviceContext
@@ -92,6 +97,24 @@ NOT_TRACED = (
     "  call the function as it is, trace it with CPU tensors, or use torch.compile(function, backend='lazy')"
 )
 
+# The parts of PyTorch that would trace or compile what lazy tensors are given to. Checked on 2.13.
+_COMPILERS = tuple(
+    f"torch.{name}."
+    for name in ("_dynamo", "_export", "_functorch", "_guards", "_higher_order_ops", "_subclasses", "export", "fx")
+)
+_MARKING_DIMENSIONS = "torch._dynamo.decorators"  # mark_dynamic and its like, which compile nothing
+
+
+def compiler_at(frame: types.FrameType | None) -> str | None:
+    """The module of PyTorch's compilers whose code `frame` runs; None for everybody else's."""
+    # expressions that guards evaluate, and `transform_subclass`, ask for their callers
+    while frame is not None and (
+        frame.f_code.co_filename == "<string>" or frame.f_globals.get("__name__") == "torch.utils._python_dispatch"
+    ):
+        frame = frame.f_back
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return name if f"{name}.".startswith(_COMPILERS) else None
+
 
 def backing_tensor(data: TensorData) -> torch.Tensor:
     """The real tensor of `data`, which must have been computed: a base's own, or a view made again from it.
@@ -117,7 +140,15 @@ def backing_tensor(data: TensorData) -> torch.Tensor:
 
 
 def poisoned(storage: LazyStorage) -> PoisonedTensorError:
-    cause = storage.error or "its run was lost when this process was forked"
+    if storage.error is None and storage.context.locker.is_interrupted():
+        return PoisonedTensorError(
+            "this tensor has no value yet: this code, a signal handler or a finalizer, interrupted the run that makes "
+            "it\n  read it when the interrupted call has returned; what existed before the step can be read here"
+        )
+    cause = storage.error or (
+        "nobody seemed to hold it when the step ran: it was garbage, which a finalizer reads now\n"
+        "  (or the run was lost when this process was forked)"
+    )
     error = PoisonedTensorError(
         "this tensor has no value, because the run that should have computed it failed:\n"
         f"  {cause}\n  make it again, as in a new step; what existed before the failed step is still there"
@@ -148,12 +179,29 @@ class LazyTensor(torch.Tensor):
     # `Module.to` swaps a parameter in place, instead of replacing it, for tensor classes that have these two methods
     # (torch.nn.modules.module, checked on 2.13). So ties and optimizers survive `.to("lazy")`.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        # torch.compile asks for the inner tensors of such classes
-        raise NotImplementedError(NOT_TRACED)
+        """The attribute that holds the real tensor: who writes files asks so which tensors share memory.
+
+        Asking runs nothing, reading the attribute does. Compilers, who ask too, must not see it: to those that may
+        trace lazy tensors they are tensors without inner ones.
+        """
+        compiler = compiler_at(sys._getframe(1))
+        if compiler is None:
+            return ["_backing_tensor"], self.device
+        if compiler == _MARKING_DIMENSIONS or self._may_be_traced_by(compiler):
+            return [], None
+        raise refusal_to_trace(NOT_TRACED)
+
+    @staticmethod
+    def _may_be_traced_by(compiler: str) -> bool:
+        """Whether code of the module `compiler` traces for us. `let_dynamo_trace` replaces it."""
+        return False
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> torch.Tensor:
-        raise NotImplementedError("a lazy tensor has no inner tensors")
+        """A copy of the real tensor, on the device."""
+        return cast("torch.Tensor", inner["_backing_tensor"].to(meta))
+
+    _backing_tensor: torch.Tensor  # computed first if need be; not to be written. `install_serialization` puts it here
 
     @property
     def is_lazy(self) -> bool:
@@ -165,6 +213,7 @@ class LazyTensor(torch.Tensor):
         return wrap(self._data, view_of=self)
 
     @data.setter
+    @hide_internals
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
@@ -177,6 +226,7 @@ class LazyTensor(torch.Tensor):
             value = cast("LazyTensor", value.resolve_conj())  # a tensor that is not complex cannot take the bit: a copy
         assign(self, value._data)
 
+    @hide_internals
     def set_(self, source: Any = None, *geometry: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         geometry = (*geometry, *kwargs.values())
         if len(geometry) == 2:  # offset and size: the stride is optional
@@ -196,7 +246,11 @@ class LazyTensor(torch.Tensor):
         default = self._data.context.default_device()
         places = [default if _is_lazy_without_index(arg) else arg for arg in args]
         named = {name: default if _is_lazy_without_index(arg) else arg for name, arg in kwargs.items()}
-        return super().to(*places, **named)  # type: ignore[arg-type]
+        try:
+            return super().to(*places, **named)  # type: ignore[arg-type]
+        except BaseException as error:
+            hide_frames(error)
+            raise
 
     def __copy__(self) -> LazyTensor:
         """Another tensor for the same memory. Torch's goes through pickle, which would read."""
@@ -207,6 +261,7 @@ class LazyTensor(torch.Tensor):
         copied.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_data"})
         return copied
 
+    @hide_internals
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         """As of a strided tensor: storages stay shared among what is copied together; nothing is run."""
         known = memo.get(id(self))
@@ -228,19 +283,21 @@ class LazyTensor(torch.Tensor):
         copied.__dict__.update(copy.deepcopy(others, memo))
         return copied
 
+    @hide_internals  # type: ignore[arg-type]
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # what a read may raise, it raises here: torch prints under a guard that an exception's traceback keeps alive,
-        # and with it functorch stays off for the thread
-        if not (self._data.meta.conj or self._data.meta.neg):  # resolving those is recorded, and would cut once more
-            with reading_for("print"):
-                self.detach().cpu()
-        printed = super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
+        # without modes, as PyTorch prints; but not under its guard against functorch, which an exception's traceback
+        # would keep alive, and functorch would stay off for the thread
+        with torch.no_grad(), _disable_current_modes(), reading_for("print"):
+            primal, tangent = torch.autograd.forward_ad.unpack_dual(self)
+            printed = print_tensor(self, primal.detach().cpu(), tangent)
         return f"Parameter containing:\n{printed}" if isinstance(self, torch.nn.Parameter) else printed
 
+    @hide_internals
     def __format__(self, spec: str) -> str:
         # torch formats only its own class like a number
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    @hide_internals
     def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
         if issubclass(LazyTensor, cls):
             return self
@@ -249,6 +306,7 @@ class LazyTensor(torch.Tensor):
             f"  use it as a plain tensor, as in tensor.as_subclass(torch.Tensor).to({str(self.device)!r})"
         )
 
+    @hide_internals
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
         # torch prints "torch.lazy.FloatTensor" but does not parse it
         if isinstance(dtype, str) and dtype.startswith("torch.lazy."):
@@ -258,6 +316,7 @@ class LazyTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return False
 
+    @hide_internals
     def share_memory_(self) -> Any:
         raise RuntimeError(
             "a lazy tensor cannot be shared between processes\n  share a copy, as in tensor.cpu().share_memory_()"
@@ -269,9 +328,11 @@ class LazyTensor(torch.Tensor):
     def __dlpack_device__(self) -> Any:
         return torch.empty(0, device=self._data.context.backing).__dlpack_device__()
 
+    @hide_internals
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
 
+    @hide_internals
     def numpy(self, *, force: bool = False) -> Any:
         if not force:
             raise TypeError(
@@ -280,6 +341,7 @@ class LazyTensor(torch.Tensor):
             )
         return self.detach().cpu().numpy()
 
+    @hide_internals
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy().__array__(dtype)
 

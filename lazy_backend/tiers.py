@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lazy_backend.settings import config
+from lazy_backend.tracebacks import hide_internals
 
 _KINDS = ("static", "dynamic")
 
@@ -21,6 +22,7 @@ def get_fusion_strategy() -> list[tuple[str, int]]:
     return [("static", config.max_static_shapes), ("dynamic", config.max_dynamic_shapes)]
 
 
+@hide_internals
 def set_fusion_strategy(strategy: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Set the strategy and return the one before. A kind that is left out gets no plans; case does not matter.
 
@@ -52,6 +54,7 @@ def get_bailout_depth() -> int:
     return sum(count for _, count in get_fusion_strategy())
 
 
+@hide_internals
 def set_bailout_depth(depth: int) -> int:
     """Set how many plans the shapes of a program get in all, and return the number before.
 

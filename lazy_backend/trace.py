@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lazy_backend.cache.trie import TrieNode
+from lazy_backend.locks import Work
 from lazy_backend.lowering.canonical import storage_of_tokens
 from lazy_backend.lowering.program import Call, Cut, Fresh, Token, View
 from lazy_backend.tensor import LazyStorage, TensorData
@@ -26,7 +27,7 @@ class Epoch:
     What is alive later leads back through it to the line that made it, as long as its token is that trace's.
     """
 
-    __slots__ = ("cursor",)
+    __slots__ = ("cursor", "__weakref__")
 
     cursor: TrieNode[Call | Cut]
 
@@ -46,8 +47,10 @@ class Trace:
 
     The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
     path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time;
-    `default_dtype` holds for the whole trace. `computed`: whether everything recorded has its value already, and what
-    comes is computed when it is recorded (Note [First sight runs]).
+    `default_dtype` holds for the whole trace. `computed`: whether everything recorded has its value already, or gets it
+    from the run that stands here, and what comes is computed when it is recorded (Note [First sight runs]).
+    `unfinished`: the key of the call that is being recorded, or the run that is being scheduled; while it is a key, the
+    lists may hold more than the path mentions. `changes` counts what came in the midst of that (Note [Interruption]).
     """
 
     __slots__ = (
@@ -61,6 +64,10 @@ class Trace:
         "start",
         "default_dtype",
         "computed",
+        "unfinished",
+        "changes",
+        "entering",
+        "run_seconds",
         "range",
     )
 
@@ -74,7 +81,11 @@ class Trace:
         self.pending: list[weakref.ref[LazyStorage]] = []
         self.start = start
         self.default_dtype: torch.dtype | None = torch.get_default_dtype()
-        self.computed = False
+        self.computed: Work | bool = False
+        self.unfinished: list[Any] | Work | None = None
+        self.changes = 0
+        self.entering: TensorData | None = None  # what became an input last; it may not be among them yet
+        self.run_seconds = 0.0  # of the calls that ran when they were recorded
         self.range: AbstractContextManager[Any] | None = None  # of the profiler; see Note [Traced ranges]
 
     def is_empty(self) -> bool:
@@ -83,16 +94,28 @@ class Trace:
     def roll_back(self) -> None:
         """Forget the data of a call that was not recorded after all: keep only what the path mentions.
 
-        Walks the path, so that a recorded call need not count what it adds.
+        Walks the path, so that a recorded call need not count what it adds. May be interrupted, and done again.
         """
-        path = [call for call in self.cursor.path() if isinstance(call, Call)]
-        entered = [entered for call in path for entered in call.entered]
-        for data in self.inputs[len(entered) :]:
-            data.epoch = None
-        del self.inputs[len(entered) :]
-        while len(self.groups) > len({e.group for e in entered}):
-            self.groups.popitem()
-        del self.constants[sum(call.num_constants for call in path) :]
+        self.changes += 1
+        while True:  # again if a finalizer records something meanwhile
+            cursor = self.cursor
+            path = [call for call in cursor.path() if isinstance(call, Call)]
+            entered = [entered for call in path for entered in call.entered]
+            num_groups = len({e.group for e in entered})
+            groups = {storage: group for storage, group in self.groups.items() if group < num_groups}
+            num_constants, num_seeds = sum(call.num_constants for call in path), sum(call.seeded for call in path)
+            num_pending = sum(isinstance(result, Fresh) for call in path for result in call.results)
+            num_inputs = len(entered)
+            kept = set(self.inputs[:num_inputs])
+            for data in (*self.inputs[num_inputs:], self.entering):
+                if data is not None and data.epoch is self.epoch and data not in kept:
+                    data.epoch = None
+            if cursor is self.cursor:  # from here on neither a call nor a jump back: nothing can come in between
+                self.groups = groups
+                self.entering = None
+                del self.inputs[num_inputs:], self.constants[num_constants:]
+                del self.seeds[num_seeds:], self.pending[num_pending:]
+                return
 
     def end_range(self) -> None:
         opened, self.range = self.range, None

@@ -16,6 +16,7 @@ import torch
 import lazy_backend
 from lazy_backend import closures, ir_cache, metrics
 from lazy_backend.context import contexts
+from lazy_backend.forgotten_steps import forgotten_steps
 from lazy_backend.history import history
 from lazy_backend.outside import data_cache
 from lazy_backend.settings import FLAGS, config
@@ -44,6 +45,7 @@ def reset_state() -> None:
     ir_cache.reset()
     executor.clear_computations()
     executor._trim_warned = False
+    forgotten_steps.stop()  # many programs leave out mark_step on purpose
     data_cache.clear()
     closures.runner._pending.clear()
     torch.manual_seed(0)

@@ -445,12 +445,31 @@ def test_a_float_that_changes_by_itself_is_named() -> None:
         repeat(lambda number: assert_same(captured(full(1.0)), torch.full((3,), 0.5 ** (number + 1))))
 
 
-def test_an_optimizer_that_counts_on_the_cpu_is_named() -> None:
+COUNT_ON_THE_CPU = {
+    "Adam": "fused", "AdamW": "fused", "Adagrad": "fused", "RMSprop": "capturable", "NAdam": "capturable",
+    "RAdam": "capturable", "Adamax": "capturable", "Adadelta": "capturable", "Rprop": "capturable",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "option"), COUNT_ON_THE_CPU.items())
+def test_an_optimizer_that_counts_on_the_cpu_gets_advice_that_works_with_a_schedule(name: str, option: str) -> None:
     training = Training()
-    training.optimizer = torch.optim.Adam(training.model.parameters())
-    with pytest.warns(CaptureWarning, match="capturable=True"):
+    training.optimizer = getattr(torch.optim, name)(training.model.parameters(), lr=0.01)
+    with pytest.warns(CaptureWarning, match=rf"counts its steps on the CPU[\s\S]*\n  make it with {option}=True, so"):
         training.run(capture(training.step))
     assert training.runs == 12
+    training = Training()
+    training.optimizer = getattr(torch.optim, name)(training.model.parameters(), lr=0.01, **{option: True})
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 20)
+    step = capture(training.step)
+
+    def scheduled(*batch: torch.Tensor) -> torch.Tensor:
+        loss = step(*batch)
+        schedule.step()
+        return loss
+
+    training.run(scheduled)
+    assert training.runs <= 6
 
 
 def test_random_operators_go_on_drawing() -> None:

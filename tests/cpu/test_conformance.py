@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from harness import run_python
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "tools"
+PAGE = ROOT / "docs" / "op_support.md"
 # unary, binary, reduction, view, random, linear algebra, list, index, data-dependent shape, factory, module, optimizer
 NAMES = ("exp", "add", "sum", "transpose", "nn.functional.dropout", "linalg.solve", "_foreach_mul", "gather", "nonzero",
          "zeros", "nn.Linear", "SGD: default")  # fmt: skip
@@ -61,6 +64,41 @@ def test_the_document_has_a_line_per_entry(results: Path, tmp_path: Path) -> Non
     conformance(*SUBSET, "--results", str(results), "--resume", "--write", str(page))
     assert page.read_text().startswith("<!-- Generated")
     assert "| `nn.functional.dropout` | ✓ |" in page.read_text()
+
+
+def symbols(page: Path) -> dict[str, dict[str, str]]:
+    """Entry -> column -> symbol, of the tables with a line per entry."""
+    found: dict[str, dict[str, str]] = {}
+    columns: list[str] = []
+    for line in page.read_text().partition("## Every entry")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if cells[0] in ("op_db", "module_db", "optim_db"):
+            columns = cells[1:]
+        elif line.startswith("| `"):
+            found[cells[0].strip("`")] = dict(zip(columns, cells[1:], strict=True))
+    return found
+
+
+def test_a_sample_of_the_published_page_is_as_measured_now(results: Path, tmp_path: Path) -> None:
+    page = tmp_path / "support.md"
+    conformance(*SUBSET, "--results", str(results), "--resume", "--write", str(page))
+    published = symbols(PAGE)
+    for name, measured in symbols(page).items():
+        not_tried = {"aot", "inductor"}
+        expected = {column: symbol for column, symbol in published[name].items() if column not in not_tried}
+        assert {column: symbol for column, symbol in measured.items() if column not in not_tried} == expected, name
+
+
+def test_the_published_page_has_every_entry_and_says_of_which_commit_it_is() -> None:
+    listed = conformance("--list").stdout.splitlines()
+    assert set(symbols(PAGE)) == {case.split("/")[1] for case in listed}
+    assert re.search(r"Measured at commit `[0-9a-f]{7,}", PAGE.read_text())
+
+
+def test_results_name_the_commit(results: Path) -> None:
+    commits = {record["commit"] for record in records(results).values()}
+    assert len(commits) == 1
+    assert re.fullmatch(r"([0-9a-f]{7,}\+?)?", commits.pop())
 
 
 def test_a_misspelt_case_is_explained() -> None:

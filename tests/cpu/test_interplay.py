@@ -14,7 +14,9 @@ import torch
 from harness import assert_same, count, grid
 from test_manners import Case, outcome, rows, scalar
 from torch import nn
+from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -461,21 +463,13 @@ def test_named_tensors_as_eager(case: Case) -> None:
 # ----- other kinds of tensors
 
 REFUSED = {
-    "to_sparse": lambda x: x.to_sparse(),
-    "to_sparse_csr": lambda x: x.to_sparse_csr(),
-    "to_sparse_bsr": lambda x: x.to_sparse_bsr((1, 1)),
-    "sparse_coo_tensor": lambda x: torch.sparse_coo_tensor(torch.tensor([[0]]).to("lazy"), x[0, :1], (2,)),
-    "sparse_tensor_to": lambda x: torch.eye(2).to_sparse().to("lazy"),
-    "a_sparse_gradient": lambda x: nn.Embedding(3, 2, sparse=True, device="lazy")(x.long()).sum().backward(),
-    "quantize_per_tensor": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-    "quantize_per_channel": lambda x: torch.quantize_per_channel(x, x[1], x[0].long(), 0, torch.qint8),
     "to_mkldnn": lambda x: x.to_mkldnn(),
     "nested_tensor": lambda x: torch.nested.nested_tensor([x, x[1:]]),
     "as_nested_tensor": lambda x: torch.nested.as_nested_tensor([x, x[1:]]),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors", "ignore:torch.quantize")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @rows(REFUSED)
 def test_another_kind_of_tensor_is_refused_with_line_and_advice(case: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(LazyBackendError, match=r"cannot be[\s\S]*\n  at .*test_interplay.py:\d+\n  .*CPU"):
@@ -506,10 +500,24 @@ def test_a_scripted_and_a_traced_module() -> None:
     assert torch.equal(scripted(grid("lazy", 3)), model(grid("lazy", 3)))
 
 
-@pytest.mark.parametrize("trace", [torch.export.export, lambda model, args: torch.compile(model)(*args)])
-def test_tracing_says_that_it_does_not_take_lazy_tensors(trace) -> None:
+TRACED = {
+    "export": lambda model, x: torch.export.export(model, (x,)),
+    "strict_export": lambda model, x: torch.export.export(model, (x,), strict=True),
+    "compile": lambda model, x: torch.compile(model)(x),
+    "compile_eager": lambda model, x: torch.compile(model, backend="eager")(x),
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "make_fx_fake": lambda model, x: make_fx(model, tracing_mode="fake")(x),
+    "make_fx_symbolic": lambda model, x: make_fx(model, tracing_mode="symbolic")(x),
+    "aot": lambda model, x: aot_function(torch.relu, lambda graph, _: graph)(x),
+    "linearize": lambda model, x: torch.func.linearize(torch.relu, x),
+    "opcheck": lambda model, x: torch.library.opcheck(torch.ops.aten.sin.default, (x,)),
+}  # fmt: skip
+
+
+@rows(TRACED)
+def test_tracing_says_that_it_does_not_take_lazy_tensors(case) -> None:
     with pytest.raises(Exception, match="does not take lazy tensors"):
-        trace(nn.Linear(3, 2).to("lazy"), (grid("lazy", 3),))
+        case(nn.Linear(3, 2).to("lazy"), grid("lazy", 3))
 
 
 def test_a_profiled_step_computes_the_same() -> None:

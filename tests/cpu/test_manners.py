@@ -9,6 +9,7 @@ import copy
 import gc
 import math
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 import torch
 from harness import assert_same, count, grid, live_tensors
 from torch import nn
+from torch.autograd import forward_ad
 
 import lazy_backend
 
@@ -33,7 +35,7 @@ def outcome(case: Case, device: str) -> Any:
         return type(error), str(error).replace("LazyTensor", "Tensor").replace("lazy:0", "cpu").replace("  ", " ")
 
 
-def rows(table: dict[str, Case]) -> Any:
+def rows(table: dict[str, Any]) -> Any:
     return pytest.mark.parametrize("case", table.values(), ids=table.keys())
 
 
@@ -65,9 +67,9 @@ PRINTED = {
 
 
 def printed(thing: object) -> str:
-    """Its repr, without what says that it is lazy; long rows break elsewhere."""
-    plain = repr(thing).replace("LazyTensor(", "tensor(").replace(", device='lazy:0'", "").replace("lazy:0", "cpu")
-    return " ".join(plain.split())
+    """Its repr, without the device, which the CPU's does not show; what follows it may stand on another line."""
+    plain = re.sub(r",\s+device='lazy:0'", "", repr(thing)).replace("lazy:0", "cpu")
+    return re.sub(r",\s+(requires_grad|grad_fn|dtype|size)=", r", \1=", plain)
 
 
 @rows(PRINTED)
@@ -85,7 +87,41 @@ def test_printing_cuts_at_most_once(case: Case) -> None:
 
 @pytest.mark.parametrize("convert", [repr, str, "{}".format, "%s".__mod__])
 def test_every_way_to_print_is_repr(convert) -> None:
-    assert convert(grid("lazy", 2)) == "LazyTensor([0., 1.], device='lazy:0')"
+    assert convert(grid("lazy", 2)) == "tensor([0., 1.], device='lazy:0')"
+
+
+PRINT_OPTIONS = {
+    "precision": {"precision": 10},
+    "sci_mode": {"sci_mode": True},
+    "no_sci_mode": {"sci_mode": False},
+    "edges": {"edgeitems": 1, "threshold": 2},
+    "no_edges": {"edgeitems": 0, "threshold": 2},
+    "narrow": {"linewidth": 40},
+    "full": {"profile": "full"},
+}
+
+
+@rows(PRINT_OPTIONS)
+def test_print_options_hold(case: dict[str, Any]) -> None:
+    torch.set_printoptions(**case)
+    try:
+        thing = [grid("lazy", 7, 13) / 3, (grid("lazy", 13) * 1e3).requires_grad_() / 7]
+        expected = [grid("cpu", 7, 13) / 3, (grid("cpu", 13) * 1e3).requires_grad_() / 7]
+        assert printed(thing) == printed(expected)
+    finally:
+        torch.set_printoptions(profile="default")
+
+
+def test_what_follows_the_numbers_wraps_as_on_other_devices() -> None:
+    row = torch.full((9,), 0.125, device="lazy", requires_grad=True)
+    numbers = ", ".join(["0.1250"] * 9)
+    assert repr(row) == f"tensor([{numbers}],\n       device='lazy:0', requires_grad=True)"
+
+
+def test_a_forward_gradient_is_printed() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grid("lazy", 2), grid("lazy", 2))
+        assert repr(dual) == "tensor([0., 1.], device='lazy:0', tangent=tensor([0., 1.], device='lazy:0'))"
 
 
 def test_printing_leaves_the_step_as_it_was() -> None:

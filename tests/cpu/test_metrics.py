@@ -257,3 +257,26 @@ def test_a_comparison_has_what_differs() -> None:
 def test_equal_snapshots_differ_in_nothing() -> None:
     taken = metrics.snapshot()
     assert str(metrics.compare(taken, taken)) == "nothing differs"
+
+
+# ----- a first step, and custom operators
+
+
+def test_a_first_step_is_in_the_execution_metrics() -> None:
+    config.first_sight = "run"
+    total()
+    lazy_backend.mark_step()
+    data = metrics.metric_data("ExecuteTime")
+    assert data is not None
+    assert data.count == metrics.counter_value("ExecuteComputation") == 1
+    trace = metrics.metric_data("TraceTime")
+    assert trace is not None
+    assert 0 < data.total < trace.total
+
+
+def test_the_short_report_names_custom_operators_that_ran_at_once() -> None:
+    with torch.library._scoped_library("short_report", "DEF") as library:
+        library.define("first(Tensor x) -> float")
+        library.impl("first", lambda x: float(x[0]), "CPU")
+        torch.ops.short_report.first(torch.ones(3, device="lazy"))
+    assert "short_report::first: 1" in metrics.short_report().splitlines()

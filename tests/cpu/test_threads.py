@@ -13,7 +13,6 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import LazyTensor
-from lazy_backend.context import lockers
 
 
 @pytest.fixture(autouse=True, params=["always", "never"])
@@ -184,18 +183,6 @@ def test_wait_device_ops_does_not_sync() -> None:
         lazy_backend.wait_device_ops()
     assert compiles() == 0
     assert x._data.tensor is None
-
-
-def test_locks_are_taken_lowest_index_first() -> None:
-    taken: list[int] = []
-    arena = type(lockers)()
-    for index in (3, 1, 2):
-        locker = arena.get_locker(index)
-        original = locker.lock
-        locker.lock = lambda index=index, original=original: (taken.append(index), original())[0]
-    for unlock in arena.lock_devices([3, 1, 2, 1]):
-        unlock(None)
-    assert taken == [1, 2, 3]
 
 
 def test_a_forked_child_works(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Device locks, waiting and the queue: order, and exceptions that are raised exactly once."""
+"""Device locks, work that is done once, and the queue: order, and exceptions that are raised exactly once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,40 @@ import threading
 
 import pytest
 
-from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue, MultiWait
+from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue, Run, Work
+
+
+class Task(Work):
+    """A run that calls `function`, and gives its lock back."""
+
+    def __init__(self, locker: DeviceLocker, function=lambda: None) -> None:
+        super().__init__()
+        self.below: Run | None = None
+        self.finished = 0
+        self._locker, self._function = locker, function
+
+    def perform(self) -> None:
+        self.error: BaseException | None = None
+        try:
+            self._function()
+        except ValueError as error:
+            self.error = error
+
+    def finish(self) -> None:
+        self.finished += 1
+        self._locker.unlock(self, getattr(self, "error", None))
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
 
 
 def failed_locker(*texts: str) -> DeviceLocker:
     locker = DeviceLocker(0)
-    locker.lock()
     for text in texts:
-        locker.unlock(ValueError(text))
+        task = Task(locker, lambda text=text: fail(text))
+        locker.lock(task)
+        task.do()
     return locker
 
 
@@ -22,14 +48,6 @@ def test_a_carried_exception_is_raised_once() -> None:
     with pytest.raises(ValueError, match="first"):
         locker.barrier()
     locker.barrier()
-
-
-def test_locking_raises_it_and_leaves_the_lock_free() -> None:
-    locker = failed_locker("first")
-    with pytest.raises(ValueError, match="first"):
-        locker.lock()
-    locker.lock()
-    locker.unlock()
 
 
 def test_the_first_of_two_exceptions_is_kept() -> None:
@@ -42,19 +60,124 @@ def test_the_first_of_two_exceptions_is_kept() -> None:
 def test_waiting_idle_raises_nothing() -> None:
     locker = failed_locker("first")
     locker.wait_idle()
+    assert str(locker.untold_exception()) == "first"
     assert str(locker.take_exception()) == "first"
     assert locker.take_exception() is None
 
 
-def test_a_second_lock_waits_for_the_first() -> None:
+def test_a_restored_exception_is_raised_by_the_next_barrier() -> None:
+    locker = failed_locker("first")
+    with pytest.raises(ValueError, match="first") as raised:
+        locker.barrier()
+    locker.restore(raised.value)
+    with pytest.raises(ValueError, match="first"):
+        locker.barrier()
+
+
+def test_a_barrier_waits_for_the_run_on_another_thread() -> None:
     locker, order = DeviceLocker(0), []
-    locker.lock()
-    thread = threading.Thread(target=lambda: (locker.lock(), order.append("second")))
+    began, release = threading.Event(), threading.Event()
+    task = Task(locker, lambda: (began.set(), release.wait(timeout=30), order.append("run")))
+    locker.lock(task)
+    thread = threading.Thread(target=task.do)
     thread.start()
-    order.append("first")
-    locker.unlock()
+    began.wait(timeout=30)
+    assert not locker.is_idle()
+    threading.Timer(0.05, release.set).start()
+    locker.barrier()
+    order.append("after")
     thread.join(timeout=30)
-    assert order == ["first", "second"]
+    assert order == ["run", "after"]
+    assert locker.is_idle()
+
+
+def test_a_run_that_nobody_began_is_done_by_who_waits_for_it() -> None:
+    locker, done = DeviceLocker(0), []
+    locker.lock(Task(locker, lambda: done.append(threading.current_thread())))
+    locker.barrier()
+    assert done == [threading.current_thread()]
+
+
+def test_a_run_that_is_queued_is_left_to_its_thread() -> None:
+    locker, done = DeviceLocker(0), []
+    task = Task(locker, lambda: done.append(threading.current_thread()))
+    locker.lock(task)
+    task.leave_to_queue()
+    thread = threading.Thread(target=task.do)
+    threading.Timer(0.05, thread.start).start()
+    locker.barrier()
+    assert done == [thread]
+
+
+def test_work_is_done_once() -> None:
+    locker, done = DeviceLocker(0), []
+    task = Task(locker, lambda: done.append(1))
+    threads = [threading.Thread(target=task.do) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert done == [1]
+
+
+def test_work_that_is_interrupted_is_finished_and_not_begun_again() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    locker = DeviceLocker(0)
+    task = Task(locker, interrupt)
+    locker.lock(task)
+    with pytest.raises(KeyboardInterrupt):
+        task.do()
+    assert task.done
+    assert task.finished
+    locker.barrier()
+
+
+def test_a_finish_that_is_interrupted_is_tried_again() -> None:
+    class Interrupted(Task):
+        def finish(self) -> None:
+            super().finish()
+            if self.finished == 1:
+                raise KeyboardInterrupt
+
+    locker = DeviceLocker(0)
+    task = Interrupted(locker)
+    locker.lock(task)
+    with pytest.raises(KeyboardInterrupt):
+        task.do()
+    assert task.done
+    assert task.finished == 2
+
+
+def test_what_interrupts_a_run_does_not_wait_for_it() -> None:
+    locker, seen = DeviceLocker(0), []
+
+    def handler() -> None:  # as a signal handler, in the middle of the run
+        locker.barrier()
+        seen.append(locker.is_interrupted())
+        inner = Task(locker, lambda: seen.append("inner"))
+        locker.lock(inner)
+        inner.do()
+        seen.append(locker.is_interrupted())
+
+    outer = Task(locker, handler)
+    locker.lock(outer)
+    outer.do()
+    assert seen == [True, "inner", True]
+    assert locker.is_idle()
+
+
+def test_a_run_that_is_done_does_not_take_the_lock_again() -> None:
+    locker = DeviceLocker(0)
+    first, second = Task(locker), Task(locker)
+    locker.lock(first)
+    first.do()
+    locker.lock(second)
+    locker.lock(first)
+    assert not locker.is_idle()
+    second.do()
+    assert locker.is_idle()
 
 
 def test_an_arena_gives_one_locker_per_device() -> None:
@@ -63,49 +186,14 @@ def test_an_arena_gives_one_locker_per_device() -> None:
     assert arena.get_locker(1) is not arena.get_locker(2)
 
 
-def test_locking_devices_gives_what_unlocks_them() -> None:
-    arena = DeviceLockerArena()
-    unlockers = arena.lock_devices([2, 1, 2])
-    assert len(unlockers) == 2
-    for unlock in unlockers:
-        unlock(None)
-    arena.get_locker(1).barrier()
-    arena.get_locker(2).barrier()
-
-
-def test_a_failed_device_unlocks_the_others() -> None:
-    arena = DeviceLockerArena()
-    arena.get_locker(2).lock()
-    arena.get_locker(2).unlock(ValueError("two"))
-    with pytest.raises(ValueError, match="two"):
-        arena.lock_devices([1, 2])
-    arena.get_locker(1).barrier()
-    arena.get_locker(2).barrier()
-
-
 def test_after_a_fork_locks_are_free() -> None:
     arena = DeviceLockerArena()
-    arena.get_locker(1).lock()
+    release = threading.Event()
+    task = Task(arena.get_locker(1), lambda: release.wait(timeout=30))
+    arena.get_locker(1).lock(task)
     arena.reset_after_fork()
+    assert arena.get_locker(1).is_idle()
     arena.get_locker(1).barrier()
-
-
-def test_multi_wait_waits_for_all() -> None:
-    wait = MultiWait(2)
-    wait.done()
-    with pytest.raises(TimeoutError, match=r"1 of the awaited runs did not finish within 0\.01 s"):
-        wait.wait(timeout=0.01)
-    wait.done()
-    wait.wait(timeout=1)
-
-
-def test_multi_wait_raises_the_first_error_each_time() -> None:
-    wait = MultiWait(2)
-    wait.done(ValueError("first"))
-    wait.done(ValueError("second"))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="first"):
-            wait.wait()
 
 
 def test_a_queue_keeps_the_order() -> None:

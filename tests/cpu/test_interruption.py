@@ -1,0 +1,411 @@
+"""Ctrl-C, raising signal handlers, and code that runs in the middle of ours: nothing is lost, stuck or wrong after."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same, run_python
+from interruption import Interrupted, Place, interrupt, places_of, raise_interrupted
+from torch import nn
+
+import lazy_backend
+from lazy_backend.errors import LazyBackendError
+
+# a file that is opened in the very moment of an interruption is closed by Python, with a warning
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+class Training:
+    """A model on the lazy device with its loop, and the same in eager."""
+
+    def __init__(self, captured: bool) -> None:
+        torch.manual_seed(0)
+        self.eager = self.make()
+        self.model = copy.deepcopy(self.eager).to("lazy")
+        self.inputs = self.make_inputs()
+        self.update = self._update(self.model)
+        self.step: Callable[..., Any] = lazy_backend.capture(self.update) if captured else self._plain(self.update)
+        self.eager_step = self._update(self.eager)
+        self.lazy_inputs = [tensor.to("lazy") for tensor in self.inputs]
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.0), nn.Linear(4, 2))
+
+    def make_inputs(self) -> list[torch.Tensor]:
+        return [torch.randn(5, 3), torch.randn(5, 2)]
+
+    def loss(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    def _update(self, model: nn.Module) -> Callable[..., torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+        def update(*inputs: torch.Tensor) -> torch.Tensor:
+            loss = self.loss(model, *inputs)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return update
+
+    def _plain(self, update: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def step(*inputs: torch.Tensor) -> torch.Tensor:
+            loss = update(*inputs)
+            lazy_backend.mark_step()
+            return loss
+
+        return step
+
+    def resize(self, batch: int) -> None:
+        """Other inputs, whose steps are another program."""
+        self.inputs = [torch.randn(batch, 3), torch.randn(batch, 2)]
+        self.lazy_inputs = [tensor.to("lazy") for tensor in self.inputs]
+
+    def train(self) -> torch.Tensor:
+        return self.step(*self.lazy_inputs)
+
+    def state(self) -> list[torch.Tensor]:
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+    def check(self, before: list[torch.Tensor]) -> None:
+        """Each parameter is as before the step or after it, and the next step gives what eager gives from there."""
+        with torch.no_grad():
+            for parameter, value in zip(self.eager.parameters(), before, strict=True):
+                parameter.copy_(value)
+        self.eager_step(*self.inputs)
+        after = [parameter.detach().clone() for parameter in self.eager.parameters()]
+        now = self.state()
+        for value, one, other in zip(now, before, after, strict=True):
+            assert torch.equal(value, one) or torch.equal(value, other)
+        with torch.no_grad():
+            for parameter, value in zip(self.eager.parameters(), now, strict=True):
+                parameter.copy_(value)
+        assert_same(self.train(), self.eager_step(*self.inputs))
+        for value, parameter in zip(self.state(), self.eager.parameters(), strict=True):
+            assert_same(value, parameter.detach())
+
+
+class Transformer(Training):
+    def make(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        return nn.Sequential(nn.Embedding(7, 8), layer, nn.Linear(8, 7))
+
+    def make_inputs(self) -> list[torch.Tensor]:
+        return [torch.arange(10).view(2, 5) % 7, torch.arange(10) % 7]
+
+    def loss(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets)
+
+
+def check_clean() -> None:
+    """No lock is held, and this thread is as it was."""
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    gc.enable()
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append((torch.ones(2, device="lazy") + 1).tolist()), daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert made == [[2.0, 2.0]], "another thread waits for ever"
+
+
+def settle() -> None:
+    """What an interrupted run would have computed is poisoned, and that is told once."""
+    with contextlib.suppress(LazyBackendError):
+        lazy_backend.wait_device_ops()
+
+
+def try_at(training: Training, place: Place, time: int) -> None:
+    before = training.state()
+    with contextlib.suppress(Interrupted):
+        interrupt(training.train, place, time, raise_interrupted)
+    settle()
+    check_clean()
+    training.check(before)
+
+
+def trained(kind: type[Training], captured: bool) -> Training:
+    training = kind(captured)
+    for _ in range(5):
+        training.train()
+    return training
+
+
+def times_of(number: int) -> list[int]:
+    """The first, a middle and the last one of `number` times."""
+    return sorted({1, number // 2 + 1, number})
+
+
+def check_all(
+    make: Callable[[], Training], attempts: list[tuple[Place, int]], attempt: Callable[[Training, Place, int], None]
+) -> None:
+    """Make each attempt on the same training, or on a new one after a failure, and tell of all failures."""
+    training = make()
+    failures: list[str] = []
+    for place, time in attempts:
+        try:
+            attempt(training, place, time)
+        except Exception as error:
+            failures.append(f"{place[0]}:{place[1]}, time {time}: {type(error).__name__}: {error}")
+            training = make()
+    assert not failures, "\n".join([f"{len(failures)} of {len(attempts)} failed", *failures])
+
+
+@pytest.fixture
+def stride(request: pytest.FixtureRequest) -> int:
+    """Of how many places one is tried where trying is slow: all with --runslow."""
+    return 1 if request.config.getoption("--runslow") else 12
+
+
+modes = pytest.mark.parametrize("background", ["always", "never"])
+ways = pytest.mark.parametrize("captured", [False, True], ids=["plain", "captured"])
+
+
+# ----- exceptions
+
+
+@modes
+@ways
+@pytest.mark.parametrize("kind", [Training, Transformer])
+@pytest.mark.timeout(900)
+def test_an_exception_at_any_line_leaves_a_step_done_or_not(
+    kind: type[Training], captured: bool, background: str, stride: int
+) -> None:
+    lazy_backend.config.run_in_background = background
+    places = places_of(trained(kind, captured).train)
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    check_all(lambda: trained(kind, captured), attempts[:: 1 if kind is Training else stride], try_at)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_an_exception_at_any_line_of_an_unseen_program(first_sight: str, stride: int) -> None:
+    lazy_backend.config.first_sight = first_sight
+    training = trained(Training, captured=False)
+    training.resize(6)
+    places = places_of(training.train)
+    sizes = iter(range(7, 1_000_000))
+
+    def attempt(training: Training, place: Place, time: int) -> None:
+        training.resize(next(sizes))
+        try_at(training, place, time)
+
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    check_all(lambda: trained(Training, False), attempts[:: max(1, stride // 2)], attempt)
+
+
+@modes
+@ways
+def test_ctrl_c_at_any_moment(captured: bool, background: str) -> None:
+    """Signals at random moments, as the system sends them."""
+    lazy_backend.config.run_in_background = background
+    training = trained(Training, captured)
+
+    def handler(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    random = Random(0)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for _ in range(250):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
+                while True:
+                    training.train()
+            except KeyboardInterrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            # torch.no_grad, which optimizers use, is Python and may itself be interrupted before it puts the mode back
+            torch.set_grad_enabled(True)
+            settle()
+            check_clean()
+            training.check(training.state())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(True)
+
+
+def test_the_error_of_a_run_that_was_interrupted_says_so() -> None:
+    lazy_backend.config.run_in_background = "never"
+    lazy_backend.config.compile = "off"
+    training = trained(Training, captured=False)
+    places = places_of(training.train)
+    kernel = max((place for place in places if place[0].endswith("serial.py")), key=places.__getitem__)
+    made: list[torch.Tensor] = []
+
+    def train() -> None:
+        made.append(training.update(*training.lazy_inputs))
+        lazy_backend.mark_step()
+
+    with pytest.raises(Interrupted):
+        interrupt(train, kernel, 3, raise_interrupted)
+    with pytest.raises(LazyBackendError, match="the run was interrupted by Interrupted"):
+        made[0].tolist()
+
+
+# ----- code that runs in the middle of ours
+
+
+@modes
+@ways
+@pytest.mark.timeout(900)
+def test_a_handler_may_read_and_compute_at_any_line(captured: bool, background: str, stride: int) -> None:
+    """What it reads has its value, or it is told that the run it interrupted computes it; the step is eager's."""
+    lazy_backend.config.run_in_background = background
+    weight = torch.full((3,), 2.0, device="lazy")
+    sums: list[float] = []
+
+    def attempt(training: Training, place: Place, time: int) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(training.eager.parameters(), training.state(), strict=True):
+                parameter.copy_(value)
+
+        def handle() -> None:
+            sums.append((weight * 2 + 1).sum().item())
+            assert all(torch.isfinite(value).all() for value in training.state())
+            lazy_backend.mark_step()
+
+        losses: list[torch.Tensor] = []
+        interrupt(lambda: losses.append(training.train()), place, time, handle)
+        assert_same(losses[0], training.eager_step(*training.inputs))
+        for value, parameter in zip(training.state(), training.eager.parameters(), strict=True):
+            assert_same(value, parameter.detach())
+        check_clean()
+
+    places = places_of(trained(Training, captured).train)
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    # a captured body that is recorded anew refuses reads, those of a handler too
+    check_all(lambda: trained(Training, captured), attempts[::stride], attempt)
+    assert set(sums) == {15.0}
+
+
+@modes
+def test_finalizers_may_read_and_compute(background: str) -> None:
+    """They run where the collector happens to: on the thread of a run too, which they are told."""
+    lazy_backend.config.run_in_background = background
+    read: list[float] = []
+    refused: list[str] = []
+
+    class Noisy:
+        def __init__(self) -> None:
+            self.itself = self
+            self.tensor = torch.ones(3, device="lazy") * 2
+
+        def __del__(self) -> None:
+            try:
+                read.append((self.tensor + 1).sum().item())
+            except LazyBackendError as error:
+                refused.append(str(error))
+
+    training = trained(Training, captured=False)
+    with torch.no_grad():
+        for parameter, value in zip(training.eager.parameters(), training.state(), strict=True):
+            parameter.copy_(value)
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for _ in range(40):
+            Noisy()
+            assert_same(training.train(), training.eager_step(*training.inputs))
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert read == [9.0] * (40 - len(refused))
+    assert all("no value" in text for text in refused)
+    assert background == "always" or not refused
+    check_clean()
+
+
+def test_a_finalizer_of_a_dead_cycle_uses_what_nobody_held() -> None:
+    """The collector clears weak references into the cycle before it calls the finalizer."""
+    read: list[Any] = []
+    count = torch.ones(3, device="lazy")
+
+    class Reader:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(3, device="lazy") * 2
+            self.itself = self
+
+        def __del__(self) -> None:
+            read.append((self.tensor.tolist(), (self.tensor + count).tolist()))
+
+    for first_sight in ("run", "record", "run"):
+        lazy_backend.config.first_sight = first_sight
+        Reader()
+        gc.collect()
+    assert read == [([2.0] * 3, [3.0] * 3)] * 3
+
+
+def test_a_finalizer_that_computes_while_the_interpreter_shuts_down_raises(tmp_path: Path) -> None:
+    code = """
+import sys
+import torch, lazy_backend
+lazy_backend.config.compile = "off"
+
+class Keeper:
+    def __init__(self):
+        self.tensor = torch.ones(3, device="lazy")
+        self.compute()
+
+    def compute(self):
+        return (self.tensor + 1).sum().item()
+
+    def __del__(self):
+        self.compute()
+
+sys.stderr = sys.stdout
+keeper = Keeper()
+print("done")
+"""
+    assert run_python(code, tmp_path).startswith("done\n")  # and the process is not aborted
+
+
+@pytest.mark.timeout(120)
+def test_a_fork_finds_no_lock_held_by_a_thread_that_stays_behind(tmp_path: Path) -> None:
+    code = """
+import os, threading
+import torch, lazy_backend
+from lazy_backend import metrics
+lazy_backend.config.compile = "off"
+x = torch.arange(3.0, device="lazy")
+(x + 1).tolist()  # PyTorch imports modules at the first operator, and a fork may come in the midst of that
+over = threading.Event()
+
+def work():
+    while not over.is_set():
+        metrics.increment("MarkStep")
+        (x + 1).sum()
+        lazy_backend.mark_step()
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        ok = (x * 2).tolist() == [0.0, 2.0, 4.0]
+        metrics.increment("MarkStep")
+        lazy_backend.mark_step(wait=True)
+        os._exit(0 if ok and len(lazy_backend.explain().records) else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+for thread in threads:
+    thread.join()
+print(set(codes), (x + 1).tolist())
+"""
+    assert run_python(code, tmp_path) == "{0} [1.0, 2.0, 3.0]\n"
