@@ -4,8 +4,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# processes of the test run; a file stays in one, as its tests share what they set up. WORKERS= runs all in this one
+WORKERS ?= -n 2 --dist loadfile
 
-.PHONY: help demo test lint ruff-check ruff-format mypy docs pictures bench conformance clean
+.PHONY: help demo test lint ruff-check ruff-format mypy docs pictures bench conformance soak clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -17,13 +19,14 @@ help:
 	@echo "make pictures  draw the pictures of the documentation anew, with Graphviz"
 	@echo "make bench   time per recorded operator, per sync and per step, next to eager and torch.compile"
 	@echo "make conformance  PyTorch's own tests of operators, modules and optimizers; ARGS='--help' tells more"
+	@echo "make soak    train while processes are killed, disks are full, steps are interrupted; ARGS='--hours 2'"
 	@echo "make clean   remove the environment and everything built"
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/train_digits.py --device lazy $(ARGS)
 
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 lint: ruff-check ruff-format mypy
 
@@ -53,6 +56,9 @@ bench: $(VENV)/test.installed
 
 conformance: $(VENV)/test.installed
 	$(BIN)/python tools/conformance.py $(ARGS)
+
+soak: $(VENV)/test.installed
+	$(BIN)/python tools/soak.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .typed site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache
