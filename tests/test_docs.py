@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -19,9 +20,11 @@ import lazy_backend.settings
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# an optional `<!-- not run: reason -->`, then a block; blocks in lists are indented
+# An optional comment, then a block; blocks in lists are indented. `<!-- not run: reason -->` says why a block is not
+# run, `<!-- needs: libraries -->` that it runs by itself where they are, `<!-- torchrun: 2 -->` that it is a script for
+# so many processes.
 BLOCK = re.compile(
-    r"^(?P<skip>[ ]*<!--\s*not run:[ ]*(?P<reason>.*?)\s*-->\n)?"
+    r"^(?P<skip>[ ]*<!--\s*(?P<how>not run|needs|torchrun):[ ]*(?P<reason>.*?)\s*-->\n)?"
     r"(?P<indent>[ ]*)```python\n(?P<code>.*?)^(?P=indent)```",
     flags=re.M | re.S,
 )
@@ -51,10 +54,13 @@ def blocks(page: Path) -> list[str]:
 
 def run_blocks(page: Path, spans: list[str], folder: Path) -> None:
     """In a process of its own, in one namespace, without a compiler."""
+    run_python(["-c", RUN, str(page), *spans], folder)
+
+
+def run_python(arguments: list[str], folder: Path) -> None:
     environment = {**os.environ, "LAZY_BACKEND_BACKEND": "eager", "LAZY_BACKEND_COMPILE": "foreground"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(page), *spans], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    environment["HF_HUB_OFFLINE"] = "1"
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -90,6 +96,31 @@ def test_a_block_that_fails_is_told_by_its_line(tmp_path: Path) -> None:
     page.write_text(PAGE)
     with pytest.raises(AssertionError, match=r'page.md", line 13(?s:.*)ZeroDivisionError'):
         run_blocks(page, blocks(page), tmp_path)
+
+
+RECIPES = [
+    (page, match)
+    for page in PAGES
+    for match in BLOCK.finditer(page.read_text())
+    if match["how"] in ("needs", "torchrun")
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "match"), RECIPES, ids=[f"{page.name}: {match['how']} {match['reason']}" for page, match in RECIPES]
+)
+def test_a_recipe_runs_by_itself(page: Path, match: re.Match[str], tmp_path: Path) -> None:
+    if match["how"] == "torchrun":
+        script = tmp_path / "script.py"
+        script.write_text(match["code"])
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={match['reason']}"]
+        run_python([*launcher, str(script)], tmp_path)
+        return
+    for library in match["reason"].split(", "):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    first = page.read_text().count("\n", 0, match.start("code"))
+    run_blocks(page, [f"{first}:{first + match['code'].count(chr(10))}:{len(match['indent'])}"], tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

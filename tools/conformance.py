@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -179,6 +180,7 @@ class Store:
     """The file of results: a line per case; of several lines for one case the last counts."""
 
     path: Path
+    commit: str = ""  # of this package, noted with each result
 
     def load(self) -> dict[tuple[str, str], Record]:
         found: dict[tuple[str, str], Record] = {}
@@ -195,7 +197,7 @@ class Store:
 
     def append(self, result: Result) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(result.as_json()) + "\n")
+            file.write(json.dumps({**result.as_json(), "commit": self.commit}) + "\n")
 
 
 def run_all(jobs: Sequence[Job], store: Store, size: int) -> None:
@@ -279,6 +281,18 @@ def show(case: Case, target_name: str) -> int:
     return 1
 
 
+def _commit() -> str:
+    """The commit of this checkout, `+` if there are changes; empty where git does not know."""
+    try:
+        named = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=9", "--dirty=+"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return named.stdout.strip()
+
+
 def _jobs(cases: Sequence[Case], arguments: argparse.Namespace, known: dict[tuple[str, str], Record]) -> list[Job]:
     jobs = [("lazy", case) for case in cases]
     if arguments.baseline:
@@ -300,7 +314,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(case.key for case in cases))
         return 0
-    store = Store(arguments.results)
+    store = Store(arguments.results, _commit())
     if not (arguments.resume or arguments.only_failed):
         store.clear()
     jobs = _jobs(cases, arguments, store.load())

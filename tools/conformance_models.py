@@ -50,12 +50,7 @@ def module_programs(case: Case) -> Iterator[Program]:
 def _module(info: Any, sample: Any, dtype: torch.dtype, training: bool) -> torch.nn.Module:
     torch.manual_seed(0)
     module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
-    module = module.to(dtype).train(training)
-    if info.is_lazy:
-        # its parameters get their shapes here, as docs/limits.md says
-        inputs = copy.deepcopy(sample.forward_input)
-        module(*inputs.args, **inputs.kwargs)
-    return module
+    return module.to(dtype).train(training)
 
 
 def _module_program(module: torch.nn.Module, inputs: Any, backward: bool, label: str) -> Program:

@@ -39,10 +39,7 @@ ROUNDING: tuple[tuple[str, str], ...] = (
 )
 
 # Cases that do not pass: (pattern of the key, pattern of the message, reason). The first that fits counts.
-REASONS: tuple[tuple[str, str, str], ...] = (
-    ("", "sparse|new_compressed_tensor", "sparse tensors cannot be lazy: compute them on the CPU"),
-    ("", "quantised", "quantised tensors cannot be lazy: compute them on the CPU"),
-)
+REASONS: tuple[tuple[str, str, str], ...] = ()
 
 
 def rounds(case: Case) -> bool:

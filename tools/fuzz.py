@@ -2,6 +2,7 @@
 
     python tools/fuzz.py --programs 10000 --seed 0
     python tools/fuzz.py --programs 1000 --backend aot_eager
+    python tools/fuzz.py --programs 3000 --backend aot_eager --kind chains
 
 In: flags. Out: a summary on stdout, after each program that differs, made as small as it still fails, as a script that
 runs by itself. The exit status is 1 if any did.
@@ -22,12 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from harness import NoSync, assert_same, reset_state, settle
-from random_programs import RandomProgram, minimize, random_program
+from random_programs import RandomProgram, minimize, random_chains, random_program
 
 import lazy_backend
 from lazy_backend import config, metrics
 
-_COUNTERS = ("GraphCut", "UncachedCompile", "Compile", "CompileFailed")
+_COUNTERS = ("GraphCut", "UncachedCompile", "Compile", "CompileFailed", "CompileDeclined")
 
 Sync = Callable[[], None]
 
@@ -37,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=1000, help="how many (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the next ones follow (default 0)")
     parser.add_argument("--backend", default="interpreted", help="'interpreted' (default), or a torch.compile backend")
+    parser.add_argument("--kind", choices=("all", "chains"), default="all", help="'chains': of views and writes only")
     parser.add_argument("--steps", type=int, default=24, help="statements tried per program (default 24)")
     parser.add_argument("--failures", type=int, default=10, help="stop after so many (default 10)")
     return parser.parse_args()
@@ -95,7 +97,8 @@ def main() -> int:
     warnings.simplefilter("ignore")  # of compilers that refuse a graph: it is interpreted, and counted below
     start, failures, totals = time.perf_counter(), 0, Counter[str]()
     for seed in range(arguments.seed, arguments.seed + arguments.programs):
-        program = random_program(seed, arguments.steps)
+        chains = arguments.kind == "chains"
+        program = random_chains(seed) if chains else random_program(seed, arguments.steps)
         sync = lazy_backend.mark_step if seed % 4 else NoSync()  # every fourth is one trace
         text = failure(program, arguments.backend, sync)
         totals.update({"programs": 1, "statements": len(program.statements)})
