@@ -40,17 +40,31 @@ class Key:
         return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in self.parts}
 
 
+Capacity = Callable[[], int]  # asked whenever something is added: a setting may have changed
+
+
+def _of_size(entries: LRUCache[H, C], capacity: int) -> LRUCache[H, C]:
+    """`entries`, or the same with room for another number of them."""
+    if entries.maxsize == capacity:
+        return entries
+    other: LRUCache[H, C] = LRUCache(maxsize=capacity)
+    other.update(entries)
+    return other
+
+
 class BoundedTable(Generic[H, C]):
     """Least-recently-used table whose entries are made when they are first asked for. Safe from any thread."""
 
-    def __init__(self, capacity: int) -> None:
-        self._entries: LRUCache[H, C] = LRUCache(maxsize=capacity)
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._entries: LRUCache[H, C] = LRUCache(maxsize=capacity())
         self._lock = threading.RLock()
 
     def get_or_add(self, key: H, make: Callable[[], C]) -> C:
         with self._lock:
             found = self._entries.get(key)
             if found is None:
+                self._entries = _of_size(self._entries, self._capacity())
                 found = self._entries[key] = make()
             return found
 
@@ -62,8 +76,9 @@ class BoundedTable(Generic[H, C]):
 class ComputationCache(Generic[C]):
     """Least-recently-used cache from `Key` to a computation. Safe from any thread."""
 
-    def __init__(self, capacity: int) -> None:
-        self._entries: LRUCache[Key, C] = LRUCache(maxsize=capacity)
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._entries: LRUCache[Key, C] = LRUCache(maxsize=capacity())
         self._lock = threading.RLock()
 
     def get(self, key: Key) -> C | None:
@@ -74,6 +89,7 @@ class ComputationCache(Generic[C]):
     def add(self, key: Key, computation: C) -> C:
         """Insert unless another thread was first; return the one that stayed."""
         with self._lock:
+            self._entries = _of_size(self._entries, self._capacity())
             return self._entries.setdefault(key, computation)
 
     def clear(self) -> None:

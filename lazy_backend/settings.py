@@ -147,9 +147,7 @@ FLAGS: dict[str, Flag] = {
         20_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),
     "trie_limit": Flag(1_000_000, _positive, "Recorded calls remembered per device; beyond it the trie starts afresh."),
-    "computation_cache_size": Flag(
-        1024, _positive, "Computations kept, least recently used first out. Read at import."
-    ),
+    "computation_cache_size": Flag(1024, _positive, "Computations kept, least recently used first out."),
     "cache": Flag(True, _boolean, "Keep compiled graphs on disk for the next process.", "LAZY_BACKEND_CACHE"),
     "cache_dir": Flag(
         None,

@@ -349,12 +349,16 @@ def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return empty_of(meta, tensor.device).copy_(tensor)
 
 
+def _cache_size() -> int:
+    return int(config.computation_cache_size)
+
+
 class LazyGraphExecutor:
     """Syncs of all devices."""
 
     def __init__(self) -> None:
-        self._cache: ComputationCache[Computation] = ComputationCache(config.computation_cache_size)
-        self._families: BoundedTable[Hashable, Family] = BoundedTable(config.computation_cache_size)
+        self._cache: ComputationCache[Computation] = ComputationCache(_cache_size)
+        self._families: BoundedTable[Hashable, Family] = BoundedTable(_cache_size)
         self._thread = threading.local()
         self._trim_warned = False
         self._worker_died = False

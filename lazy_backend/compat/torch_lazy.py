@@ -152,7 +152,7 @@ def _set_symbolic_shape_mode(val: bool) -> None:
 
 # ----- graphs that run without being recorded
 
-_graphs: BoundedTable[bytes, ExtractedGraph] = BoundedTable(config.computation_cache_size)
+_graphs: BoundedTable[bytes, ExtractedGraph] = BoundedTable(lambda: int(config.computation_cache_size))
 
 
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:

@@ -108,21 +108,21 @@ def test_the_cache_compares_whole_keys() -> None:
         def __hash__(self) -> int:
             return 1
 
-    cache: ComputationCache[str] = ComputationCache(4)
+    cache: ComputationCache[str] = ComputationCache(lambda: 4)
     cache.add(Colliding((("graph", "a"),)), "a")
     assert cache.get(Colliding((("graph", "b"),))) is None
     assert cache.get(Colliding((("graph", "a"),))) == "a"
 
 
 def test_the_first_computation_of_a_key_stays() -> None:
-    cache: ComputationCache[str] = ComputationCache(4)
+    cache: ComputationCache[str] = ComputationCache(lambda: 4)
     key = Key((("graph", "a"),))
     assert cache.add(key, "first") == "first"
     assert cache.add(key, "second") == "first"
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    cache: ComputationCache[int] = ComputationCache(2)
+    cache: ComputationCache[int] = ComputationCache(lambda: 2)
     keys = [Key((("graph", str(n)),)) for n in range(3)]
     cache.add(keys[0], 0)
     cache.add(keys[1], 1)
@@ -130,3 +130,16 @@ def test_the_least_recently_used_goes_first() -> None:
     cache.add(keys[2], 2)
     assert [cache.get(key) for key in keys] == [0, None, 2]
     assert len(cache) == 2
+
+
+def test_the_cache_follows_a_capacity_that_changes() -> None:
+    capacity = 3
+    cache: ComputationCache[int] = ComputationCache(lambda: capacity)
+    for number in range(3):
+        cache.add(Key((("part", str(number)),)), number)
+    capacity = 1
+    cache.add(Key((("part", "3"),)), 3)
+    assert list(cache) == [3]
+    capacity = 2
+    cache.add(Key((("part", "4"),)), 4)
+    assert list(cache) == [3, 4]
