@@ -293,7 +293,7 @@ class History:
             self._log(record)
 
     def ran(self, record: SyncRecord, begin: float, seconds: float) -> None:
-        """The run of `record` took `seconds` from `begin` (of `perf_counter`) on."""
+        """The run of `record` took `seconds` from `begin` (of `perf_counter`) on. Takes no lock, as a run must not."""
         record.run_begin, record.run_seconds = begin - self.start, seconds
         if self.log is not None:
             self.log.add_run(record.number, record.run_begin, seconds)
@@ -355,8 +355,7 @@ class History:
         names = {record.program, record.nearest} - log.programs
         if not names:
             return []
-        with self._lock:
-            return [program for program in self.programs.values() if program.name in names]
+        return [program for program in self._all_programs() if program.name in names]
 
     def add_replay(self, device: str, number: int, plan: str, site: str, begin: float) -> SyncRecord:
         """A captured call that was replayed from `begin` until now. 3 µs."""
@@ -373,21 +372,23 @@ class History:
     def _add_program(self, device: str, cursor: Cursor, site: str) -> Program:
         with self._lock:
             if len(self.programs) >= _MAX_PROGRAMS:
-                del self.programs[next(iter(self.programs))]
+                self.programs.pop(next(iter(self.programs)), None)
             program = self.programs[cursor] = Program(next(self._program_numbers), device, cursor, site)
             return program
 
     def forget_paths(self, device: str) -> None:
         """Paths of `device` are no longer walked: keep only what a new program may be compared with."""
-        with self._lock:
-            old = [cursor for cursor, program in self.programs.items() if program.device == device]
-            for cursor in old[:-_MAX_COMPARED]:
-                del self.programs[cursor]
+        old = [program for program in self._all_programs() if program.device == device]
+        for program in old[:-_MAX_COMPARED]:
+            self.programs.pop(program.cursor, None)
+
+    def _all_programs(self) -> list[Program]:
+        """A copy, made in one C call: a signal handler or a finalizer may record a program at any moment."""
+        return list(self.programs.values())
 
     def _compare(self, program: Program, record: SyncRecord) -> None:
         """See Note [Which program is nearest]."""
-        with self._lock:
-            there = [other for other in self.programs.values() if other.device == program.device]
+        there = [other for other in self._all_programs() if other.device == program.device]
         known = [other for other in there if other is not program][-_MAX_COMPARED:]
         if not known:
             return
@@ -432,7 +433,7 @@ class History:
     def snapshot(self) -> tuple[Sequence[SyncRecord], Sequence[CompileRecord], Sequence[Program]]:
         """Copies of the lists as they are now."""
         with self._lock:
-            return list(self.records), list(self.compiles), list(self.programs.values())
+            return list(self.records), list(self.compiles), self._all_programs()
 
 
 history = History()

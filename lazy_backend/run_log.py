@@ -4,8 +4,8 @@ In: records as dicts, each with its `type`. Out: a file, and from such a file `R
 
 Note [A run log]
 Lines are only ever appended, each in one write, so a log is readable however its process ended; a last line that was
-cut short is left out. What changes after it was written is written again: a sync's run (`ran`) when it is over, a
-compile when it ends, under the same number. Types: `run` (one, first), `program` (before the first sync that names it),
+cut short is left out. What changes after it was written is written again: a sync's run (`ran`) with the sync after it,
+a compile when it ends, under the same number. Types: `run` (one, first), `program` (before the first sync that names it),
 `source` (texts of lines), `sync`, `ran`, `compile`, `wait`, `memory`, `peak` (the last of a device counts), and `state`
 (at the end). A file that another run was appended to holds several; the last one counts.
 """
@@ -13,6 +13,7 @@ compile when it ends, under the same number. Types: `run` (one, first), `program
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import linecache
 import os
@@ -20,6 +21,7 @@ import platform
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +72,9 @@ class RunLog:
         self.programs: set[str] = set()
         self._process = os.getpid()
         self._sites: set[str] = set()
-        self._running: set[int] = set()  # numbers of the syncs whose run is not over
+        self._running: set[int] = set()  # numbers of the syncs that were written before their run was over
+        self._ended: deque[tuple[int, float, float]] = deque()  # runs that are over, and not looked at yet
+        self._ran: dict[int, tuple[float, float]] = {}  # the same, by number, whose sync is not written yet
         self._lock = threading.RLock()
         self._state = state
         self._file: BinaryIO | None = None
@@ -101,26 +105,38 @@ class RunLog:
         self.add(program)
 
     def add_sync(self, sync: Line) -> None:
-        """Write a sync. If its run is under way, that is written by `add_run`."""
+        """Write a sync. If its run is under way, that is written with a later one, or at the end."""
+        self._add_source(source_lines([], [sync], self._sites))
+        self.add(sync)
         with self._lock:
             if sync["run_seconds"] is None:
                 self._running.add(sync["number"])
-        self._add_source(source_lines([], [sync], self._sites))
-        self.add(sync)
+        self._write_runs()
+        self._ran.pop(sync["number"], None)
 
     def add_run(self, number: int, begin: float, seconds: float) -> None:
-        """Write that the run of a sync is over, unless it was over when the sync was written."""
+        """Note that the run of a sync is over. In one C call: who holds the lock may be waiting for that very run."""
+        self._ended.append((number, begin, seconds))
+
+    def _write_runs(self) -> None:
+        """Write which runs are over, but for those that were over when their sync was written."""
         with self._lock:
-            if number not in self._running:
-                return
-            self._running.remove(number)
-        self.add({"type": "ran", "number": number, "run_begin": begin, "run_seconds": seconds})
+            with contextlib.suppress(IndexError):  # a signal handler may take the last one
+                while self._ended:
+                    number, begin, seconds = self._ended.popleft()
+                    self._ran[number] = begin, seconds
+            over = self._running & self._ran.keys()
+            self._running -= over
+            runs = {number: self._ran.pop(number) for number in sorted(over)}
+        for number, (begin, seconds) in runs.items():
+            self.add({"type": "ran", "number": number, "run_begin": begin, "run_seconds": seconds})
 
     def close(self) -> None:
         """Write the state at the end."""
         atexit.unregister(self.close)
         if os.getpid() != self._process:
             return
+        self._write_runs()
         self.add({"type": "state", **self._state()})
         with self._lock:
             if self._file is not None:
