@@ -311,8 +311,10 @@ class Flatness:
     The first third is for warming up: caches fill, graphs are compiled, the allocator finds its size.
     """
 
-    def __init__(self, run: Run, figures: dict[str, Callable[[], float]]) -> None:
-        """`figures`: what to sample beside the process's own, with no growth allowed."""
+    def __init__(self, run: Run, figures: dict[str, Callable[[], float]], sizes_objects: bool = True) -> None:
+        """`figures`: what to sample beside the process's own, with no growth allowed. Without `sizes_objects` the number
+        of Python's objects is left out, as tables go up and down.
+        """
         self._run = run
         self._counts: dict[str, Callable[[], float]] = {
             "open files": lambda: len(os.listdir("/proc/self/fd")),
@@ -321,7 +323,8 @@ class Flatness:
             "uncollectable objects": lambda: len(gc.garbage),
             **figures,
         }
-        self._samples: dict[str, list[float]] = {name: [] for name in [*self._counts, "resident bytes", "objects"]}
+        sizes = ["resident bytes", "objects"] if sizes_objects else ["resident bytes"]
+        self._samples: dict[str, list[float]] = {name: [] for name in [*self._counts, *sizes]}
         self._steps: list[int] = []
         self._next = 0.0
         self.interval = max(run.seconds / _MOST_SAMPLES, 0.05)
@@ -337,7 +340,8 @@ class Flatness:
         gc.collect()
         for name, count in self._counts.items():
             self._samples[name].append(count())
-        self._samples["objects"].append(sum(type(one) is not weakref.ref for one in gc.get_objects()))
+        if "objects" in self._samples:
+            self._samples["objects"].append(sum(type(one) is not weakref.ref for one in gc.get_objects()))
         self._samples["resident bytes"].append(resident_bytes())
         self._steps.append(step)
         self._next = self._run.elapsed() + self.interval
@@ -350,7 +354,7 @@ class Flatness:
     def check(self) -> None:
         """Claim for each figure that it stayed flat; nothing, if there are too few samples to say."""
         self._run.record.samples = {"steps": [float(step) for step in self._steps], **self._samples}
-        count = len(self.settled("objects"))
+        count = len(self.settled("resident bytes"))
         if count < _FEWEST_SAMPLES:
             self._run.figure("flatness", f"not measured: {count} samples")
             return

@@ -1085,17 +1085,22 @@ def serve_once(
 
 @scenario("threads", 1)
 def threads(run: Run) -> None:
-    """Four threads train models of their own on one device at the same time, and read their losses.
+    """Four threads train models of their own on one device at the same time, and read their losses; what they record is
+    interleaved in ever new ways, so the tables of paths and computations, made small, fill again and again.
 
-    Holds: every loss is eager's, bit for bit; memory and tables stay flat.
+    Holds: every loss is eager's, bit for bit; the tables keep their bounds, memory and all else stay flat.
     """
     config.backend = "eager"
+    config.trie_limit, config.computation_cache_size = 10_000, 32
     keep_little_history()
     twins = {name: Twin(name) for name in ("mlp", "cnn", "gpt")}
     for twin in twins.values():
         twin.loss(20)
     rounds = 0
-    flatness = Flatness(run, cache_figures())
+    figures = cache_figures()
+    tables = {"trie nodes": config.trie_limit + config.max_trace_length, "computations": config.computation_cache_size}
+    bounded = {name: figures.pop(name) for name in tables}
+    flatness = Flatness(run, figures, sizes_objects=False)
     while run.goes_on() or rounds == 0:
         rounds += 1
 
@@ -1108,6 +1113,8 @@ def threads(run: Run) -> None:
         run_threads(run, [lambda name=name: train(name) for name in names])  # type: ignore[misc]
         run.inject("trainings in threads", len(names))
         flatness.sample(rounds * 20 * len(names))
+        for name, most in tables.items():
+            run.claim(f"bounded: {name}", bounded[name]() <= most, f"{bounded[name]()} of {most}")
         if run.record.failed:
             break
     flatness.check()
