@@ -37,8 +37,6 @@ def run_at_once(
         executor.barrier(context)
     else:
         count_fallback(op, reason)
-        with context.lock:
-            executor.hold(context, [tensor._data.storage for tensor in lazy_operands(args, kwargs)])
         executor.cut(context, f"{op}: {reason}")
     call = RealCall(context)
     seed = draw_seed_for(op, args, kwargs)
@@ -58,11 +56,6 @@ def draw_seed_for(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
 def count_fallback(op: torch._ops.OpOverload, reason: str) -> None:
     metrics.increment(op._schema.name)
     metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
-
-
-def lazy_operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LazyTensor]:
-    """The lazy tensors among the arguments of a call, also in lists."""
-    return [arg for arg in flat([*args, *kwargs.values()]) if isinstance(arg, LazyTensor)]
 
 
 # Operands up to which each is compared with each result.

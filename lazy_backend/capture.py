@@ -243,8 +243,9 @@ class Captured(Generic[P, R]):
             record, storages = note(context, arguments, argument_data, start, watch, uploads, leaves, spec)
             uploads.clear()
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
-            held = find_holders(storages, returned, watch.parameters()) if last is not None else None
-        del storages
+            pending = context.trace.pending
+            held = find_holders(storages, returned, watch.parameters(), pending) if last is not None else None
+        del storages, pending
         run = self._sync(context)
         record.bound = None if run is None else run.cached_computation
         executor.barrier(context)  # what the run holds would look like state

@@ -315,27 +315,30 @@ def young_objects_stay_young() -> Iterator[None]:
             gc.enable()
 
 
-def find_tensors(storages: Sequence[LazyStorage], known: Sequence[LazyTensor]) -> list[list[LazyTensor]]:
+def find_tensors(
+    storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
+) -> list[list[LazyTensor]]:
     """For each storage the tensors that stand for it or look into it, but for those that are `known`.
 
     Looks among the objects made since the last garbage collection, then among all. Raises `Unaccounted`. Nobody but
-    tensors and the caller's list may refer to the storages.
+    tensors, the caller's list and `pending`, the trace's, may refer to the storages.
     """
     try:
-        return _find_among(gc.get_objects(generation=0), storages, known)
+        return _find_among(gc.get_objects(generation=0), storages, known, pending)
     except Unaccounted:
-        return _find_among(gc.get_objects(), storages, known)
+        return _find_among(gc.get_objects(), storages, known, pending)
 
 
 def _find_among(
-    objects: list[Any], storages: Sequence[LazyStorage], known: Sequence[LazyTensor]
+    objects: list[Any], storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
 ) -> list[list[LazyTensor]]:
     places = {id(storage): place for place, storage in enumerate(storages)}
-    tensors = {id(item): item for item in [*objects, *known] if item.__class__ is LazyTensor}
-    views = [item for item in objects if item.__class__ is ViewData and id(item._storage) in places]
+    # type(), not __class__, which is whatever a foreign object says, and may warn
+    tensors = {id(item): item for item in [*objects, *known] if type(item) is LazyTensor}
+    views = [item for item in objects if type(item) is ViewData and id(item._storage) in places]
     objects.clear()
     tensors = {number: tensor for number, tensor in tensors.items() if id(tensor._data.storage) in places}
-    _account(storages, list(tensors.values()), views)
+    _account(storages, list(tensors.values()), views, pending)
     ours = set(map(id, known))
     found: list[list[LazyTensor]] = [[] for _ in storages]
     for number, tensor in tensors.items():
@@ -344,9 +347,15 @@ def _find_among(
     return found
 
 
-def _account(storages: Sequence[LazyStorage], tensors: Sequence[LazyTensor], views: Sequence[ViewData]) -> None:
-    """Raises `Unaccounted` if anything but these tensors and views refers to the storages, or to the views."""
+def _account(
+    storages: Sequence[LazyStorage],
+    tensors: Sequence[LazyTensor],
+    views: Sequence[ViewData],
+    pending: Sequence[object],
+) -> None:
+    """Raises `Unaccounted` if anything but these refers to the storages, or to the views."""
     references = Counter(id(tensor._data) for tensor in tensors)
+    references.update(map(id, pending))
     references.update(id(view._storage) for view in views)
     for of in (storages, views):
         for place in range(len(of)):

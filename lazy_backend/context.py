@@ -90,6 +90,7 @@ class DeviceContext:
         """Start recording afresh. The caller holds `lock`."""
         fresh = self.fresh_trace()
         self.trace.epoch.cursor = self.trace.cursor
+        self.trace.changes += 1
         self.trace = fresh
 
     def replace_trace(self, trace: Trace, cursor: TrieNode[Call | Cut], fresh: Trace) -> bool:
@@ -98,9 +99,9 @@ class DeviceContext:
         A call that the caller interrupted, as a signal handler, starts anew.
         """
         trace.epoch.cursor = cursor
+        trace.changes += 1
         # nothing can come between this question and the store: neither calls a function. See Note [Interruption]
         if self.trace is trace and trace.cursor is cursor:
-            trace.changes += 1
             self.trace = fresh
             return True
         return False
@@ -108,9 +109,9 @@ class DeviceContext:
     def begin_replay(self, trace: Trace, count: int, run: Work) -> bool:
         """Commit a replay, unless something was recorded or run since. The caller holds `lock`."""
         locker = self.locker
+        trace.changes += 1
         # as in `replace_trace`
         if self.trace is trace and trace.cursor.depth == 0 and locker.count == count:
-            trace.changes += 1
             trace.unfinished = run
             return True
         return False
@@ -199,8 +200,8 @@ class DeviceContext:
     def _each_live(self) -> Iterator[LazyStorage]:
         """Every live storage, held one at a time: what dies in a run under way must not wait for who counts."""
         with self.lock:
-            references = {id(reference): reference for reference in (*self._registry, *self.trace.pending)}
-        for reference in references.values():
+            references = [*self._registry, *map(weakref.ref, self.trace.live()[1])]
+        for reference in {id(reference): reference for reference in references}.values():
             storage = reference()
             if storage is not None:
                 yield storage

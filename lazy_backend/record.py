@@ -26,11 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
-from weakref import ref
 
 import torch
 
-from lazy_backend.at_once import EAGER, RealCall, count_fallback, draw_seed_for, lazy_operands, run_at_once
+from lazy_backend.at_once import EAGER, RealCall, count_fallback, draw_seed_for, run_at_once
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.describe import check_recordable, describe, flat, mutated_arguments, num_slots_of, operand_at
@@ -230,10 +229,12 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             # an RLock, 0.14 µs: a user's __del__ may run tensor code while the garbage collector interrupts us here
             with context.lock:
                 trace = context.trace
+                changes = trace.changes  # no call since the line above: whatever comes later is seen at the commit
                 interrupted = trace.unfinished
                 if interrupted is not None:  # 15 ns, as for each store to it below
                     executor.finish_interrupted(context)
                     trace = context.trace
+                    changes = trace.changes
                     interrupted = trace.unfinished
                 if trace.cursor.depth >= config.max_trace_length:
                     raise _StepOut(executor.reset_trim_counter)
@@ -241,7 +242,6 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                     raise _StepOut(executor.change_default_dtype)
                 epoch = trace.epoch
                 key: list[Any] = [id(op)]
-                changes = trace.changes
                 trace.unfinished = key  # see Note [Interruption]
                 try:
                     # `_add_tokens`, written out: a call of it costs 0.3 µs, and most arguments are tensors and numbers
@@ -293,7 +293,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                         kind = result.__class__
                         if kind is Fresh:
                             data = LazyStorage(context, epoch, result.token, result.meta)
-                            trace.pending.append(ref(data))
+                            trace.pending.append(data)  # strongly: no known call follows in a computed trace
                             result = make(LazyTensor, *result.wrapper)
                             result._data = data
                         elif kind is View:
@@ -307,9 +307,12 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                         else:
                             result = operand_at(result.path, args, kwargs)
                 except BaseException as error:
-                    _undo(context, trace, interrupted)
                     if not isinstance(error, NotRecordable | _StepOut):
+                        # before `unfinished` is put back: were this interrupted, a known call might follow in a
+                        # computed trace, and nobody would compute it
+                        trace.roll_back()
                         executor.defer_again(context)
+                    _undo(context, trace, interrupted)
                     raise
                 # the commit; no call between the question and the store
                 if trace.changes == changes:
@@ -433,7 +436,7 @@ def _make_result(
     data: TensorData
     if kind is Fresh:
         data = LazyStorage(context, trace.epoch, result.token, result.meta)
-        trace.pending.append(ref(data))
+        trace.add_pending(data)
     elif kind is View:
         of = operand_at(result.path, args, kwargs)
         data = ViewData(context, trace.epoch, result.token, result.meta, of._data.storage)
@@ -477,7 +480,6 @@ def _run_unseen(
     if not trace.computed:
         if not context.locker.is_idle():
             raise _StepOut(lambda context: context.locker.wait_idle())
-        executor.hold(context, [tensor._data.storage for tensor in lazy_operands(args, kwargs)])
         executor.catch_up(context, changes)
     _check_uninterrupted(trace, changes)
     real = RealCall(context)
@@ -651,7 +653,7 @@ def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) ->
         node = context.trie.add(cursor, key, _empty_call(context, cursor, meta))
     made: Any = node.call
     tensor = run_clean(empty_of, meta, context.backing) if trace.computed else None
-    trace.pending.append(ref(storage))
+    trace.add_pending(storage)
     if trace.changes != changes or trace.cursor is not cursor:
         raise _Interrupted
     trace.cursor = node  # the commit, as in `record`

@@ -265,11 +265,17 @@ def _note_returned(
 
 
 def find_holders(
-    storages: Sequence[LazyStorage], returned: Sequence[LazyTensor], parameters: Sequence[LazyTensor]
+    storages: Sequence[LazyStorage],
+    returned: Sequence[LazyTensor],
+    parameters: Sequence[LazyTensor],
+    pending: Sequence[object],
 ) -> list[list[tuple[TensorMeta, Holder]]] | None:
-    """For each storage who holds it beside the returned tensors, and what each sees of it; None if nobody knows."""
+    """For each storage who holds it beside the returned tensors, and what each sees of it; None if nobody knows.
+
+    `pending`: what the trace refers to.
+    """
     try:
-        found = find_tensors(storages, returned)
+        found = find_tensors(storages, returned, pending)
     except Unaccounted:
         return None
     owners = {id(parameter.grad): parameter for parameter in parameters if parameter.grad is not None}

@@ -204,7 +204,7 @@ def _finish(
 ) -> _Recorded:
     """The graph of what is recorded, and what each of its inputs is."""
     trace = context.trace
-    pending = {reference(): place for place, reference in enumerate(trace.pending)}
+    pending = {storage: place for place, storage in zip(*trace.live(), strict=True)}
     data = executor.run_post_order(context, [pending[tensor._data.storage] for tensor in made])
     if rng.has_own_generators([trace.seeds[place] for place in data.seeds]):
         raise CaptureError(

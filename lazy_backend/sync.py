@@ -204,8 +204,8 @@ class Async(Work):
 
     def start(self) -> None:
         """From here on the run is under way. May be interrupted, and called again."""
-        while self.deliveries:
-            deliver, data = self.deliveries[-1]
+        while latest := self.deliveries[-1:]:
+            deliver, data = latest[0]
             deliver(data, self)
             if self.deliveries and self.deliveries[-1][1] is data:  # no signal handler did all of it
                 self.deliveries.pop()
@@ -798,7 +798,7 @@ class LazyGraphExecutor:
         self.tensor_collection_barrier(run.collection)
         if context.trace is not trace or trace.cursor is not cursor or trace.changes != changes:
             return
-        trace.computed = run  # the commit: from here on it is run once, whatever happens
+        trace.become_computed(run)  # the commit: from here on it is run once, whatever happens
         run.start()
         run.do()
         try:
@@ -1027,7 +1027,6 @@ class LazyGraphExecutor:
         """
         self.check_allowed(cause)
         with context.lock:
-            self.hold(context, storages)
             trace = context.trace
             # an input may be without its value as well, while the run that makes it is under way: that needs no cut
             made_here = [s for s in storages if s.epoch is trace.epoch and s not in trace.groups]
@@ -1040,22 +1039,6 @@ class LazyGraphExecutor:
             self.cut(context, cause)
         else:
             self.barrier(context)
-
-    def hold(self, context: DeviceContext, storages: Sequence[LazyStorage]) -> None:
-        """See that the sync to come computes `storages`, which the caller is about to use.
-
-        Finalizers of a dead cycle may use what nobody seemed to hold: the garbage collector clears weak references
-        into the cycle before it calls them. The caller holds the context's lock.
-        """
-        trace = context.trace
-        unknown = {s.token: s for s in storages if s.epoch is trace.epoch and self.should_sync_tensor(s)}
-        if not unknown or {reference() for reference in trace.pending}.issuperset(unknown.values()):
-            return
-        fresh = fresh_slots([call for call in trace.cursor.path() if isinstance(call, Call)])
-        for place, result in enumerate(fresh):
-            storage = unknown.get(result.token)
-            if storage is not None:
-                trace.pending[place] = weakref.ref(storage)
 
     def get_tensors_fused(self, tensors: Sequence[LazyTensor], cause: str) -> list[torch.Tensor]:
         """CPU copies of `tensors`, after one sync of each device among them."""
@@ -1081,7 +1064,7 @@ class LazyGraphExecutor:
         context = self._common_context(tensors)
         with context.lock:
             wanted = {tensor._data.storage for tensor in tensors}
-            indices = [i for i, reference in enumerate(context.trace.pending) if reference() in wanted]
+            indices = [place for place, storage in zip(*context.trace.live(), strict=True) if storage in wanted]
             return self.run_post_order(context, indices)
 
     def graph_of(self, tensors: Sequence[LazyTensor]) -> Graph:

@@ -4,13 +4,22 @@ Note [Traced ranges]
 Under a profiler each trace is shown as a range, from its first call to its sync. The recorder must not ask at every
 call whether this is the first one under a profiler; but it compares the default dtype with the trace's at every call.
 So a trace made under a profiler has none: its first call finds a difference, and whoever looks into it opens the range.
+
+Note [Who holds a pending storage]
+A sync computes what somebody still holds. Weak references would not tell: before the garbage collector calls the
+finalizers of a dead cycle, it clears the weak references into it, and a finalizer that reads would find that a sync
+since then, its own or a signal handler's, passed its tensors over. So a deferred trace refers strongly to every storage
+it made, which has no memory of its own yet, and asks for the number of references: that drops when the last holder is
+really gone, as objects here are part of no cycle. Once the calls of a trace have their values when they are recorded,
+it refers to the storages weakly, as memory must be freed as in eager; whom the collector hides then has its value.
 """
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
+from sys import getrefcount
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -19,6 +28,15 @@ from lazy_backend.locks import Work
 from lazy_backend.lowering.canonical import storage_of_tokens
 from lazy_backend.lowering.program import Call, Cut, Fresh, Token, View
 from lazy_backend.tensor import LazyStorage, TensorData
+
+
+def _reference_counts(objects: list[Any]) -> list[int]:
+    """The numbers of references to each of `objects`, with those of the list and of this call."""
+    return list(map(getrefcount, objects))
+
+
+# What `_reference_counts` gives for what only the list holds; it differs between versions of Python.
+_UNHELD = _reference_counts([object()])[0]
 
 
 class Epoch:
@@ -46,9 +64,10 @@ class Trace:
     """A cursor into the trie, and the data that goes with this walk through it.
 
     The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
-    path. `pending` refers weakly to every storage made in this trace, in program order. `start` is a time;
-    `default_dtype` holds for the whole trace. `computed`: whether everything recorded has its value already, or gets it
-    from the run that stands here, and what comes is computed when it is recorded (Note [First sight runs]).
+    path. `pending` refers to every storage made in this trace, in program order, weakly if the trace is computed (Note
+    [Who holds a pending storage]). `start` is a time; `default_dtype` holds for the whole trace. `computed`: whether
+    everything recorded has its value already, or gets it from the run that stands here, and what comes is computed when
+    it is recorded (Note [First sight runs]).
     `unfinished`: the key of the call that is being recorded, or the run that is being scheduled; while it is a key, the
     lists may hold more than the path mentions. `changes` counts what came in the midst of that (Note [Interruption]).
     """
@@ -78,7 +97,7 @@ class Trace:
         self.groups: dict[LazyStorage, int] = {}
         self.constants: list[float] = []
         self.seeds: list[int] = []
-        self.pending: list[weakref.ref[LazyStorage]] = []
+        self.pending: list[Any] = []  # LazyStorage | ref[LazyStorage]; the recorder adds to it without a call
         self.start = start
         self.default_dtype: torch.dtype | None = torch.get_default_dtype()
         self.computed: Work | bool = False
@@ -122,16 +141,24 @@ class Trace:
         if opened is not None:
             opened.__exit__(None, None, None)
 
+    def add_pending(self, storage: LazyStorage) -> None:
+        """Note a storage that a call made."""
+        self.pending.append(ref(storage) if self.computed else storage)
+
+    def become_computed(self, run: Work) -> None:
+        """From here on `run` gives everything recorded its value."""
+        weak = list(map(ref, self.pending))
+        self.pending, self.computed = weak, run  # no call between the two stores
+
     def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
         """The pending storages somebody still holds: their places, and themselves."""
-        places: list[int] = []
-        storages: list[LazyStorage] = []
-        for place, reference in enumerate(self.pending):
-            storage = reference()
-            if storage is not None:
-                places.append(place)
-                storages.append(storage)
-        return tuple(places), storages
+        pending = self.pending.copy()  # what comes in between may shorten it
+        if self.computed:
+            held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
+        else:
+            counts = _reference_counts(pending)
+            held = {place: pending[place] for place, count in enumerate(counts) if count > _UNHELD + 1}
+        return tuple(held), list(held.values())
 
     def written_groups(self) -> set[int]:
         """The alias groups of inputs that some call of this trace writes. Walks the path."""

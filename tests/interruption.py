@@ -1,4 +1,9 @@
-"""Interrupt a call at any line of this package, as Ctrl-C, a signal handler or a finalizer does."""
+"""Interrupt a call anywhere in this package, as Ctrl-C, a signal handler or a finalizer does.
+
+An exception may come at any line: not only from a signal, but also where memory runs out. Code that runs in the middle
+of ours comes only after an instruction at which CPython looks for signals or may collect garbage; places of that kind
+are instructions, not lines.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +22,29 @@ from lazy_backend.lowering import ir
 
 _FOLDERS = tuple(str(Path(module.__file__).parent) for module in (lazy_backend, ir, trie))
 
-Place = tuple[str, int]
+Place = tuple[str, int, int]  # file, line, and the instruction's offset in its function; -1: the line as such
+
+# Instructions after which nothing can come in between, by how their names begin: CPython looks for signals where a
+# function is entered, after calls and at jumps back, and collects garbage where it makes an object.
+_UNDISTURBED = (
+    *("LOAD_", "STORE_", "DELETE_", "POP_", "PUSH_", "COPY", "SWAP", "NOP", "CACHE", "PRECALL", "KW_NAMES", "IS_OP"),
+    *("CONTAINS_OP", "COMPARE_OP", "UNARY_NOT", "JUMP_FORWARD", "UNPACK_", "BEFORE_WITH", "RERAISE", "RETURN_"),
+    *("BINARY_SUBSCR", "CHECK_EXC_MATCH", "EXTENDED_ARG", "MAKE_CELL", "TO_BOOL", "NOT_TAKEN", "END_"),
+)
 
 
 class Interrupted(BaseException):
     """What is raised at a line."""
 
 
-def places_of(call: Callable[[], Any]) -> dict[Place, int]:
-    """The lines of this package that `call` comes to on this thread, each with how often."""
+def places_of(call: Callable[[], Any], instructions: bool = False) -> dict[Place, int]:
+    """The places in this package that `call` comes to on this thread, each with how often: lines or instructions."""
     found: dict[Place, int] = {}
 
     def see(place: Place) -> None:
         found[place] = found.get(place, 0) + 1
 
-    with _traced(see):
+    with _traced(see, instructions):
         call()
     return found
 
@@ -52,7 +65,7 @@ def interrupt(call: Callable[[], Any], place: Place, time: int, action: Callable
                 reached = True
                 action()
 
-    with _traced(see):
+    with _traced(see, instructions=place[2] >= 0):
         call()
     return reached
 
@@ -62,14 +75,31 @@ def raise_interrupted() -> None:
 
 
 @contextmanager
-def _traced(see: Callable[[Place], None]) -> Iterator[None]:
+def _traced(see: Callable[[Place], None], instructions: bool) -> Iterator[None]:
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(_FOLDERS):
             return None
+        if instructions:
+            return trace_instructions(frame)
         if event == "line" and not _takes_no_signal(code, frame.f_lasti):
-            see((code.co_filename, frame.f_lineno))
+            see((code.co_filename, frame.f_lineno, -1))
         return trace
+
+    def trace_instructions(frame: FrameType) -> Any:
+        code, disturbed = frame.f_code, _disturbed(frame.f_code)
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        last = 0  # it looks for signals when it is entered
+
+        def trace_one(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            if event == "opcode":
+                before, last = last, frame.f_lasti
+                if before in disturbed:
+                    see((code.co_filename, frame.f_lineno, frame.f_lasti))
+            return trace_one
+
+        return trace_one
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -77,6 +107,14 @@ def _traced(see: Callable[[Place], None]) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+@functools.cache
+def _disturbed(code: CodeType) -> frozenset[int]:
+    """The offsets of the instructions of `code` after which other code may run."""
+    found = {i.offset for i in dis.get_instructions(code) if not i.opname.startswith(_UNDISTURBED)}
+    backward = {i.offset for i in dis.get_instructions(code) if "BACKWARD" in i.opname}
+    return frozenset({0} | found | backward)
 
 
 @functools.cache

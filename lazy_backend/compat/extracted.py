@@ -118,7 +118,7 @@ def extract(tensors: Sequence[torch.Tensor]) -> tuple[ExtractedGraph, list[Tenso
             )
         sources = [_entered(trace.inputs[parameter.index], parameter.base) for parameter in data.parameters]
         storages = {tensor._data.storage for tensor in lazy}
-        made = [s for reference in trace.pending if (s := reference()) is not None and s in storages]
+        made = [storage for storage in trace.live()[1] if storage in storages]
         leaves = tuple(_leaf(tensor, made, sources) for tensor in lazy)
         constants = tuple(trace.constants[place] for place in data.constants)
     metas = tuple(source.meta for source in sources)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import signal
 import threading
@@ -138,6 +139,28 @@ def try_at(training: Training, place: Place, time: int) -> None:
     training.check(before)
 
 
+def try_reading_at(training: Training, place: Place, time: int) -> None:
+    """A handler reads the state and computes in the midst of a step, which is eager's all the same."""
+    with torch.no_grad():
+        for parameter, value in zip(training.eager.parameters(), training.state(), strict=True):
+            parameter.copy_(value)
+    weight = torch.full((3,), 2.0).to("lazy")  # has its value: a handler cannot read what the run beneath it makes
+    sums: list[float] = []
+
+    def handle() -> None:
+        sums.append((weight * 2 + 1).sum().item())
+        assert all(torch.isfinite(value).all() for value in training.state())
+        lazy_backend.mark_step()
+
+    losses: list[torch.Tensor] = []
+    reached = interrupt(lambda: losses.append(training.train()), place, time, handle)
+    assert_same(losses[0], training.eager_step(*training.inputs))
+    for value, parameter in zip(training.state(), training.eager.parameters(), strict=True):
+        assert_same(value, parameter.detach())
+    assert sums == [15.0] * reached
+    check_clean()
+
+
 def trained(kind: type[Training], captured: bool) -> Training:
     training = kind(captured)
     for _ in range(5):
@@ -160,7 +183,7 @@ def check_all(
         try:
             attempt(training, place, time)
         except Exception as error:
-            failures.append(f"{place[0]}:{place[1]}, time {time}: {type(error).__name__}: {error}")
+            failures.append(f"{place[0]}:{place[1]} ({place[2]}), time {time}: {type(error).__name__}: {error}")
             training = make()
     assert not failures, "\n".join([f"{len(failures)} of {len(attempts)} failed", *failures])
 
@@ -263,34 +286,54 @@ def test_the_error_of_a_run_that_was_interrupted_says_so() -> None:
 @modes
 @ways
 @pytest.mark.timeout(900)
-def test_a_handler_may_read_and_compute_at_any_line(captured: bool, background: str, stride: int) -> None:
+def test_a_handler_may_read_and_compute_at_any_moment(captured: bool, background: str) -> None:
     """What it reads has its value, or it is told that the run it interrupted computes it; the step is eager's."""
     lazy_backend.config.run_in_background = background
-    weight = torch.full((3,), 2.0, device="lazy")
-    sums: list[float] = []
-
-    def attempt(training: Training, place: Place, time: int) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(training.eager.parameters(), training.state(), strict=True):
-                parameter.copy_(value)
-
-        def handle() -> None:
-            sums.append((weight * 2 + 1).sum().item())
-            assert all(torch.isfinite(value).all() for value in training.state())
-            lazy_backend.mark_step()
-
-        losses: list[torch.Tensor] = []
-        interrupt(lambda: losses.append(training.train()), place, time, handle)
-        assert_same(losses[0], training.eager_step(*training.inputs))
-        for value, parameter in zip(training.state(), training.eager.parameters(), strict=True):
-            assert_same(value, parameter.detach())
-        check_clean()
-
-    places = places_of(trained(Training, captured).train)
+    places = places_of(trained(Training, captured).train, instructions=True)
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     # a captured body that is recorded anew refuses reads, those of a handler too
-    check_all(lambda: trained(Training, captured), attempts[::stride], attempt)
-    assert set(sums) == {15.0}
+    check_all(lambda: trained(Training, captured), attempts, try_reading_at)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_a_handler_may_read_and_compute_in_an_unseen_program(first_sight: str, stride: int) -> None:
+    lazy_backend.config.first_sight = first_sight
+    training = trained(Training, captured=False)
+    training.resize(6)
+    places = places_of(training.train, instructions=True)
+    sizes = iter(range(7, 1_000_000))
+
+    def attempt(training: Training, place: Place, time: int) -> None:
+        training.resize(next(sizes))
+        try_reading_at(training, place, time)
+
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    check_all(lambda: trained(Training, False), attempts[:: max(1, stride // 2)], attempt)
+
+
+def test_a_call_is_not_lost_by_a_handler_that_reads() -> None:
+    """At every moment of a call that is the first or a later one of its trace, in a known or an unseen program."""
+    total = torch.zeros(3, device="lazy")
+    sizes = iter(range(2, 1_000_000))
+
+    def program(fresh: bool) -> None:
+        width = next(sizes) if fresh else 1
+        total.mul_(1.0).add_(torch.ones(width, device="lazy").sum() / width)
+
+    for fresh in (False, True):
+        for _ in range(4):
+            program(fresh=False)
+            lazy_backend.mark_step()
+        places = places_of(functools.partial(program, fresh), instructions=True)
+        lazy_backend.mark_step()
+        count = total[0].item()
+        for place, number in places.items():
+            for time in times_of(number):
+                interrupt(functools.partial(program, fresh), place, time, total.tolist)
+                lazy_backend.mark_step()
+                count += 1
+                assert total.tolist() == [count] * 3, (place, time)
 
 
 @modes
@@ -348,6 +391,29 @@ def test_a_finalizer_of_a_dead_cycle_uses_what_nobody_held() -> None:
         Reader()
         gc.collect()
     assert read == [([2.0] * 3, [3.0] * 3)] * 3
+
+
+def test_finalizers_of_one_dead_cycle_each_find_their_values() -> None:
+    """The first one's read cuts the trace in which the tensors of the others are pending."""
+    read: list[Any] = []
+
+    class Reader:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(3, device="lazy") * 2
+            self.others: list[Reader] = []
+
+        def __del__(self) -> None:
+            read.append((self.tensor + 1).tolist())
+            read.append(self.tensor.tolist())
+
+    for first_sight in ("run", "record", "run"):
+        lazy_backend.config.first_sight = first_sight
+        readers = [Reader() for _ in range(3)]
+        for reader in readers:
+            reader.others = list(readers)
+        del readers, reader
+        gc.collect()
+    assert read == [[3.0] * 3, [2.0] * 3] * 9
 
 
 def test_a_finalizer_that_computes_while_the_interpreter_shuts_down_raises(tmp_path: Path) -> None:
