@@ -13,7 +13,6 @@ import torch
 
 from lazy_backend import metrics
 from lazy_backend.context import DeviceContext, contexts
-from lazy_backend.describe import flat
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.lowering import rng
 from lazy_backend.lowering.ir import meta_of

@@ -103,10 +103,14 @@ class Inference:
         mutated = set(map(id, mutated_arguments(op, args, kwargs)))
 
         def call() -> Any:
-            with _fake_mode(self.context):
-                fake_args = [self._fake(arg, mutated) for arg in args]
-                fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
-                return op(*fake_args, **fake_kwargs)
+            try:
+                with _fake_mode(self.context):
+                    fake_args = [self._fake(arg, mutated) for arg in args]
+                    fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
+                    return op(*fake_args, **fake_kwargs)
+            finally:
+                # a C function: the mode's own __exit__ is Python, and its interruption would leave the thread in it
+                torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # internal, checked on 2.13
 
         with quiet_fake_tensors():
             return run_clean(call)

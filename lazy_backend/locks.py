@@ -113,6 +113,8 @@ class Run(Protocol):
 
     def is_beneath(self) -> bool: ...
 
+    def makes(self, storage: object) -> bool: ...
+
 
 class DeviceLocker:
     """The lock of one device. See Note [The device lock]."""
@@ -138,9 +140,14 @@ class DeviceLocker:
         self._run = run
         self.count += 1
 
-    def is_interrupted(self) -> bool:
-        """Whether the caller interrupted the run under way, on whose thread it is."""
-        return self._run is not None and self._run.is_beneath()
+    def has_interrupted_maker_of(self, storage: object) -> bool:
+        """Whether the caller interrupted the run that makes `storage`, on whose thread it is."""
+        run = self._run
+        while run is not None:
+            if run.is_beneath() and run.makes(storage):
+                return True
+            run = run.below
+        return False
 
     def unlock(self, run: Run, error: BaseException | None = None) -> None:
         """`run` has finished, with this exception."""

@@ -5,9 +5,9 @@ In: records as dicts, each with its `type`. Out: a file, and from such a file `R
 Note [A run log]
 Lines are only ever appended, each in one write, so a log is readable however its process ended; a last line that was
 cut short is left out. What changes after it was written is written again: a sync's run (`ran`) with the sync after it,
-a compile when it ends, under the same number. Types: `run` (one, first), `program` (before the first sync that names it),
-`source` (texts of lines), `sync`, `ran`, `compile`, `wait`, `memory`, `peak` (the last of a device counts), and `state`
-(at the end). A file that another run was appended to holds several; the last one counts.
+a compile when it ends, under the same number. Types: `run` (one, first), `program` (before the first sync that names
+it), `source` (texts of lines), `sync`, `ran`, `compile`, `wait`, `memory`, `peak` (the last of a device counts), and
+`state` (at the end). A file that another run was appended to holds several; the last one counts.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ import gc
 import math
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
@@ -201,6 +200,10 @@ class Async(Work):
 
     def __post_init__(self) -> None:
         Work.__init__(self)
+
+    def makes(self, storage: object) -> bool:
+        """Whether the value of `storage` comes from this run."""
+        return any(one is storage for one in self.tensors_data)
 
     def start(self) -> None:
         """From here on the run is under way. May be interrupted, and called again."""

@@ -4,9 +4,9 @@
 computed yet.
 
 Note [Liveness is deterministic]
-The recorder refers to what it made by weak references to `LazyStorage`, never to tensors: `torch.utils.swap_tensors`
-refuses weakly referenced tensors. No object here is part of a reference cycle, so what the user drops dies at once and
-the outputs of a step do not depend on the garbage collector.
+The recorder refers to the `LazyStorage` of what it made, never to tensors: `torch.utils.swap_tensors` refuses weakly
+referenced tensors. No object here is part of a reference cycle, so what the user drops is given up at once and the
+outputs of a step do not depend on the garbage collector. See also Note [Who holds a pending storage].
 """
 
 from __future__ import annotations
@@ -140,15 +140,12 @@ def backing_tensor(data: TensorData) -> torch.Tensor:
 
 
 def poisoned(storage: LazyStorage) -> PoisonedTensorError:
-    if storage.error is None and storage.context.locker.is_interrupted():
+    if storage.error is None and storage.context.locker.has_interrupted_maker_of(storage):
         return PoisonedTensorError(
             "this tensor has no value yet: this code, a signal handler or a finalizer, interrupted the run that makes "
             "it\n  read it when the interrupted call has returned; what existed before the step can be read here"
         )
-    cause = storage.error or (
-        "nobody seemed to hold it when the step ran: it was garbage, which a finalizer reads now\n"
-        "  (or the run was lost when this process was forked)"
-    )
+    cause = storage.error or "the run was lost when this process was forked"
     error = PoisonedTensorError(
         "this tensor has no value, because the run that should have computed it failed:\n"
         f"  {cause}\n  make it again, as in a new step; what existed before the failed step is still there"

@@ -312,8 +312,9 @@ class Flatness:
     """
 
     def __init__(self, run: Run, figures: dict[str, Callable[[], float]], sizes_objects: bool = True) -> None:
-        """`figures`: what to sample beside the process's own, with no growth allowed. Without `sizes_objects` the number
-        of Python's objects is left out, as tables go up and down.
+        """`figures`: what to sample beside the process's own, with no growth allowed.
+
+        Without `sizes_objects` the number of Python's objects is left out, as for tables that go up and down.
         """
         self._run = run
         self._counts: dict[str, Callable[[], float]] = {

@@ -296,9 +296,7 @@ def test_a_handler_may_read_and_compute_at_any_moment(captured: bool, background
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first_sight", ["run", "record"])
-def test_a_handler_may_read_and_compute_in_an_unseen_program(first_sight: str, stride: int) -> None:
-    lazy_backend.config.first_sight = first_sight
+def test_a_handler_may_read_and_compute_in_an_unseen_program(stride: int) -> None:
     training = trained(Training, captured=False)
     training.resize(6)
     places = places_of(training.train, instructions=True)

@@ -16,7 +16,11 @@ class Task(Work):
         super().__init__()
         self.below: Run | None = None
         self.finished = 0
+        self.made: list[object] = []
         self._locker, self._function = locker, function
+
+    def makes(self, storage: object) -> bool:
+        return storage in self.made
 
     def perform(self) -> None:
         self.error: BaseException | None = None
@@ -151,20 +155,21 @@ def test_a_finish_that_is_interrupted_is_tried_again() -> None:
 
 
 def test_what_interrupts_a_run_does_not_wait_for_it() -> None:
-    locker, seen = DeviceLocker(0), []
+    locker, seen, made = DeviceLocker(0), [], object()
 
     def handler() -> None:  # as a signal handler, in the middle of the run
         locker.barrier()
-        seen.append(locker.is_interrupted())
-        inner = Task(locker, lambda: seen.append("inner"))
+        seen.append(locker.has_interrupted_maker_of(made))
+        inner = Task(locker, lambda: seen.append(locker.has_interrupted_maker_of(made)))
         locker.lock(inner)
         inner.do()
-        seen.append(locker.is_interrupted())
+        seen.append(locker.has_interrupted_maker_of(object()))
 
     outer = Task(locker, handler)
+    outer.made.append(made)
     locker.lock(outer)
     outer.do()
-    assert seen == [True, "inner", True]
+    assert seen == [True, True, False]
     assert locker.is_idle()
 
 
