@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +49,17 @@ def fresh_state() -> Iterator[None]:
     assert not unraised, f"nobody was told of {unraised}"
     unknown = [name for name in (*metrics.counter_names(), *metrics.metric_names()) if entry_of(name) is None]
     assert not unknown, f"docs/metrics.md does not say what these count: {unknown}"
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as it is built. A broken link, an anchor that is missing or a page left out fails here."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    root, variables = Path(__file__).resolve().parent.parent, {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture

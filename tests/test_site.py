@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import html
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,18 +22,6 @@ import docs_hooks  # noqa: E402
 from mkdocs.exceptions import PluginError  # noqa: E402
 
 MODULES = ("computation", "debug", "ir_cache", "metrics")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built pages. A broken link, an anchor that is missing or a page left out fails here."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 def anchors(page: Path) -> set[str]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +9,10 @@ import pytest
 
 pytest.importorskip("mkdocs", reason="the documentation is not built without `pip install '.[docs]'`")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-
 # Elements that are wider inside than they are shown, and can be seen.
 CLIPPED = """[...document.querySelectorAll('.md-content pre code, .md-content img')]
     .filter((one) => one.offsetParent && one.scrollWidth > one.clientWidth + 1)
     .map((one) => one.textContent.trim().slice(0, 80))"""
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 @pytest.mark.parametrize("width", [1280, 1920])
