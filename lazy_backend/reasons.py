@@ -12,7 +12,8 @@ from typing import Any
 from lazy_backend.difference import Difference, difference_of_floats, difference_of_outputs, difference_of_settings
 from lazy_backend.history import CompileRecord, Cursor, SyncRecord, history
 from lazy_backend.lowering.compiler import backend_name
-from lazy_backend.lowering.computation import ENVIRONMENT_NAMES, Computation, Environment
+from lazy_backend.lowering.computation import Computation
+from lazy_backend.lowering.environment import ENVIRONMENT_NAMES, Environment
 from lazy_backend.lowering.families import SizedPlan
 from lazy_backend.lowering.program import Call
 from lazy_backend.lowering.specialise import CompileReport

@@ -26,7 +26,8 @@ from lazy_backend.captured_state import (
 )
 from lazy_backend.context import DeviceContext
 from lazy_backend.lowering import rng
-from lazy_backend.lowering.computation import CachedComputation, Environment
+from lazy_backend.lowering.computation import CachedComputation
+from lazy_backend.lowering.environment import Environment
 from lazy_backend.lowering.ir import TensorMeta
 from lazy_backend.lowering.program import Call, Cut
 from lazy_backend.replay import Arguments

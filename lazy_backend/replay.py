@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from lazy_backend import metrics
 from lazy_backend.captured_state import Holder, ModuleGuard, OptimizerGuard
 from lazy_backend.context import DeviceContext, contexts
-from lazy_backend.lowering.computation import CachedComputation, Environment
+from lazy_backend.lowering.computation import CachedComputation
+from lazy_backend.lowering.environment import Environment
 from lazy_backend.lowering.ir import TensorMeta, empty_of
 from lazy_backend.sync import Async, SyncTensorCollection, SyncTensorsConfig, executor
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, wrap

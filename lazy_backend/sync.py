@@ -58,7 +58,8 @@ from lazy_backend.locks import Run, Work
 from lazy_backend.lowering.background import WorkerDied
 from lazy_backend.lowering.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.compiler import Backend
-from lazy_backend.lowering.computation import CachedComputation, Computation, Environment, environment, make_key
+from lazy_backend.lowering.computation import CachedComputation, Computation, make_key
+from lazy_backend.lowering.environment import Environment, environment
 from lazy_backend.lowering.families import Family
 from lazy_backend.lowering.functional import NotFunctional
 from lazy_backend.lowering.ir import Graph, TensorMeta, check_graph, empty_of

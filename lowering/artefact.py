@@ -12,7 +12,6 @@ torch._inductor; what does not hold up is sent as a bundled artefact, PyTorch's 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -20,7 +19,6 @@ import inspect
 import json
 import marshal
 import os
-import platform
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -31,39 +29,13 @@ from typing import Any
 import torch
 
 from lazy_backend.cache.scratch import scratch_folder
+from lazy_backend.lowering.environment import made_for
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.rng import seeded_op
-
-# Raise it when what is written changes: artefacts on disk are found by it.
-FORMAT = 2
 
 
 class BadArtefact(ValueError):
     """Bytes that are no artefact, or were made by another PyTorch, Python or processor."""
-
-
-def made_for() -> dict[str, Any]:
-    """What must be the same in the process that makes an artefact and in one that loads it."""
-    return {
-        "format": FORMAT,
-        "torch": torch.__version__,
-        "python": importlib.util.MAGIC_NUMBER.hex(),
-        "abi": importlib.machinery.EXTENSION_SUFFIXES[0],
-        "processor": processor(),
-        # inductor's kernels have arrays with one place for each thread
-        "threads": torch.get_num_threads(),
-    }
-
-
-@functools.cache
-def processor() -> str:
-    """Kernels are built with -march=native: what they use depends on more than `get_cpu_capability` tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
-    wanted = sorted(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features", "CPU ")))
-    return hashlib.blake2b("\n".join(wanted).encode(), digest_size=8).hexdigest()
 
 
 # ----- the container: length and text of a header, then blobs

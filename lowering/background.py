@@ -36,7 +36,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import math
 import os
 import select
@@ -51,12 +50,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from lazy_backend.cache.computation import Key
 from lazy_backend.cache.disk import DiskCounts, Place
 from lazy_backend.cache.scratch import ScratchFolder, make_scratch_folder
 from lazy_backend.lowering import lifeline
+from lazy_backend.lowering.environment import (
+    CACHE_VARIABLES,
+    compiler_settings,
+    compiler_variables,
+    is_compiler_variable,
+    process_state,
+    wants_compiler_caches,
+)
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.portable import to_bytes
 from lazy_backend.lowering.shapes import Sizes
@@ -555,7 +560,8 @@ def _open_log(folder: Path) -> IO[bytes]:
 
 def _environment(folder: Path) -> dict[str, str]:
     """All temporary files go into the process's folder, inductor's as well: the shared one is anybody's."""
-    environment = {name: value for name, value in os.environ.items() if name not in _CACHE_VARIABLES}
+    left_out = {name for name in os.environ if name in CACHE_VARIABLES or is_compiler_variable(name)}
+    environment = {name: value for name, value in os.environ.items() if name not in left_out} | compiler_variables()
     environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LAZY_DEBUG": "0"}  # what it would print is told here too
     environment |= {"TMPDIR": str(folder)}
     environment.pop(lifeline.OWN_INDUCTOR_FOLDER, None)
@@ -583,66 +589,3 @@ worker = CompileWorker()
 atexit.register(worker.close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=worker.reset_after_fork)
-
-
-def process_state() -> dict[str, Any]:
-    """What code generation reads from the process."""
-    return {
-        "threads": torch.get_num_threads(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-    }
-
-
-# Variables that switch inductor's caches, with the value that switches them off. They beat every setting, and without
-# caches there are no artefacts: so the process does not get them. Internal, checked on 2.13: `env_name_force` there.
-_CACHE_VARIABLES = {
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-    "TORCH_COMPILE_FORCE_DISABLE_CACHES": "1",
-    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-}
-
-
-def wants_compiler_caches() -> bool:
-    """Whether the user left inductor's own caches switched on. Imports nothing."""
-    if any(os.environ.get(name) == off for name, off in _CACHE_VARIABLES.items()):
-        return False
-    if torch.compiler.config.force_disable_caches:
-        return False
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    functorch: Any = sys.modules.get("torch._functorch.config")
-    return (inductor is None or inductor.fx_graph_cache) and (functorch is None or functorch.enable_autograd_cache)
-
-
-def compiler_settings() -> dict[str, dict[str, Any]]:
-    """The settings of the compiler that this process changed. Imports nothing: who changed one has imported it."""
-    return {
-        "inductor": _changed_settings("torch._inductor.config"),
-        "functorch": _changed_settings("torch._functorch.config"),
-    }
-
-
-def _changed_settings(module_name: str) -> dict[str, Any]:
-    module: Any = sys.modules.get(module_name)
-    if module is None:
-        return {}
-    # internal, checked on 2.13: torch.utils._config_module has no public way to ask what was changed
-    changed = [name for name in module._config if not module._is_default(name)]
-    if not changed:  # as nearly always, and `save_config_portable` takes 1 ms
-        return {}
-    portable = module.save_config_portable(ignore_private_configs=True)
-    found = {name: portable[name] for name in changed if name in portable and _has_text(portable[name])}
-    # set back is not changed: torch.use_deterministic_algorithms(False) assigns one of them
-    return {name: value for name, value in found.items() if value != module._config[name].default}
-
-
-def _has_text(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True

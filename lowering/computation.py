@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lazy_backend.cache.computation import Key
 from lazy_backend.lowering.canonical import Parameter
-from lazy_backend.lowering.compiler import Backend, backend_name
+from lazy_backend.lowering.compiler import backend_name
+from lazy_backend.lowering.environment import Environment, key_parts
 from lazy_backend.lowering.families import Family
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.profiling import ProfilingGraphExecutor
@@ -68,46 +68,21 @@ class CachedComputation:
     outputs: tuple[int, ...] | None = None
 
 
-# What compiled code depends on beyond the graph: a flag of the process that is switched in mid-run must not reach a
-# computation compiled before.
-Environment = tuple[Any, ...]
-ENVIRONMENT_NAMES = ("backend", "deterministic algorithms", "float32 matmul precision", "default dtype", "threads")
-
-
-def environment(backend: Backend | None) -> Environment:
-    """The process's settings that a key depends on, as they are; without a backend graphs are interpreted.
-
-    Every sync asks for it: 0.5 µs.
-    """
-    return (
-        backend,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_default_dtype(),
-        torch.get_num_threads(),  # compiled kernels have arrays with one place for each
-    )
-
-
 def make_key(graph: Graph, settings: Environment) -> Key:
     """The exact key of `graph` under these settings."""
-    backend, deterministic, precision, dtype, _ = settings
+    backend = settings[0]
     parts = (
         ("torch", torch.__version__),
         ("backend", "interpreted" if backend is None else backend_name(backend)),
         ("device", str(graph.device)),
-        ("deterministic", str(deterministic)),
-        ("matmul_precision", precision),
-        ("default_dtype", str(dtype)),
+        ("capability", _capability(graph.device)),
     )
-    return Key((*parts, *_capability(graph.device), ("graph", graph.text())))
+    return Key((*parts, *key_parts(settings), ("graph", graph.text())))
 
 
-def _capability(device: torch.device) -> tuple[tuple[str, str], ...]:
+def _capability(device: torch.device) -> str:
     """What the device can do; asked for only when a graph is new."""
     if device.type != "cuda":
-        return (("capability", torch.backends.cpu.get_cpu_capability()), ("threads", str(torch.get_num_threads())))
+        return torch.backends.cpu.get_cpu_capability()
     properties = torch.cuda.get_device_properties(device)
-    return (
-        ("capability", f"{properties.name} {properties.major}.{properties.minor}"),
-        ("tf32", f"{torch.backends.cuda.matmul.allow_tf32} {torch.backends.cudnn.allow_tf32}"),
-    )
+    return f"{properties.name} {properties.major}.{properties.minor}"

@@ -19,7 +19,7 @@ import torch
 from lazy_backend.cache.computation import Key
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.cache.folder import CacheRefused
-from lazy_backend.lowering.artefact import processor
+from lazy_backend.lowering.environment import processor
 from lazy_backend.lowering.lifeline import OWN_INDUCTOR_FOLDER
 
 _MAX_BYTES = 1 << 24

@@ -24,9 +24,9 @@ import torch
 
 from lazy_backend.cache.computation import Key
 from lazy_backend.cache.disk import DiskCounts, Place
-from lazy_backend.lowering.artefact import made_for
-from lazy_backend.lowering.background import Job, NotPortableThere, compiler_settings, process_state, worker
+from lazy_backend.lowering.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compiler import Backend, CompiledPlan, compile_graph, load_graph, lookup_backend
+from lazy_backend.lowering.environment import disk_key_parts
 from lazy_backend.lowering.ir import Graph, constants_of
 from lazy_backend.lowering.portable import NotPortable, StoredGraph
 from lazy_backend.lowering.ranges import profiled
@@ -312,11 +312,8 @@ class GraphCompiler:
             ("inputs", ", ".join(map(str, sorted(promoted)))),
             ("literals", ", ".join(literals)),
             ("sizes", "" if self.sizes is None else json.dumps(self.sizes.to_json())),
-            ("artefact", json.dumps(made_for(), sort_keys=True)),
-            ("state", json.dumps(process_state(), sort_keys=True)),
-            ("settings", json.dumps(compiler_settings(), sort_keys=True)),
         )
-        return Key((*self.key.parts, *parts))
+        return Key((*self.key.parts, *parts, *disk_key_parts()))
 
 
 def _covers(new: CompiledPlan, old: CompiledPlan) -> bool:

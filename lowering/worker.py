@@ -20,6 +20,7 @@ from lazy_backend.cache.computation import Key
 from lazy_backend.cache.disk import DiskCache, DiskCounts
 from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.build import compile_to_bytes
+from lazy_backend.lowering.environment import follow_state
 from lazy_backend.lowering.examples import static_examples, symbolic_examples
 from lazy_backend.lowering.fx import Signature, to_fx
 from lazy_backend.lowering.instructions import try_instructions
@@ -63,7 +64,7 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
     import torch._inductor.config as inductor_config
     from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
 
-    _follow(data["state"])
+    follow_state(data["state"])
     if data["keep"] is not None:
         try_instructions(data["keep"]["directory"])
     graph = from_bytes(graph_bytes)
@@ -101,12 +102,3 @@ def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]])
         cache.last_error = f"{type(error).__name__}: {error}"
         return {"kept": asdict(DiskCounts(errors=1)), "last_error": cache.last_error}
     return {"kept": asdict(cache.counts()), "last_error": cache.last_error}
-
-
-def _follow(state: dict[str, Any]) -> None:
-    """Set what code generation reads from the process as it is in the parent."""
-    torch.set_num_threads(state["threads"])
-    torch.set_float32_matmul_precision(state["matmul_precision"])
-    torch.set_default_dtype(getattr(torch, state["default_dtype"]))
-    torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["deterministic_warn_only"])
-    torch.backends.mkldnn.enabled = state["mkldnn"]  # type: ignore[assignment]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from harness import assert_same, count
 
 import lazy_backend
+from lazy_backend.lowering.environment import follow_state, process_state
 
 
 @torch.library.custom_op("lazy_test::repeat", mutates_args=())
@@ -92,3 +95,32 @@ def test_floats_recompile_nothing() -> None:
         for number in range(20):
             step(float(number))
     assert compiles() == 0
+
+
+@pytest.fixture
+def switches() -> Iterator[None]:
+    before = process_state()
+    yield
+    follow_state(before)
+
+
+@pytest.mark.usefixtures("switches")
+def test_a_switch_in_mid_run_reaches_no_graph_made_before() -> None:
+    lazy_backend.config.backend = "eager"
+    x = torch.randn(4, 4, device="lazy")
+
+    def steps(number: int) -> int:
+        for _ in range(number):
+            (x @ x).relu().sum()
+            x.add_(1.0)
+            lazy_backend.mark_step()
+        return lazy_backend.metrics.counter_value("UncachedCompile") or 0
+
+    known = steps(4)
+    assert steps(2) == known
+    # by PyTorch's newer interface, after which `torch.get_float32_matmul_precision` raises
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    assert steps(2) == known + 1
+    assert "mkldnn matmul precision" in str(lazy_backend.explain())
+    torch.backends.mkldnn.enabled = False
+    assert steps(2) == known + 2

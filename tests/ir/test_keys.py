@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from builder import Program, aten
 
 from lazy_backend.cache.computation import ComputationCache, Key
-from lazy_backend.lowering.computation import environment, make_key
+from lazy_backend.lowering import environment as lowering_environment
+from lazy_backend.lowering.computation import make_key
+from lazy_backend.lowering.environment import (
+    compiler_variables,
+    disk_key_parts,
+    environment,
+    follow_state,
+    is_compiler_variable,
+    lowering_code,
+    process_state,
+)
 from lazy_backend.lowering.profiling import CompilePolicy
 
 
@@ -70,22 +85,80 @@ def test_the_backend_is_in_the_key() -> None:
     assert key_of(program, y) != key_of(program, y, enabled=False)
 
 
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    before = process_state()
+    yield
+    follow_state(before)
+
+
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize(
     ("switch", "part"),
     [
-        (lambda on: torch.use_deterministic_algorithms(on), "deterministic"),
-        (lambda on: torch.set_float32_matmul_precision("medium" if on else "highest"), "matmul_precision"),
-        (lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32), "default_dtype"),
+        (lambda: torch.use_deterministic_algorithms(True), "deterministic algorithms"),
+        (lambda: torch.set_float32_matmul_precision("medium"), "mkldnn matmul precision"),
+        (lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"), "mkldnn matmul precision"),
+        (lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"), "mkldnn conv precision"),
+        (lambda: setattr(torch.backends.mkldnn, "enabled", False), "mkldnn"),
+        (lambda: torch.set_default_dtype(torch.float64), "default dtype"),
+        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "threads"),
     ],
 )
-def test_flags_of_the_process_are_in_the_key(switch, part: str) -> None:
-    before = simple().part_hashes()
-    switch(True)
-    try:
-        after = simple().part_hashes()
-    finally:
-        switch(False)
+def test_what_a_program_switches_is_in_the_key(switch: Callable[[], None], part: str) -> None:
+    before, there = simple().part_hashes(), disk_key_parts()
+    switch()
+    after = simple().part_hashes()
     assert {name for name in before if before[name] != after[name]} == {part}
+    assert disk_key_parts() != there
+
+
+@pytest.mark.usefixtures("as_before")
+def test_the_compilers_process_follows_what_a_program_switched() -> None:
+    before = process_state()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64)
+    torch.backends.mkldnn.enabled = False
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    switched = process_state()
+    follow_state(before)
+    assert process_state() == before
+    follow_state(json.loads(json.dumps(switched)))
+    assert process_state() == switched
+
+
+def test_the_switches_of_cuda_can_be_read() -> None:
+    """Those of a PyTorch without CUDA too: a name that another version lacks is found here."""
+    assert all(one.read() is not None for one in lowering_environment._CUDA)
+    assert len({one.name for one in (*lowering_environment._GENERAL, *lowering_environment._CUDA)}) == len(
+        lowering_environment._GENERAL
+    ) + len(lowering_environment._CUDA)
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "CXX"])
+def test_variables_of_the_compiler_are_in_the_key_on_disk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler_variables.cache_clear()
+    before = disk_key_parts()
+    monkeypatch.setenv(name, "1")
+    assert disk_key_parts() == before  # read once, as the compiler does
+    compiler_variables.cache_clear()
+    assert disk_key_parts() != before
+    compiler_variables.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "LAZY_DEBUG", "HOME"])
+def test_variables_that_change_no_code_are_not_in_the_key(name: str) -> None:
+    assert not is_compiler_variable(name)
+
+
+def test_code_that_lowers_otherwise_finds_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in Path(lowering_environment.__file__).parent.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    own = lowering_code.__wrapped__()
+    monkeypatch.setattr(lowering_environment, "__file__", str(tmp_path / "environment.py"))
+    assert lowering_code.__wrapped__() == own
+    (tmp_path / "fx.py").write_text("# lowers relu as neg\n")
+    assert lowering_code.__wrapped__() != own
 
 
 def test_a_hash_has_32_digits() -> None:

@@ -27,7 +27,8 @@ from lazy_backend.cache import scratch
 from lazy_backend.cache.computation import Key
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.lowering import background, specialise
-from lazy_backend.lowering.background import CompileWorker, Job, compiler_settings
+from lazy_backend.lowering.background import CompileWorker, Job
+from lazy_backend.lowering.environment import compiler_settings
 from lazy_backend.lowering.ir import Graph
 from lazy_backend.lowering.portable import StoredGraph
 from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, GraphCompiler
