@@ -85,7 +85,7 @@ class Worker:
             os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0" if target == "ltc" else "1"
             self.process.start()
         other.close()
-        if not self.connection.poll(120) or self.connection.recv() != "ready":
+        if not self.connection.poll(600) or self.connection.recv() != "ready":
             raise RuntimeError(f"a worker for {target} does not start")
 
     def run(self, case: Case) -> Result:

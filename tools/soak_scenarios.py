@@ -195,9 +195,24 @@ def train_flat(run: Run, name: str, backend: str) -> None:
     training, twin = Training(PROGRAMS[name], "lazy"), Twin(name)
     is_exact = backend == "eager"
     check_losses(run, training, twin, COMPARED_STEPS, is_exact)
+    checkpoint = run.folder / "checkpoint"
+
+    def save_and_load() -> None:
+        training.save(checkpoint)
+        training.load(checkpoint, "cpu")
+        with run.must_not_raise("a checkpoint is loaded straight to the device"):
+            training.load(checkpoint, "lazy")
+        run.inject("checkpoints saved and loaded")
+
+    # the step after a load is a program of its own, for each length of a sequence: what recurs so seldom would be
+    # compiled late, and look like growth
+    for _ in range(24):
+        save_and_load()
+        for _ in range(3):
+            training.step()
+        run.beat()
     wait_for_compiles(run)
     flatness = Flatness(run, cache_figures())
-    checkpoint = run.folder / "checkpoint"
     saved = time.monotonic()
     while run.goes_on(0.7 if is_exact else 1.0):  # the rest is for eager's steps
         loss = training.step()
@@ -205,11 +220,7 @@ def train_flat(run: Run, name: str, backend: str) -> None:
             value = loss.item()
             run.claim("losses are finite", math.isfinite(value), f"step {training.number}: {value}")
         if time.monotonic() - saved > max(1.0, run.seconds / 100):
-            training.save(checkpoint)
-            training.load(checkpoint, "cpu")
-            with run.must_not_raise("a checkpoint is loaded straight to the device"):
-                training.load(checkpoint, "lazy")
-            run.inject("checkpoints saved and loaded")
+            save_and_load()
             saved = time.monotonic()
         flatness.sample(training.number)
     run.inject("steps", training.number)

@@ -6,11 +6,14 @@ import contextlib
 import copy
 import functools
 import gc
+import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -27,6 +30,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+
+# SIGALRMs in each variant of a test; more of them for a longer look.
+NUM_SIGNALS = int(os.environ.get("LAZY_BACKEND_TEST_SIGNALS", "250"))
 
 
 class Training:
@@ -238,17 +245,23 @@ def test_ctrl_c_at_any_moment(captured: bool, background: str) -> None:
     lazy_backend.config.run_in_background = background
     training = trained(Training, captured)
 
+    places: list[list[str]] = []
+
     def handler(signum: int, frame: Any) -> None:
+        places.append(traceback.format_stack(frame))
         raise KeyboardInterrupt
 
     random = Random(0)
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        for _ in range(250):
+        for _ in range(NUM_SIGNALS):
+            places.clear()
+            end = monotonic() + 20.0
             try:
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
-                while True:
+                while monotonic() < end:
                     training.train()
+                pytest.fail("nothing was raised; the handler was called at\n" + "".join(places[0] if places else ["no time"]))
             except KeyboardInterrupt:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             # torch.no_grad, which optimizers use, is Python and may itself be interrupted before it puts the mode back
