@@ -261,7 +261,7 @@ def test_ctrl_c_at_any_moment(captured: bool, background: str) -> None:
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
                 while monotonic() < end:
                     training.train()
-                pytest.fail("nothing was raised; the handler was called at\n" + "".join(places[0] if places else ["no time"]))
+                pytest.fail(f"nothing was raised; the handler was called at\n{''.join(places[0] if places else [])}")
             except KeyboardInterrupt:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             # torch.no_grad, which optimizers use, is Python and may itself be interrupted before it puts the mode back
