@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 # Seconds after which a waiting thread looks for itself.
@@ -131,23 +131,30 @@ class DeviceLocker:
         return run is None or run.done or run.is_beneath()
 
     def lock(self, run: Run) -> None:
-        """`run` is under way from here on. The device must be idle."""
-        current = self._run
-        # no call between the question and the store, see Note [Interruption]: it may be done already
-        if current is run or run.done:
-            return
-        run.below = current
-        self._run = run
-        self.count += 1
+        """`run` is under way from here on, if it was not. The device must be idle."""
+        while True:
+            current = self._run
+            if any(one is run for one in self._under_way()):  # perhaps beneath another one, which interrupted this call
+                return
+            # no call between these questions and the store, see Note [Interruption]: it may be done already
+            if run.done:
+                return
+            if self._run is current:
+                run.below = current
+                self._run = run
+                self.count += 1
+                return
+
+    def _under_way(self) -> Iterator[Run]:
+        """The run that holds the lock, and those beneath that were interrupted, the latest first."""
+        run = self._run
+        while run is not None:
+            yield run
+            run = run.below
 
     def has_interrupted_maker_of(self, storage: object) -> bool:
         """Whether the caller interrupted the run that makes `storage`, on whose thread it is."""
-        run = self._run
-        while run is not None:
-            if run.is_beneath() and run.makes(storage):
-                return True
-            run = run.below
-        return False
+        return any(run.is_beneath() and run.makes(storage) for run in self._under_way())
 
     def unlock(self, run: Run, error: BaseException | None = None) -> None:
         """`run` has finished, with this exception."""

@@ -173,6 +173,26 @@ def test_what_interrupts_a_run_does_not_wait_for_it() -> None:
     assert locker.is_idle()
 
 
+@pytest.mark.timeout(60)
+def test_a_run_that_is_under_way_beneath_another_does_not_take_the_lock_again() -> None:
+    """The start of a run that was interrupted is called again, by whoever finds it unfinished."""
+    locker, made = DeviceLocker(0), object()
+    outer, inner = Task(locker), Task(locker)
+    outer.made.append(made)
+
+    def work() -> None:
+        locker.lock(outer)
+        assert locker.has_interrupted_maker_of(made)
+        assert not locker.has_interrupted_maker_of(object())  # and comes to an end
+
+    inner._function = work
+    outer._function = lambda: (locker.lock(inner), inner.do())
+    locker.lock(outer)
+    outer.do()
+    assert locker.is_idle()
+    assert locker.count == 2
+
+
 def test_a_run_that_is_done_does_not_take_the_lock_again() -> None:
     locker = DeviceLocker(0)
     first, second = Task(locker), Task(locker)
