@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lazy_backend import metrics
 from lazy_backend.binding import bind, check_same_program, follow_floats
-from lazy_backend.captured_state import TensorSet, Watch, young_objects_stay_young
+from lazy_backend.captured_state import TensorSet, Watch, watches, young_objects_stay_young
 from lazy_backend.context import DeviceContext, contexts
 from lazy_backend.errors import CaptureError, CaptureWarning
 from lazy_backend.history import history
@@ -236,7 +236,7 @@ class Captured(Generic[P, R]):
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)
         with young_objects_stay_young():
-            with watch.watching(), context.watching_uploads() as uploads:
+            with watches.shown_to(watch), context.watching_uploads() as uploads:
                 leaves, spec = executor.call_refusing(
                     self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
                 )

@@ -18,7 +18,7 @@ import operator
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import getrefcount
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, wrap
 
@@ -33,7 +34,7 @@ from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, w
 
 
 class Watch:
-    """The modules and optimizers that this thread calls within a block, and the leaves it computes with, each once.
+    """The modules and optimizers that a thread calls, and the leaves it computes with, each once. See `watches`.
 
     Without `arguments`: they are other tensors in the next call.
     """
@@ -44,25 +45,11 @@ class Watch:
         self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors is an operator
         self._arguments = set(map(id, arguments))
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        thread = threading.get_ident()
+    def see_module(self, module: torch.nn.Module) -> None:
+        self.modules[module] = None
 
-        def see_module(module: torch.nn.Module, args: Any) -> None:
-            if threading.get_ident() == thread:
-                self.modules[module] = None
-
-        def see_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if threading.get_ident() == thread:
-                self.optimizers[optimizer] = None
-
-        hooks = register_module_forward_pre_hook(see_module), register_optimizer_step_pre_hook(see_optimizer)
-        try:
-            with _operands.shown_to(self.see_operands):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers[optimizer] = None
 
     def see_operands(self, operands: Sequence[Any]) -> None:
         for operand in operands:
@@ -112,39 +99,77 @@ def _is_inner(tensor: LazyTensor) -> bool:
     return tensor._base is not None and tensor._base.requires_grad
 
 
-class _Operands:
-    """Shows the operands of every call to the watches of its thread. Costs nothing while nobody watches."""
+class _Watches:
+    """Shows what a thread calls to the watch of that thread. Costs nothing while nobody watches.
+
+    What is put in place is always the same object: an interruption may leave it there, once, and the next watch removes
+    it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._watches: dict[int, Callable[[Sequence[Any]], None]] = {}
+        self._watches: dict[int, Watch] = {}
         self._dispatch: Any = None
+        self._hooks: list[RemovableHandle] = []
 
     @contextmanager
-    def shown_to(self, see: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    def shown_to(self, watch: Watch) -> Iterator[None]:
+        """Within the block `watch` sees this thread's modules, optimizers and operands."""
         thread = threading.get_ident()
-        with self._lock:
-            if not self._watches:
-                self._dispatch = LazyTensor.__torch_dispatch__
-                LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
-            self._watches[thread] = see
         try:
+            with self._lock:
+                self._watches[thread] = watch
+                self._install()
             yield
         finally:
             with self._lock:
-                if self._watches.get(thread) is see:  # it may end late, after an interruption
+                if self._watches.get(thread) is watch:  # it may end late, after an interruption
                     del self._watches[thread]
-                if not self._watches and self._dispatch is not None:
-                    LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
+                if not self._watches:
+                    self._remove()
+
+    def _install(self) -> None:
+        if LazyTensor.__torch_dispatch__ != self._show:
+            self._dispatch = LazyTensor.__torch_dispatch__
+            LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
+        if len(self._hooks) < 2 or not all(map(_is_there, self._hooks)):
+            self._remove_hooks()
+            self._hooks.append(register_module_forward_pre_hook(self._show_module))
+            self._hooks.append(register_optimizer_step_pre_hook(self._show_optimizer))
+
+    def _remove(self) -> None:
+        if self._dispatch is not None:
+            LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _show(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        see = self._watches.get(threading.get_ident())
-        if see is not None:
-            see(args)
+        watch = self._watches.get(threading.get_ident())
+        if watch is not None:
+            watch.see_operands(args)
         return self._dispatch(func, types, args, kwargs)
 
+    def _show_module(self, module: torch.nn.Module, args: Any) -> None:
+        watch = self._watches.get(threading.get_ident())
+        if watch is not None:
+            watch.see_module(module)
 
-_operands = _Operands()
+    def _show_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        watch = self._watches.get(threading.get_ident())
+        if watch is not None:
+            watch.see_optimizer(optimizer)
+
+
+def _is_there(hook: RemovableHandle) -> bool:
+    hooks = hook.hooks_dict_ref()
+    return hooks is not None and hook.id in hooks
+
+
+watches = _Watches()
 
 
 class ModuleGuard:

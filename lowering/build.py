@@ -305,11 +305,16 @@ def _build(units: Sequence[dict[str, Kernel]]) -> list[bytes]:
 def _build_unit(folder: Path, place: int, unit: dict[str, Kernel]) -> bytes:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.exc import CppCompileError
 
     source = folder / f"kernels{place}.cpp"
     source.write_text(_source_of(unit))
     # internal, checked on 2.13: the options that `CppPythonBindingsCodeCache` asks for
     options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu")
     builder = CppBuilder(name=source.stem, sources=str(source), BuildOption=options, output_dir=str(folder))
-    builder.build()
+    try:
+        builder.build()
+    except CppCompileError:
+        # killed for its memory, perhaps: its message does not say so where the front end of the compiler was killed
+        builder.build()
     return Path(builder.get_target_file_path()).read_bytes()

@@ -540,6 +540,7 @@ def interrupted_training(run: Run, interrupter: Interrupter, name: str) -> None:
             try:
                 losses = interrupter.call(three_steps, 0.012)
             except Interrupt:
+                torch.set_grad_enabled(True)
                 training = Training(PROGRAMS[name], "lazy")
                 training.load(checkpoint, "cpu")
                 losses = three_steps()

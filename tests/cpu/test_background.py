@@ -523,6 +523,28 @@ print(warning.category.__name__, warning.message)
     assert "No working C++ compiler found" in out
 
 
+def test_a_cpp_compiler_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    """As the system does when memory runs out: the process that asked for it lives on."""
+    compiler, killed = tmp_path / "compiler", tmp_path / "killed"
+    compiler.write_text(f"""#!/bin/sh
+case "$*" in *kernels0.cpp*) [ -e {killed} ] || {{ touch {killed}; kill -KILL $$; }};; esac
+exec g++ "$@"
+""")
+    compiler.chmod(0o755)
+    code = f"""
+{LOOP}
+warnings.simplefilter("error")
+loop = Loop()
+loop.run(3)
+assert lazy_backend.wait_for_compiles({LONG})
+loop.run(3)
+print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
+"""
+    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    assert run_python(code, tmp_path, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
+    assert killed.exists()
+
+
 @pytest.mark.parametrize("switched_by", ["a variable", "a setting"])
 def test_without_inductors_caches_graphs_are_compiled_and_nothing_is_left(switched_by: str, tmp_path: Path) -> None:
     setting = "import torch._functorch.config\ntorch._functorch.config.enable_autograd_cache = False"
