@@ -40,7 +40,7 @@ ruff-format: $(VENV)/dev.installed
 mypy: $(VENV)/dev.installed
 	rm -rf .typed
 	mkdir -p .typed/lazy_backend
-	cd .typed/lazy_backend && ln -s ../../lazy_backend/*.py ../../lazy_backend/py.typed ../../lazy_backend/compat ../../lowering ../../cache .
+	cd .typed/lazy_backend && ln -s ../../lazy_backend/* ../../lowering ../../cache .
 	$(BIN)/mypy
 
 # the variable silences the theme's advertisement of its successor
@@ -49,6 +49,7 @@ docs: $(VENV)/docs.installed
 
 # needs Graphviz; what it draws is kept, so that the documentation is built without it
 pictures:
+	python3 tools/structure.py
 	for source in docs/images/*.dot; do dot -Tsvg "$$source" -o "$${source%.dot}.svg"; done
 
 bench: $(VENV)/test.installed

@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from lazy_backend.cache.computation import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.entry import (
     BrokenEntry,
     Header,

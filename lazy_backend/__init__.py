@@ -42,10 +42,13 @@ from lazy_backend.api import (
     wait_device_ops,
     wait_for_compiles,
 )
-from lazy_backend.capture import capture
 from lazy_backend.compat import torch_lazy
+from lazy_backend.compat.device_module import install
 from lazy_backend.compat.pytorch import redirect_torch_lazy
-from lazy_backend.device import install
+from lazy_backend.diagnostics.difference import Difference
+from lazy_backend.diagnostics.explanation import Explanation, explain
+from lazy_backend.diagnostics.history import CompileRecord, SyncRecord
+from lazy_backend.diagnostics.page import report
 from lazy_backend.errors import (
     CacheWarning,
     CaptureError,
@@ -61,11 +64,13 @@ from lazy_backend.errors import (
     StrictModeError,
     TooManyGraphsError,
 )
-from lazy_backend.explanation import explain
-from lazy_backend.reporting import report
-from lazy_backend.serve import serve
+from lazy_backend.lowering.plans.profiling import GraphExecutorState
+from lazy_backend.lowering.serving.executor import ProfileMetrics
+from lazy_backend.lowering.serving.weights import InputError
+from lazy_backend.replay.capture import capture
+from lazy_backend.serve import Served, serve
 from lazy_backend.settings import config
-from lazy_backend.tensor import LazyTensor
+from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tiers import get_bailout_depth, get_fusion_strategy, set_bailout_depth, set_fusion_strategy
 
 __version__ = "0.1.0"
@@ -74,16 +79,24 @@ __all__ = [
     "CacheWarning",
     "CaptureError",
     "CaptureWarning",
+    "CompileRecord",
     "CompileWarning",
     "DeviceError",
+    "Difference",
     "ExecutionError",
     "ExecutionNotAllowedError",
+    "Explanation",
     "GraphCutWarning",
+    "GraphExecutorState",
+    "InputError",
     "LazyBackendError",
     "LazyBackendWarning",
     "LazyTensor",
     "PoisonedTensorError",
+    "ProfileMetrics",
+    "Served",
     "StrictModeError",
+    "SyncRecord",
     "TooManyGraphsError",
     "add_step_closure",
     "allow_execution",

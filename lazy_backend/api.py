@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lazy_backend import closures, metrics
+from lazy_backend import metrics
 from lazy_backend.computation import what_it_is
-from lazy_backend.context import DeviceContext, contexts
-from lazy_backend.device import Device, context_of
+from lazy_backend.diagnostics.history import history
 from lazy_backend.errors import LazyBackendError
-from lazy_backend.history import history
-from lazy_backend.lowering import profiling
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution import closures
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.plans import profiling
 from lazy_backend.settings import config
-from lazy_backend.sites import user_site
-from lazy_backend.sparse_tensor import LazySparseTensor
-from lazy_backend.sync import executor
-from lazy_backend.tensor import LazyTensor
-from lazy_backend.tracebacks import hide_internals
+from lazy_backend.tensors.contexts import Device, context_of, contexts
+from lazy_backend.tensors.sparse_tensor import LazySparseTensor
+from lazy_backend.tensors.state import DeviceContext
+from lazy_backend.tensors.tensor import LazyTensor
 
 
 @hide_internals

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from lazy_backend.lowering.computation import Computation
-from lazy_backend.lowering.profiling import GraphExecutorState
-from lazy_backend.sparse_tensor import LazySparseTensor
-from lazy_backend.sync import executor
-from lazy_backend.tensor import LazyTensor
-from lazy_backend.tracebacks import hide_internals
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.plans.cached_computation import Computation
+from lazy_backend.lowering.plans.profiling import GraphExecutorState
+from lazy_backend.tensors.sparse_tensor import LazySparseTensor
+from lazy_backend.tensors.tensor import LazyTensor
 
 
 @hide_internals

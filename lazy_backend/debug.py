@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lazy_backend.chrome_trace import export_chrome_trace
 from lazy_backend.computation import check_lazy
-from lazy_backend.difference import shown_site
-from lazy_backend.lowering.fx import to_fx
-from lazy_backend.lowering.ir import Graph, Node, Value
-from lazy_backend.sync import executor
-from lazy_backend.tracebacks import hide_internals
+from lazy_backend.diagnostics.chrome_trace import export_chrome_trace
+from lazy_backend.diagnostics.difference import shown_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.ir.graph import Graph, Node, Value
 
 __all__ = ["dump_ir", "export_chrome_trace", "render_ir_graph"]
 

@@ -23,11 +23,11 @@ from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.guards import GuardBuilder
 from torch._guards import Source
 
-from lazy_backend.capture import capture
 from lazy_backend.compat.pytorch import let_dynamo_trace
 from lazy_backend.errors import CompileWarning
-from lazy_backend.sites import warn_user
-from lazy_backend.tensor import LazyTensor
+from lazy_backend.errors.sites import warn_user
+from lazy_backend.replay.capture import capture
+from lazy_backend.tensors.tensor import LazyTensor
 
 
 def lazy(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lazy_backend.cache.trie import TrieNode
-from lazy_backend.context import DeviceContext, contexts
-from lazy_backend.lowering.program import Call, Cut
-from lazy_backend.sync import executor
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.ir.program import Call, Cut
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.state import DeviceContext
 
 
 def dump(path: str) -> None:

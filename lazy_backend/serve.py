@@ -17,19 +17,19 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from lazy_backend.context import DeviceContext
-from lazy_backend.device import context_of
 from lazy_backend.errors import CaptureError, CompileWarning
-from lazy_backend.lowering import rng
-from lazy_backend.lowering.executor import Executor, ExecutorConfig, GraphSignature
-from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.weights import Weights
+from lazy_backend.errors.sites import user_site, warn_user
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import SyncTensorsConfig, executor
+from lazy_backend.lowering.ir import rng
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
+from lazy_backend.lowering.serving.weights import Weights
 from lazy_backend.settings import config
-from lazy_backend.sites import user_site, warn_user
-from lazy_backend.sync import SyncTensorsConfig, executor
-from lazy_backend.tensor import LazyTensor, TensorData, backing_tensor
-from lazy_backend.thread_state import run_clean
-from lazy_backend.tracebacks import hide_internals
+from lazy_backend.tensors.contexts import context_of
+from lazy_backend.tensors.state import DeviceContext, TensorData
+from lazy_backend.tensors.tensor import LazyTensor, backing_tensor
+from lazy_backend.tensors.thread_state import run_clean
 
 E = TypeVar("E", bound=Executor)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.settings import config
-from lazy_backend.tracebacks import hide_internals
 
 _KINDS = ("static", "dynamic")
 

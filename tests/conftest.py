@@ -15,8 +15,8 @@ from harness import reset_state, settle
 
 import lazy_backend
 from lazy_backend import metrics
-from lazy_backend.context import contexts
-from lazy_backend.metric_names import entry_of
+from lazy_backend.metrics.names import entry_of
+from lazy_backend.tensors.contexts import contexts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

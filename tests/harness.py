@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 import lazy_backend
-from lazy_backend import closures, ir_cache, metrics
-from lazy_backend.context import contexts
-from lazy_backend.forgotten_steps import forgotten_steps
-from lazy_backend.history import history
-from lazy_backend.outside import data_cache
+from lazy_backend import ir_cache, metrics
+from lazy_backend.diagnostics.history import history
+from lazy_backend.execution import closures
+from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend.execution.sync import executor
 from lazy_backend.settings import FLAGS, config
-from lazy_backend.sync import executor
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.outside import data_cache
 
 Sync = Callable[[], None]
 Program = Callable[[str, Sync], Sequence[Any]]

@@ -17,10 +17,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lazy_backend
-from lazy_backend.cache import trie
-from lazy_backend.lowering import ir
+import lazy_backend.cache
+import lazy_backend.lowering
 
-_FOLDERS = tuple(str(Path(module.__file__).parent) for module in (lazy_backend, ir, trie))
+_PACKAGES = (lazy_backend, lazy_backend.lowering, lazy_backend.cache)
+_FOLDERS = tuple(str(Path(package.__file__).parent) for package in _PACKAGES)
 
 Place = tuple[str, int, int]  # file, line, and the instruction's offset in its function; -1: the line as such
 

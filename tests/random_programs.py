@@ -44,7 +44,7 @@ _SCRIPT = '''\
 import torch
 
 import lazy_backend
-from lazy_backend.lowering import rng
+from lazy_backend.lowering.ir import rng
 
 lazy_backend.config.{setting}
 
@@ -129,7 +129,7 @@ def _start(device: str, sync: Callable[[], None]) -> dict[str, Any]:
 def _seeded(op: torch._ops.OpOverload, *args: Any) -> Any:
     """A random op, which for the CPU is a function of a seed as well. See Note [Random numbers are data]."""
     # imported late: `--help` of the tool needs no package
-    from lazy_backend.lowering import rng
+    from lazy_backend.lowering.ir import rng
 
     if args[0].device.type == "lazy":
         return op(*args)

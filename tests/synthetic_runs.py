@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lazy_backend.run_log import Run, collect
+from lazy_backend.diagnostics.run_log import Run, collect
 
 SITE = "/home/user/train.py"
 

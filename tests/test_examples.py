@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import lazy_backend
-from lazy_backend.findings import find
-from lazy_backend.run_log import collect
+from lazy_backend.diagnostics.findings import find
+from lazy_backend.diagnostics.run_log import collect
 
 EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
 

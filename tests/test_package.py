@@ -15,18 +15,17 @@ import pytest
 import torch
 
 import lazy_backend
-from lazy_backend import reporting
+from lazy_backend.diagnostics import page
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = {"lazy_backend": 2, "lowering": 1, "cache": 0}
-FILES = [(folder, file) for folder in LAYERS for file in sorted((ROOT / folder).rglob("*.py"))]
 
 PUBLIC = """
-CacheWarning CaptureError CaptureWarning CompileWarning DeviceError ExecutionError ExecutionNotAllowedError
-GraphCutWarning LazyBackendError LazyBackendWarning LazyTensor PoisonedTensorError StrictModeError
+CacheWarning CaptureError CaptureWarning CompileRecord CompileWarning DeviceError Difference ExecutionError
+ExecutionNotAllowedError Explanation GraphCutWarning GraphExecutorState InputError LazyBackendError
+LazyBackendWarning LazyTensor PoisonedTensorError ProfileMetrics Served StrictModeError SyncRecord
 TooManyGraphsError add_step_closure allow_execution capture computation config debug eager_mode explain
-get_bailout_depth get_fusion_strategy get_tensor_id ir_cache is_lazy manual_seed mark_step metrics report save serve
-set_bailout_depth set_fusion_strategy step strict sync sync_multi to_cpu wait_device_ops wait_for_compiles
+get_bailout_depth get_fusion_strategy get_tensor_id ir_cache is_lazy manual_seed mark_step metrics report save
+serve set_bailout_depth set_fusion_strategy step strict sync sync_multi to_cpu wait_device_ops wait_for_compiles
 """
 
 
@@ -38,71 +37,8 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def imports(file: Path) -> list[str]:
-    """Modules of ours that `file` imports when it is loaded, as dotted names."""
-    found = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lazy_backend"):
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [name if module_file(name) else node.module for name in inner]
-        elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name.startswith("lazy_backend")]
-    return found
-
-
-def module_file(name: str) -> Path | None:
-    """The file of `lazy_backend.lowering.ir` and its like, if there is one."""
-    parts = name.split(".")[1:]
-    folder = ROOT / (parts.pop(0) if parts and parts[0] in ("lowering", "cache") else "lazy_backend")
-    place = folder.joinpath(*parts)
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    return file if file.exists() else None
-
-
 def test_public_names() -> None:
     assert sorted(lazy_backend.__all__) == PUBLIC.split()
-
-
-@pytest.mark.parametrize(("folder", "file"), FILES, ids=[f"{folder}/{file.name}" for folder, file in FILES])
-def test_a_layer_imports_only_those_below(folder: str, file: Path) -> None:
-    for name in imports(file):
-        part = name.split(".")[1] if "." in name else ""
-        assert LAYERS.get(part, 2) <= LAYERS[folder], f"{file} imports {name}"
-
-
-def test_imports_make_no_cycle() -> None:
-    edges = {file: {module_file(name) for name in module_level_imports(file)} for _, file in FILES}
-    done: set[Path] = set()
-
-    def visit(file: Path | None, path: tuple[Path, ...]) -> None:
-        if file is None or file in done or file.name == "__init__.py":
-            return
-        assert file not in path, " -> ".join(map(str, [*path, file]))
-        for target in edges[file]:
-            visit(target, (*path, file))
-        done.add(file)
-
-    for _, file in FILES:
-        visit(file, ())
-
-
-def module_level_imports(file: Path) -> list[str]:
-    """As `imports`, without those under `if TYPE_CHECKING`."""
-    text = re.sub(r"^if TYPE_CHECKING:\n(    .*\n)+", "", file.read_text(), flags=re.M)
-    found = []
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lazy_backend"):
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [name if module_file(name) else node.module for name in inner]
-    return found
-
-
-@pytest.mark.parametrize("file", [file for _, file in FILES], ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_no_import_of_ours_inside_a_function(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            inner = [n for n in ast.walk(node) if isinstance(n, ast.ImportFrom)]
-            assert not [n.module for n in inner if (n.module or "").startswith("lazy_backend")], file
 
 
 def test_modules_of_the_users_do_not_collide(tmp_path: Path) -> None:
@@ -123,7 +59,8 @@ def copy_of_the_checkout(folder: Path) -> Path:
     """What git would give, without its history."""
     copied = folder / "checkout"
     copied.mkdir()
-    for name in (*LAYERS, "pyproject.toml", "README.md", "LICENSE", "lazy_backend_autoload.py"):
+    folders, files = ("lazy_backend", "lowering", "cache"), ("pyproject.toml", "README.md", "LICENSE")
+    for name in (*folders, *files, "lazy_backend_autoload.py"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -277,16 +214,16 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 def test_the_package_holds_every_asset() -> None:
-    patterns = re.search(r"^lazy_backend = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    patterns = re.search(r'^"lazy_backend.diagnostics" = (\[.*\])$', (ROOT / "pyproject.toml").read_text(), flags=re.M)
     assert patterns is not None
-    assets = [f"assets/{file.name}" for file in (ROOT / "lazy_backend" / "assets").iterdir()]
+    assets = [f"assets/{file.name}" for file in (ROOT / "lazy_backend" / "diagnostics" / "assets").iterdir()]
     assert len(assets) >= 10
     assert all(any(fnmatch(asset, pattern) for pattern in ast.literal_eval(patterns[1])) for asset in assets)
 
 
 def test_the_report_scripts_are_those_of_the_page() -> None:
-    scripts = {file.name for file in (ROOT / "lazy_backend" / "assets").glob("*.js")}
-    assert scripts == {*reporting.SCRIPTS, "echarts.min.js"}
+    scripts = {file.name for file in (ROOT / "lazy_backend" / "diagnostics" / "assets").glob("*.js")}
+    assert scripts == {*page.SCRIPTS, "echarts.min.js"}
 
 
 def test_the_highest_debug_level_runs(tmp_path: Path) -> None:

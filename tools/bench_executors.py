@@ -26,9 +26,9 @@ from bench import Worker
 from builder import Built, branches, chain
 from contenders import MEMORY_ENVIRONMENT
 
-from lazy_backend.lowering.ir import Value
-from lazy_backend.lowering.parallel import ParallelGraphExecutor
-from lazy_backend.lowering.serial import SerialGraphExecutor
+from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.graph import Value
 
 Run = Callable[[], object]
 

@@ -27,7 +27,7 @@ BLOCKS = (4, 12, 24)
 def measure(blocks: int) -> Result:
     """Train in this process until the step is compiled. Nodes of its graph, CPU seconds and seconds of the compile."""
     import lazy_backend
-    from lazy_backend.lowering.background import worker
+    from lazy_backend.lowering.compilation.background import worker
 
     workload = replace(WORKLOADS["gpt-adamw"], model=lambda: GPT(GPTSize(layers=blocks)))
     training = make_training(workload, "lazy")

@@ -42,7 +42,7 @@ class SeededRandomOps(RandomOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rng: Any = importlib.import_module("lazy_backend.lowering.rng")
+        self.rng: Any = importlib.import_module("lazy_backend.lowering.ir.rng")
 
     def draw(self, op: Any, args: Any, kwargs: Any) -> Any:
         if not self.rng.draws_random_numbers(op, args) or not self.rng.can_seed(op):
@@ -181,9 +181,9 @@ class Lazy(Target):
 
     def __init__(self) -> None:
         self.package: Any = importlib.import_module("lazy_backend")
-        self.contexts: Any = importlib.import_module("lazy_backend.context").contexts
+        self.contexts: Any = importlib.import_module("lazy_backend.tensors.contexts").contexts
         self.ir_cache: Any = importlib.import_module("lazy_backend.ir_cache")
-        self.executor: Any = importlib.import_module("lazy_backend.sync").executor
+        self.executor: Any = importlib.import_module("lazy_backend.execution.sync").executor
         self.metrics = self.package.metrics
         importlib.import_module("torch._lazy")  # PyTorch's helpers call its mark_step
 

@@ -155,7 +155,7 @@ def _recorded_calls() -> int:
 def hold_queue() -> Callable[[], None]:
     """Put a task in front of the next run: then a sync is timed without a run, within it or beside it."""
     from lazy_backend import config
-    from lazy_backend.context import contexts
+    from lazy_backend.tensors.contexts import contexts
 
     released = threading.Event()
     setting, config.run_in_background = config.run_in_background, "always"
@@ -348,7 +348,7 @@ def _grown(kind: Callable[[int], object], length: int, repeats: int) -> Reply:
 
 def _forget_paths() -> None:
     """Or a longer trace would find the beginning of the shorter one."""
-    from lazy_backend.context import contexts
+    from lazy_backend.tensors.contexts import contexts
 
     context = contexts.get_device_context(None)
     with context.lock:

@@ -72,7 +72,7 @@ def _step(train: Callable[[], None], mark: Callable[[], None]) -> tuple[float, f
 @contextmanager
 def _mode(mode: str) -> Iterator[None]:
     import lazy_backend
-    from lazy_backend.sync import executor
+    from lazy_backend.execution.sync import executor
 
     with lazy_backend.config.patch(explain=mode == "on"):
         if mode == "without":

@@ -30,8 +30,8 @@ from torch import nn
 import lazy_backend
 from lazy_backend import config
 from lazy_backend.computation import get_cached_computations, get_debug_states
-from lazy_backend.context import contexts
-from lazy_backend.history import history
+from lazy_backend.diagnostics.history import history
+from lazy_backend.tensors.contexts import contexts
 
 TRAINER = str(Path(__file__).with_name("soak_training.py"))
 
@@ -406,7 +406,7 @@ def kill_compiler(run: Run) -> None:
 
 def forget_computations() -> None:
     """So that the next round's graphs are the only ones, and no relatives of these."""
-    from lazy_backend.sync import executor
+    from lazy_backend.execution.sync import executor
 
     executor.clear_computations()
 
@@ -756,7 +756,7 @@ def disk_full(run: Run) -> None:
 
 def end_compiler() -> None:
     """End the compiler's process: the next one sees the environment as it is by then."""
-    from lazy_backend.lowering.background import worker
+    from lazy_backend.lowering.compilation.background import worker
 
     worker.close()
 

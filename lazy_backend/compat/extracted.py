@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from lazy_backend.computation import check_lazy
-from lazy_backend.context import DeviceContext
 from lazy_backend.errors import LazyBackendError
-from lazy_backend.lowering import rng
-from lazy_backend.lowering.computation import make_key
-from lazy_backend.lowering.executor import Executor, GraphSignature
-from lazy_backend.lowering.ir import Graph, TensorMeta, meta_of
-from lazy_backend.lowering.weights import InputError, check_tensor
+from lazy_backend.execution.sync import conform, executor
+from lazy_backend.lowering.ir import rng
+from lazy_backend.lowering.ir.graph import Graph, TensorMeta, meta_of
+from lazy_backend.lowering.plans.cached_computation import make_key
+from lazy_backend.lowering.serving.executor import Executor, GraphSignature
+from lazy_backend.lowering.serving.weights import InputError, check_tensor
 from lazy_backend.serve import make_executor
-from lazy_backend.sync import conform, executor
-from lazy_backend.tensor import LazyStorage, LazyTensor, TensorData, ViewData, backing_tensor
-from lazy_backend.thread_state import run_clean
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
+from lazy_backend.tensors.tensor import LazyTensor, backing_tensor
+from lazy_backend.tensors.thread_state import run_clean
 
 
 @dataclass(frozen=True, slots=True)

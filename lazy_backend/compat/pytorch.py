@@ -33,12 +33,12 @@ from torch.nn.parameter import (  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lazy_backend.errors import DeviceError, LazyBackendError
-from lazy_backend.outside import quantized_error
-from lazy_backend.sites import user_site
-from lazy_backend.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor
-from lazy_backend.tensor import NOT_TRACED, LazyTensor
-from lazy_backend.tracebacks import hide_internals
-from lazy_backend.uninitialized import UninitializedLazyBuffer, UninitializedLazyParameter, moved
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.tensors.outside import quantized_error
+from lazy_backend.tensors.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor
+from lazy_backend.tensors.tensor import NOT_TRACED, LazyTensor
+from lazy_backend.tensors.uninitialized import UninitializedLazyBuffer, UninitializedLazyParameter, moved
 
 _LAZY = (LazyTensor, LazySparseTensor)
 
@@ -282,7 +282,7 @@ def keep_parameters_when_moved() -> None:
         apart: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (place, _move_by_swapping(place, fn)) for place in (self._parameters, self._buffers)
         ]
-        kept = [_Kept(parameter) for parameter in self._parameters.values() if parameter is not None]
+        kept = [_KeptParameter(parameter) for parameter in self._parameters.values() if parameter is not None]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         if swaps or not any(isinstance(parameter, LazyTensor) for parameter in self.parameters(recurse)):
             original(self, fn, recurse)
@@ -302,7 +302,7 @@ def keep_parameters_when_moved() -> None:
     torch.utils.swap_tensors = _swap_tensors_or(torch.utils.swap_tensors)  # type: ignore[assignment]
 
 
-class _Kept:
+class _KeptParameter:
     """What belongs to a parameter rather than to its data: attributes and hooks. Swapping would take them along."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -397,7 +397,7 @@ def _move_by_swapping(tensors: dict[str, Any], fn: Callable[..., Any]) -> dict[s
                 example = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
                 if not isinstance(tensor, LazyTensor) and not isinstance(example, LazyTensor):
                     continue
-                kept = _Kept(tensor)
+                kept = _KeptParameter(tensor)
                 torch.utils.swap_tensors(tensor, moved(tensor, example))
                 kept.restore()
             found[name] = tensor
@@ -414,7 +414,7 @@ def _move_sparse(parameter: torch.nn.Parameter, fn: Callable[..., Any]) -> bool:
             return False
         gradient = None if parameter.grad is None else fn(parameter.grad)
     parameter.grad = None
-    kept = _Kept(parameter)
+    kept = _KeptParameter(parameter)
     torch.utils.swap_tensors(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
     kept.restore()
     parameter.grad = gradient

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from lazy_backend import api, computation, debug, ir_cache, metrics
-from lazy_backend.cache.computation import BoundedTable
+from lazy_backend.cache.computation_cache import BoundedTable
 from lazy_backend.compat.extracted import ExtractedGraph, copies_of, extract
 from lazy_backend.compat.pytorch import check_no_second_backend
-from lazy_backend.context import contexts
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.errors.sites import is_ours
+from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.settings import config
-from lazy_backend.sites import is_ours
-from lazy_backend.tensor import wrap
-from lazy_backend.tracebacks import hide_internals
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.tensor import wrap
 
 
 class Installation:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from synthetic_runs import make_run
 
-import lazy_backend.reporting
+import lazy_backend.diagnostics.page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 
@@ -68,7 +68,7 @@ def open_page(browser: Any) -> Iterator[Open]:
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of 10,000 steps of a program with 5,000 calls."""
     path = tmp_path_factory.mktemp("pages") / "big.html"
-    path.write_text(lazy_backend.reporting.render(make_run(10_000, 5_000)))
+    path.write_text(lazy_backend.diagnostics.page.render(make_run(10_000, 5_000)))
     return path
 
 
@@ -76,5 +76,5 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of 900 steps of a program with 60 calls."""
     path = tmp_path_factory.mktemp("pages") / "small.html"
-    path.write_text(lazy_backend.reporting.render(make_run(900, 60)))
+    path.write_text(lazy_backend.diagnostics.page.render(make_run(900, 60)))
     return path

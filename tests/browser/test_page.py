@@ -11,8 +11,8 @@ from conftest import Open
 from synthetic_runs import make_run_of_variants
 
 import lazy_backend
-from lazy_backend.reporting import render
-from lazy_backend.run_log import Run
+from lazy_backend.diagnostics.page import render
+from lazy_backend.diagnostics.run_log import Run
 
 
 def window(page: Any, chart: str) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from harness import count, run_python
 
 import lazy_backend
 from lazy_backend import computation, config, debug, ir_cache, metrics
-from lazy_backend.context import contexts
+from lazy_backend.tensors.contexts import contexts
 
 # ----- step closures (after pytorch's test/lazy/test_step_closures.py)
 

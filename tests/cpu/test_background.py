@@ -26,10 +26,10 @@ import lazy_backend
 from lazy_backend import CacheWarning, CompileWarning, config, metrics
 from lazy_backend.cache import scratch
 from lazy_backend.computation import get_cached_computations
-from lazy_backend.lowering.background import worker
-from lazy_backend.lowering.profiling import GraphExecutorState
-from lazy_backend.sync import executor
-from lazy_backend.tensor import backing_tensor
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.compilation.background import worker
+from lazy_backend.lowering.plans.profiling import GraphExecutorState
+from lazy_backend.tensors.tensor import backing_tensor
 
 # What a compile may take on a machine that others use as well. Seconds.
 LONG = 300.0
@@ -317,7 +317,7 @@ def test_a_full_disk_cache_is_told_by_the_compilers_process(tmp_path: Path) -> N
     assert lazy_backend.wait_for_compiles(LONG)
     assert state().plan == "optimized"
     assert (metrics.counter_value("DiskCacheWrite"), metrics.counter_value("DiskCacheError")) == (0, 1)
-    store = lazy_backend.disk_cache.current_store()
+    store = lazy_backend.execution.disk_cache.current_store()
     assert store is not None
     assert "do not fit into a cache of 1000" in str(store.last_error)
 
@@ -354,7 +354,7 @@ def fill_up(folder: Path) -> None:
 
 def test_a_cache_on_a_full_disk_is_told_once_and_training_goes_on(small_disk: Path) -> None:
     config.cache, config.cache_dir = True, str(small_disk / "cache")
-    assert lazy_backend.disk_cache.current_store() is not None
+    assert lazy_backend.execution.disk_cache.current_store() is not None
     fill_up(small_disk)
     for _ in range(ENOUGH):
         other_graph(5)
@@ -428,7 +428,7 @@ def test_a_damaged_artefact_is_made_again(cache_dir: Path, damage: str) -> None:
     entry = entry_of(cache_dir)
     whole = entry.read_bytes()
     if damage == "the artefact":  # what the disk cache gives back is what was put, but no artefact
-        store = lazy_backend.disk_cache.current_store()
+        store = lazy_backend.execution.disk_cache.current_store()
         assert store is not None
         (found,) = store
         store.put(found.key, b"\0" * 1000)
@@ -587,7 +587,7 @@ def gone_within(pid: int, seconds: float) -> bool:
 
 COMPILING = f"""
 {LOOP}
-from lazy_backend.lowering.background import worker
+from lazy_backend.lowering.compilation.background import worker
 loop = Loop()
 loop.run({ENOUGH})
 while worker._process is None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import config, debug
-from lazy_backend.lowering.shapes import Sizes
+from lazy_backend.lowering.ir.shapes import Sizes
 
 # ----- the ladder
 
@@ -241,7 +241,7 @@ def test_without_a_profiler_there_are_no_ranges() -> None:
     with torch.profiler.profile():
         train(2)
     train(2)
-    context = lazy_backend.context.contexts.get_device_context(None)
+    context = lazy_backend.tensors.contexts.contexts.get_device_context(None)
     synced()
     assert context.trace.range is None
     assert context.trace.default_dtype is torch.get_default_dtype()

@@ -21,7 +21,7 @@ from lazy_backend import (
     config,
     metrics,
 )
-from lazy_backend.context import contexts
+from lazy_backend.tensors.contexts import contexts
 
 # ----- operators that fail when they run
 

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import lazy_backend
 from lazy_backend import config
-from lazy_backend.history import SyncRecord, history
-from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.specialise import CompileReport
-from lazy_backend.reasons import record_compile
+from lazy_backend.diagnostics.history import SyncRecord, history
+from lazy_backend.diagnostics.reasons import record_compile
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.plans.specialise import CompileReport
 
 HERE = Path(__file__).name
 
@@ -342,7 +342,7 @@ def test_an_explanation_that_fails_does_not_end_the_run(monkeypatch: pytest.Monk
     def fail(before: object, now: object) -> None:
         raise IndexError("a defect")
 
-    monkeypatch.setattr("lazy_backend.history.difference", fail)
+    monkeypatch.setattr("lazy_backend.diagnostics.history.difference", fail)
     config.check_graphs = False
     weight = torch.ones(3).to("lazy")
     for step in range(2):
@@ -520,7 +520,7 @@ def test_eager_mode_gives_the_same() -> None:
 
 
 def test_eager_mode_grows_nothing() -> None:
-    context = lazy_backend.context.contexts.get_device_context(None)
+    context = lazy_backend.tensors.contexts.contexts.get_device_context(None)
     weight = torch.ones(3).to("lazy")
     with lazy_backend.eager_mode():
         size = context.trie.size

@@ -43,10 +43,11 @@ from test_views import PROGRAMS
 from torch import nn
 
 import lazy_backend
-from lazy_backend import ExecutionError, PoisonedTensorError, StrictModeError, config, metrics, operators
-from lazy_backend.at_once import RealCall
-from lazy_backend.context import contexts
-from lazy_backend.tensor import backing_tensor
+from lazy_backend import ExecutionError, PoisonedTensorError, StrictModeError, config, metrics
+from lazy_backend.recording import operators
+from lazy_backend.recording.at_once import RealCall
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.tensor import backing_tensor
 
 
 @pytest.fixture(autouse=True)
@@ -931,7 +932,7 @@ def test_a_first_run_on_another_thread_is_known_here() -> None:
 def test_common_operators_are_looked_up_when_the_first_device_is_made(tmp_path: Path) -> None:
     assert len(operators.common_ops()) == len(operators._COMMON.split())  # all exist
     program = """
-        import torch, lazy_backend.operators as operators
+        import torch, lazy_backend.recording.operators as operators
         x = torch.ones(2, 2, device="lazy", requires_grad=True)
         known = len(operators._traits)
         (x @ x + x).relu().sum().backward()

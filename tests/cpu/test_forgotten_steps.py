@@ -13,7 +13,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import GraphCutWarning, config
-from lazy_backend.forgotten_steps import forgotten_steps
+from lazy_backend.execution.forgotten_steps import forgotten_steps
 
 
 @pytest.fixture(autouse=True)

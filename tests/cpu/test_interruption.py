@@ -24,7 +24,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend.errors import LazyBackendError
-from lazy_backend.tensor import LazyTensor
+from lazy_backend.tensors.tensor import LazyTensor
 
 # a file that is opened in the very moment of an interruption is closed by Python, with a warning
 pytestmark = [

@@ -14,7 +14,8 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import CompileWarning, computation, config
-from lazy_backend.lowering import families, shapes
+from lazy_backend.lowering.ir import shapes
+from lazy_backend.lowering.plans import families
 
 Step = Callable[[str, torch.Tensor], torch.Tensor]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import config, metrics
-from lazy_backend.metric_names import COUNTERS, METRICS, entry_of
+from lazy_backend.metrics.names import COUNTERS, METRICS, entry_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRIES = (*COUNTERS, *METRICS)
@@ -46,7 +46,7 @@ def test_the_docs_name_nothing_else() -> None:
 
 def test_the_sources_count_nothing_else() -> None:
     """Names in the code; conftest checks those that were counted, after every test."""
-    found = {name for file in (ROOT / "lazy_backend").glob("*.py") for name in counted_names(file)}
+    found = {name for file in (ROOT / "lazy_backend").rglob("*.py") for name in counted_names(file)}
     assert {"MarkStep", "TraceTime", "DiskCacheHit", "CreateLtcTensor", "ExecuteFailed"} <= found
     assert [name for name in found if entry_of(name) is None] == []
 

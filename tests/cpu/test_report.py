@@ -17,13 +17,13 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import config
-from lazy_backend.history import CompileRecord, history
-from lazy_backend.reporting import main
-from lazy_backend.run_log import read_run, source_line
-from lazy_backend.sync import executor
+from lazy_backend.diagnostics.history import CompileRecord, history
+from lazy_backend.diagnostics.page import main
+from lazy_backend.diagnostics.run_log import read_run, source_line
+from lazy_backend.execution.sync import executor
 
 HERE = Path(__file__).name
-ASSETS = Path(lazy_backend.__file__).parent / "assets"
+ASSETS = Path(lazy_backend.__file__).parent / "diagnostics" / "assets"
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_explanations_that_are_alike_are_one_row(tmp_path: Path) -> None:
 
 
 def test_a_page_has_room_for_the_programs_that_ran_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazy_backend.report_data._MAX_CALLS", 5)
+    monkeypatch.setattr("lazy_backend.diagnostics.page_content._MAX_CALLS", 5)
     steps(3)
     (torch.ones(3).to("lazy") + 1).mul_(2)
     lazy_backend.mark_step()

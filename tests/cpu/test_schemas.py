@@ -13,8 +13,8 @@ import pytest
 import torch
 from harness import assert_same, geometry, grid
 
-from lazy_backend import record
-from lazy_backend.lowering import scalars
+from lazy_backend.lowering.compilation import scalars
+from lazy_backend.recording import record
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import CaptureError, serve
-from lazy_backend.lowering.weights import InputError
+from lazy_backend.lowering.serving.weights import InputError
 
 SIZE = 8
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import LazyBackendError, config, metrics
-from lazy_backend.sparse_tensor import LazySparseTensor
+from lazy_backend.tensors.sparse_tensor import LazySparseTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.sparse", "ignore:.*beta state")
 
@@ -504,7 +504,7 @@ def test_a_captured_step_with_sparse_gradients_is_refused_with_the_line() -> Non
 
 def test_memory_is_accounted_for() -> None:
     lazy_backend.mark_step()
-    context = lazy_backend.device.context_of("lazy")
+    context = lazy_backend.compat.device_module.context_of("lazy")
     before = context.alive().bytes
     held = torch.eye(100).to_sparse().to("lazy")
     assert context.alive().bytes - before == 100 * (2 * 8 + 4)

@@ -168,7 +168,7 @@ def test_a_data_loader_feeds_the_device() -> None:
 def test_mark_step_returns_before_the_run_is_done() -> None:
     lazy_backend.config.run_in_background = "always"
     release = threading.Event()
-    device = lazy_backend.context.contexts.get_device_context(0)
+    device = lazy_backend.tensors.contexts.contexts.get_device_context(0)
     device.queue.add(lambda: release.wait(timeout=30))
     x = torch.ones(4, device="lazy") + 1
     lazy_backend.mark_step()

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 import lazy_backend
 from lazy_backend import config
-from lazy_backend.sync import LazyGraphExecutor
-from lazy_backend.tracebacks import hide_frames
+from lazy_backend.errors.tracebacks import hide_frames
+from lazy_backend.execution.sync import LazyGraphExecutor
 
 ROOT = Path(lazy_backend.__file__).resolve().parent.parent
 OURS = tuple(str(ROOT / folder) + os.sep for folder in ("lazy_backend", "lowering", "cache"))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import lazy_backend
 from lazy_backend import metrics
-from lazy_backend.context import contexts
+from lazy_backend.tensors.contexts import contexts
 
 
 def mlp() -> nn.Module:

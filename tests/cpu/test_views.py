@@ -905,7 +905,7 @@ def test_the_table_compiles() -> None:
 
 
 def test_an_updated_parameter_keeps_its_memory() -> None:
-    from lazy_backend.tensor import backing_tensor
+    from lazy_backend.tensors.tensor import backing_tensor
 
     parameter = torch.nn.Parameter(grid("lazy", 4))
     parameter.cpu()

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from lazy_backend.lowering.canonical import PostOrderData, run_post_order
-from lazy_backend.lowering.ir import Constant, Graph, TensorMeta, check_graph, intern_meta, map_arg, meta_of
-from lazy_backend.lowering.program import INPUTS, SLOTS, Call, Entered, Fresh, Same, Token, View
-from lazy_backend.lowering.schema import schema_of
+from lazy_backend.lowering.ir.canonical import PostOrderData, run_post_order
+from lazy_backend.lowering.ir.graph import Constant, Graph, TensorMeta, check_graph, intern_meta, map_arg, meta_of
+from lazy_backend.lowering.ir.program import INPUTS, SLOTS, Call, Entered, Fresh, Same, Token, View
+from lazy_backend.lowering.ir.schema import schema_of
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

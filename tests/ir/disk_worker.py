@@ -25,7 +25,7 @@ sys.modules["lazy_backend"] = _package
 from filelock import FileLock  # noqa: E402
 
 from lazy_backend.cache import disk  # noqa: E402
-from lazy_backend.cache.computation import Key  # noqa: E402
+from lazy_backend.cache.computation_cache import Key  # noqa: E402
 from lazy_backend.cache.disk import DiskCache  # noqa: E402
 
 OURS = Path(disk.__file__).parent

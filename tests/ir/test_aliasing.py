@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lazy_backend.lowering.aliasing import OutputAliases, watched_storages
+from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
 
 
 def test_an_output_that_shares_memory_with_an_input_or_an_output_is_copied() -> None:

@@ -6,8 +6,8 @@ import torch
 from builder import Program, aten
 from expecttest import assert_expected_inline
 
-from lazy_backend.lowering.canonical import Parameter
-from lazy_backend.lowering.serial import SerialGraphExecutor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.canonical import Parameter
 
 
 def linear(program: Program, width: int = 3):

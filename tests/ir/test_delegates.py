@@ -9,14 +9,14 @@ import torch
 from builder import VISIT, Built, Program, aten, built, random_graph, visiting
 from harness import assert_same
 
-from lazy_backend.lowering.compiler import PlanError
-from lazy_backend.lowering.graph_executor import GraphExecutor
-from lazy_backend.lowering.ir import Graph, Node, check_graph, meta_of
-from lazy_backend.lowering.kernels import DelegateKernel, make_kernels
-from lazy_backend.lowering.parallel import ParallelGraphExecutor
-from lazy_backend.lowering.partition import Supported, makes_views, partition
-from lazy_backend.lowering.program import Fresh, Token
-from lazy_backend.lowering.serial import SerialGraphExecutor
+from lazy_backend.lowering.compilation.compiler import PlanError
+from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
+from lazy_backend.lowering.interpreter.kernels import DelegateKernel, make_kernels
+from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.graph import Graph, Node, check_graph, meta_of
+from lazy_backend.lowering.ir.program import Fresh, Token
+from lazy_backend.lowering.serving.partition import Supported, makes_views, partition
 
 
 def compiled_parts(program: Built, supported: Supported, backend: str = "aot_eager") -> list[DelegateKernel | Node]:

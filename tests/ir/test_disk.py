@@ -25,7 +25,7 @@ import pytest
 from filelock import FileLock, Timeout
 
 from lazy_backend.cache import disk, folder
-from lazy_backend.cache.computation import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCache, Removed
 from lazy_backend.cache.entry import FORMAT, encode_key, make_head
 from lazy_backend.cache.folder import CacheRefused, default_directory

@@ -12,10 +12,10 @@ from builder import VISIT, Program, aten, visiting
 from harness import assert_same
 from torch.utils import _pytree as pytree
 
-from lazy_backend.lowering.executor import Executor, ExecutorConfig, GraphSignature
-from lazy_backend.lowering.kernels import NodeError
-from lazy_backend.lowering.program import Token
-from lazy_backend.lowering.weights import InputError
+from lazy_backend.lowering.interpreter.kernels import NodeError
+from lazy_backend.lowering.ir.program import Token
+from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
+from lazy_backend.lowering.serving.weights import InputError
 
 SIZE, BATCH = 64, 32  # large enough for results to be planned
 CONFIGS = [

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from builder import Program, aten
 
-from lazy_backend.cache.computation import Key
-from lazy_backend.lowering.families import Family, Member, TooManyShapes
-from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.portable import StoredGraph
-from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, FusionStrategy
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.portable import StoredGraph
+from lazy_backend.lowering.plans.families import Family, Member, TooManyShapes
+from lazy_backend.lowering.plans.specialise import CompilePolicy, CompileReport, FusionStrategy
 
 POLICY = CompilePolicy("eager", enabled=True, num_profiled_runs=1, max_specializations=4, max_compiled_nodes=1000)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from synthetic_runs import SITE, make_run
 
-from lazy_backend.findings import Finding, find
-from lazy_backend.run_log import Line, Run
+from lazy_backend.diagnostics.findings import Finding, find
+from lazy_backend.diagnostics.run_log import Line, Run
 
 
 def run_of(steps: int = 100, **further: Any) -> Run:

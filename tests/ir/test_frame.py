@@ -8,8 +8,8 @@ import pytest
 import torch
 from builder import CPU, Program, aten, chain
 
-from lazy_backend.lowering.frame import ExecutionFrame, FramePool
-from lazy_backend.lowering.kernels import make_kernels
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool
+from lazy_backend.lowering.interpreter.kernels import make_kernels
 
 
 class Clock:

@@ -7,7 +7,7 @@ from typing import Any
 
 from synthetic_runs import make_run
 
-from lazy_backend.graph_layout import lay_out, operands_of
+from lazy_backend.diagnostics.graph_layout import lay_out, operands_of
 
 
 def call(reads: list[str], makes: str = "", **further: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from lazy_backend.lowering.instructions import try_instructions
-from lazy_backend.lowering.lifeline import OWN_INDUCTOR_FOLDER
+from lazy_backend.lowering.compilation.instructions import try_instructions
+from lazy_backend.lowering.compilation.lifeline import OWN_INDUCTOR_FOLDER
 
 Find = Callable[[str], list[str]]
 

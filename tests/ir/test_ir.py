@@ -8,7 +8,7 @@ import pytest
 import torch
 from builder import CPU, Program, aten
 
-from lazy_backend.lowering.ir import (
+from lazy_backend.lowering.ir.graph import (
     Constant,
     Graph,
     MalformedGraph,

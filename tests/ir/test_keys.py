@@ -11,10 +11,9 @@ import pytest
 import torch
 from builder import Program, aten
 
-from lazy_backend.cache.computation import ComputationCache, Key
-from lazy_backend.lowering import environment as lowering_environment
-from lazy_backend.lowering.computation import make_key
-from lazy_backend.lowering.environment import (
+from lazy_backend.cache.computation_cache import ComputationCache, Key
+from lazy_backend.lowering.compilation import environment as lowering_environment
+from lazy_backend.lowering.compilation.environment import (
     compiler_variables,
     disk_key_parts,
     environment,
@@ -23,7 +22,8 @@ from lazy_backend.lowering.environment import (
     lowering_code,
     process_state,
 )
-from lazy_backend.lowering.profiling import CompilePolicy
+from lazy_backend.lowering.plans.cached_computation import make_key
+from lazy_backend.lowering.plans.profiling import CompilePolicy
 
 
 def policy(**changes) -> CompilePolicy:
@@ -152,12 +152,12 @@ def test_variables_that_change_no_code_are_not_in_the_key(name: str) -> None:
 
 
 def test_code_that_lowers_otherwise_finds_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in Path(lowering_environment.__file__).parent.glob("*.py"):
-        shutil.copy(file, tmp_path)
+    folder = Path(lowering_environment.__file__).parent.parent
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     own = lowering_code.__wrapped__()
-    monkeypatch.setattr(lowering_environment, "__file__", str(tmp_path / "environment.py"))
+    monkeypatch.setattr(lowering_environment, "__file__", str(tmp_path / "compilation" / "environment.py"))
     assert lowering_code.__wrapped__() == own
-    (tmp_path / "fx.py").write_text("# lowers relu as neg\n")
+    (tmp_path / "compilation" / "fx.py").write_text("# lowers relu as neg\n")
     assert lowering_code.__wrapped__() != own
 
 

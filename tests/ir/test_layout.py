@@ -8,10 +8,10 @@ from builder import CPU, VISIT, Built, Program, aten, built, chain, random_graph
 from expecttest import assert_expected_inline
 from harness import assert_same
 
-from lazy_backend.lowering.frame import ExecutionFrame
-from lazy_backend.lowering.graph_executor import GraphExecutor
-from lazy_backend.lowering.kernels import make_kernels
-from lazy_backend.lowering.layout import (
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame
+from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
+from lazy_backend.lowering.interpreter.kernels import make_kernels
+from lazy_backend.lowering.interpreter.layout import (
     LayoutPlan,
     MemoryMeter,
     last_uses,
@@ -19,8 +19,8 @@ from lazy_backend.lowering.layout import (
     peak_bytes,
     plan_layout,
 )
-from lazy_backend.lowering.parallel import ParallelGraphExecutor
-from lazy_backend.lowering.serial import SerialGraphExecutor
+from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 
 
 def run_planned(executor: type[GraphExecutor], program: Built, plan: LayoutPlan) -> list[list[torch.Tensor]]:

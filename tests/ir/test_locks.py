@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lazy_backend.locks import DeviceLocker, DeviceLockerArena, DeviceQueue, Run, Work
+from lazy_backend.tensors.locks import DeviceLocker, DeviceLockerArena, DeviceQueue, DeviceRun, Work
 
 
 class Task(Work):
@@ -14,7 +14,7 @@ class Task(Work):
 
     def __init__(self, locker: DeviceLocker, function=lambda: None) -> None:
         super().__init__()
-        self.below: Run | None = None
+        self.below: DeviceRun | None = None
         self.finished = 0
         self.made: list[object] = []
         self._locker, self._function = locker, function

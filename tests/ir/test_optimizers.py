@@ -9,9 +9,9 @@ import pytest
 import torch
 from builder import Program, aten
 
-from lazy_backend.lowering.fx import to_fx
-from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.optimizers import can_write_out
+from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.optimizers import can_write_out
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
 SGD = {

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from lazy_backend.lowering.ir import TensorMeta, extent, intern_meta, meta_of
-from lazy_backend.lowering.overlap import overlap, overlaps_itself, same_window
-from lazy_backend.lowering.windows import chain_to
+from lazy_backend.lowering.ir.graph import TensorMeta, extent, intern_meta, meta_of
+from lazy_backend.lowering.ir.overlap import overlap, overlaps_itself, same_window
+from lazy_backend.lowering.ir.windows import chain_to
 
 
 def elements(meta: TensorMeta) -> list[int]:

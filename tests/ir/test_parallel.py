@@ -14,12 +14,12 @@ import torch
 from builder import VISIT, Built, Program, aten, branches, built, chain, random_graph, visiting, visits, wide
 from harness import assert_same, run_python
 
-from lazy_backend.lowering.frame import ExecutionFrame
-from lazy_backend.lowering.graph_executor import GraphExecutor
-from lazy_backend.lowering.ir import dependencies
-from lazy_backend.lowering.kernels import NodeError
-from lazy_backend.lowering.parallel import ParallelGraphExecutor
-from lazy_backend.lowering.serial import SerialGraphExecutor
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame
+from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
+from lazy_backend.lowering.interpreter.kernels import NodeError
+from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.graph import dependencies
 
 EXECUTORS = [SerialGraphExecutor, ParallelGraphExecutor]
 
@@ -328,7 +328,7 @@ def test_a_forked_child_runs_too(tmp_path) -> None:
 import os, sys, torch
 sys.path[:0] = [{tests!r}, {tests!r} + "/ir"]
 from builder import branches
-from lazy_backend.lowering.parallel import ParallelGraphExecutor
+from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
 torch.set_num_threads(1)
 program = branches(3, 2, 4)
 executor = ParallelGraphExecutor(program.graph)

@@ -13,14 +13,14 @@ from builder import CPU, Program, aten
 from expecttest import assert_expected_inline
 from harness import as_bytes, assert_same
 
-from lazy_backend.lowering.compiler import PlanError, compile_graph, lookup_backend
-from lazy_backend.lowering.fx import to_fx
-from lazy_backend.lowering.ir import Graph, Node
-from lazy_backend.lowering.kernels import NodeError
-from lazy_backend.lowering.portable import StoredGraph
-from lazy_backend.lowering.profiling import CompilePolicy, CompileReport, ProfilingGraphExecutor
-from lazy_backend.lowering.scalars import can_promote
-from lazy_backend.lowering.serial import SerialGraphExecutor
+from lazy_backend.lowering.compilation.compiler import PlanError, compile_graph, lookup_backend
+from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.compilation.scalars import can_promote
+from lazy_backend.lowering.interpreter.kernels import NodeError
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.graph import Graph, Node
+from lazy_backend.lowering.ir.portable import StoredGraph
+from lazy_backend.lowering.plans.profiling import CompilePolicy, CompileReport, ProfilingGraphExecutor
 
 
 def scaled(op=aten.mul.Tensor) -> tuple[Graph, torch.Tensor]:

@@ -15,10 +15,10 @@ from harness import grid
 from random_programs import random_program
 
 import lazy_backend
-from lazy_backend.lowering.ir import Constant, Graph, Node, Value, check_graph, intern_meta
-from lazy_backend.lowering.portable import NotPortable, from_bytes, to_bytes
-from lazy_backend.lowering.serial import SerialGraphExecutor
-from lazy_backend.sync import executor
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.graph import Constant, Graph, Node, Value, check_graph, intern_meta
+from lazy_backend.lowering.ir.portable import NotPortable, from_bytes, to_bytes
 
 
 def values_of(graph: Graph) -> list[Value]:
@@ -154,8 +154,8 @@ def test_a_recorded_graph_survives(name: str) -> None:
 def watch_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that are recorded from here on, each of which is to survive."""
     seen: list[Graph] = []
-    # every new graph is checked before it runs; `lazy_backend.sync` itself is the function
-    module = sys.modules["lazy_backend.sync"]
+    # every new graph is checked before it runs
+    module = sys.modules["lazy_backend.execution.sync"]
     monkeypatch.setattr(module, "check_graph", lambda graph: seen.append(assert_survives(graph)))
     return seen
 

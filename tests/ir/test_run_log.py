@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from synthetic_runs import make_run
 
-from lazy_backend.run_log import Run, RunLog, RunLogError, collect, read_run
+from lazy_backend.diagnostics.run_log import Run, RunLog, RunLogError, collect, read_run
 
 SYNC = make_run(1, 3).syncs[1]
 PROGRAM = make_run(1, 3).programs["program 1"]

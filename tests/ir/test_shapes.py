@@ -6,8 +6,8 @@ import pytest
 import torch
 from builder import Program
 
-from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.shapes import Size, generalise, input_sizes, numbers_of, skeleton, symbolic_graph
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.shapes import Size, generalise, input_sizes, numbers_of, skeleton, symbolic_graph
 
 aten = torch.ops.aten
 

@@ -12,13 +12,13 @@ import torch
 from builder import VISIT, Built, Program, aten, built, random_graph, visiting, visits
 from harness import assert_same
 
-from lazy_backend.lowering.frame import ExecutionFrame
-from lazy_backend.lowering.graph_executor import GraphExecutor
-from lazy_backend.lowering.kernels import NodeError, make_kernels
-from lazy_backend.lowering.parallel import ParallelGraphExecutor
-from lazy_backend.lowering.serial import SerialGraphExecutor
-from lazy_backend.lowering.streams import LeafStreams
-from lazy_backend.lowering.task import (
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame
+from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
+from lazy_backend.lowering.interpreter.kernels import NodeError, make_kernels
+from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.interpreter.streams import LeafStreams
+from lazy_backend.lowering.interpreter.task import (
     Capture,
     ExecInfo,
     GraphTask,

@@ -7,10 +7,10 @@ import torch
 from builder import Program, aten
 from harness import assert_same
 
-from lazy_backend.lowering.constant_folding import ConstantFolder, split_constants
-from lazy_backend.lowering.ir import Graph, intern_meta
-from lazy_backend.lowering.kernels import NodeError, make_kernels
-from lazy_backend.lowering.weights import InputError, Weights, process_weights
+from lazy_backend.lowering.interpreter.kernels import NodeError, make_kernels
+from lazy_backend.lowering.ir.graph import Graph, intern_meta
+from lazy_backend.lowering.serving.constant_folding import ConstantFolder, split_constants
+from lazy_backend.lowering.serving.weights import InputError, Weights, process_weights
 
 
 def folder(graph: Graph, weights: int, constants: list[float] | None = None) -> ConstantFolder:

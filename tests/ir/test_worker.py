@@ -24,14 +24,15 @@ import torch
 from builder import Program, aten
 
 from lazy_backend.cache import scratch
-from lazy_backend.cache.computation import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCache
-from lazy_backend.lowering import background, specialise
-from lazy_backend.lowering.background import CompileWorker, Job
-from lazy_backend.lowering.environment import compiler_settings
-from lazy_backend.lowering.ir import Graph
-from lazy_backend.lowering.portable import StoredGraph
-from lazy_backend.lowering.specialise import CompilePolicy, CompileReport, GraphCompiler
+from lazy_backend.lowering.compilation import background
+from lazy_backend.lowering.compilation.background import CompileWorker, Job
+from lazy_backend.lowering.compilation.environment import compiler_settings
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.portable import StoredGraph
+from lazy_backend.lowering.plans import specialise
+from lazy_backend.lowering.plans.specialise import CompilePolicy, CompileReport, GraphCompiler
 
 # Answers each request with its header, after as many seconds as its constants say.
 ECHO = """

@@ -1,0 +1,135 @@
+"""The debug ladder: what `config.debug` (LAZY_DEBUG) prints, to standard error or to `config.debug_file`.
+
+In: syncs, runs, compiles and passes as they happen. Out: lines. Level 1: one per sync, with its explanation where it
+was no hit, and one per compile. 2: also runs and the times of syncs. 3: also the program or graph before and after each
+pass. 4: also the FX code that the compiler got.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.diagnostics.explanation import explain_record
+from lazy_backend.diagnostics.history import SyncRecord
+from lazy_backend.lowering.compilation.compiler import CompiledPlan
+from lazy_backend.lowering.interpreter.layout import LayoutPlan
+from lazy_backend.lowering.ir.canonical import PostOrderData
+from lazy_backend.lowering.ir.passes import watch_passes
+from lazy_backend.lowering.ir.program import Call, print_program
+from lazy_backend.lowering.ir.shapes import SymbolicGraph
+from lazy_backend.lowering.plans.cached_computation import Computation
+from lazy_backend.lowering.plans.specialise import CompileReport
+from lazy_backend.lowering.serving.constant_folding import ConstantFolder
+from lazy_backend.settings import config
+
+_lock = process_lock()
+
+
+def write(text: str) -> None:
+    """Print `text`, each line marked as ours. A file that cannot be written is said once, then standard error it is."""
+    marked = "".join(f"lazy_backend: {line}\n" for line in text.splitlines())
+    name = config.debug_file
+    with _lock:
+        if name is None or name in _refused:
+            sys.stderr.write(marked)
+            return
+        try:
+            # opened each time: several processes may write the same file, and it may be moved meanwhile
+            with open(name.replace("%p", str(os.getpid())), "a") as file:
+                file.write(marked)
+        except OSError as error:
+            _refused.add(name)
+            sys.stderr.write(f"lazy_backend: LAZY_DEBUG_FILE cannot be written: {error}\n{marked}")
+
+
+_refused: set[str] = set()
+
+
+def tell_sync(record: SyncRecord, computation: Computation | None) -> None:
+    """A sync that is done, and its graph if it has one by now."""
+    graph = "" if computation is None else f" {computation.name}"
+    lines = [f"{record.device}{graph} {explain_record(record)}"]
+    if config.debug >= 2:
+        times = (("trace", record.trace_seconds), ("wait", record.wait_seconds), ("sync", record.sync_seconds))
+        lines.append("    " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times))
+    write("\n".join(lines))
+
+
+def tell_run(device: str, computation: Computation, plan: str, seconds: float, error: BaseException | None) -> None:
+    """A run that has ended."""
+    ended = "ran" if error is None else f"failed with {type(error).__name__}"
+    thread = threading.current_thread().name
+    write(f"{device} {computation.name} {ended}, {plan}, in {seconds * 1e3:.2f} ms on thread {thread}")
+
+
+def told(report: CompileReport) -> str:
+    """A compile that began, ended or failed, or what was found on disk, in a line."""
+    what = {
+        "started": "compiling in the background",
+        "loaded": "found compiled on disk",
+        "failed": "not compiled",
+        "declined": "interpreted for good",
+    }
+    seconds = f" in {report.seconds:.1f} s" if report.seconds else ""
+    many = " for many shapes" if report.symbolic else ""
+    error = "" if report.error is None else f": {type(report.error).__name__}"
+    return f"a graph of {len(report.graph.nodes)} nodes: {what.get(report.stage, 'compiled')}{many}{seconds}{error}"
+
+
+def tell_compile(report: CompileReport) -> None:
+    """A compile, and the code of its plan."""
+    write(told(report))
+    if config.debug >= 4 and report.plan is not None:
+        write(f"FX code of that graph:\n{_code_of(report.plan).strip()}")
+
+
+def _code_of(plan: CompiledPlan) -> str:
+    # floats that are inputs have no value in the code
+    return plan.code([plan.specialised.get(place, 0.0) for place in range(plan.graph.num_constants)])
+
+
+def _tell_pass(name: str, stage: str, found: Any) -> None:
+    if config.debug >= 3:
+        write(f"{stage} {name}:\n{_text_of(found)}")
+
+
+@functools.singledispatch
+def _text_of(found: Any) -> str:
+    return str(found)
+
+
+@_text_of.register(list)
+@_text_of.register(tuple)
+def _(found: Sequence[Any]) -> str:
+    if found and isinstance(found[0], Call):
+        return print_program(found)
+    return "\n".join(map(_text_of, found))  # regions and the nodes between them
+
+
+@_text_of.register
+def _(found: PostOrderData) -> str:
+    return str(found.graph)
+
+
+@_text_of.register
+def _(found: SymbolicGraph) -> str:
+    return str(found.graph)
+
+
+@_text_of.register
+def _(found: ConstantFolder) -> str:
+    return str(found.remaining)
+
+
+@_text_of.register
+def _(found: LayoutPlan) -> str:
+    return f"{found.graph}\n  {len(found.placed)} results in {len(found.buffer_bytes)} buffers"
+
+
+watch_passes(_tell_pass)

@@ -1,0 +1,141 @@
+"""Why was this compiled? Why was the graph cut? The answer, as data and as text.
+
+In: the history. Out: `explain()`, an `Explanation` that prints itself: syncs that were alike in one line, and for the
+others the first difference from the nearest known program, with both lines of the user's code and what to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lazy_backend.diagnostics.difference import shown_site
+from lazy_backend.diagnostics.history import CompileRecord, ProgramRecord, SyncRecord, WaitRecord, history
+from lazy_backend.diagnostics.memory import MemorySeries
+from lazy_backend.diagnostics.run_log import describe_process, source_lines
+from lazy_backend.errors.tracebacks import hide_internals
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the syncs of a process did, oldest first."""
+
+    records: Sequence[SyncRecord]
+    compiles: Sequence[CompileRecord]
+    programs: Sequence[ProgramRecord]
+    memory: MemorySeries
+    waits: Sequence[WaitRecord] = ()
+
+    def misses(self) -> list[SyncRecord]:
+        """The syncs that were not served by what was known: those that have something to explain."""
+        return [record for record in self.records if not _is_plain(record)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, texts, lists and dicts, as for JSON."""
+        return {
+            "records": [record.to_dict() for record in self.records],
+            "compiles": [compiled.to_dict() for compiled in self.compiles],
+            "programs": [program.to_dict() for program in self.programs],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON lines, as `config.log_file` does: `python -m lazy_backend.report path` shows them."""
+        with open(path, "w") as file:
+            for line in self.lines():
+                file.write(json.dumps(line) + "\n")
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """What `save` writes: one dict per sync, compile, program and so on, each with its `type`."""
+        programs = [program.to_dict() for program in self.programs]
+        records = [record.to_dict() for record in self.records]
+        yield describe_process()
+        yield source_lines(programs, records)
+        yield from programs
+        yield from (compiled.to_dict() for compiled in self.compiles)
+        yield from records
+        yield from (sample.to_dict() for sample in self.memory.samples)
+        yield from (wait.to_dict() for wait in self.waits)
+        yield from (peak.to_dict() for peak in self.memory.peaks.values())
+        yield {"type": "state", **history.state()}
+
+    def __str__(self) -> str:
+        lines = [self._summary()]
+        for _, group in itertools.groupby(self.records, key=_look):
+            lines += _printed(list(group))
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        outcomes = Counter(record.outcome for record in self.records)
+        counted = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+        compiled = [c for c in self.compiles if c.outcome in ("compiled", "failed")]
+        seconds = sum(c.seconds for c in compiled)
+        programs = len({record.program for record in self.records})
+        return (
+            f"{_plural(len(self.records), 'sync')} of {_plural(programs, 'program')}"
+            f"{': ' if counted else ''}{counted}; {_plural(len(compiled), 'compile')}, {seconds:.1f} s"
+        )
+
+
+@hide_internals
+def explain(last: int | None = None) -> Explanation:
+    """One record for each sync since the start or the last `metrics.reset()`; the `last` ones if that is a number.
+
+    `print(lazy_backend.explain())` says for every sync that was not a hit what differed from the nearest known
+    program, with your line on both sides. `config.explain = False` keeps no records.
+    """
+    records, compiles, programs = history.snapshot()
+    chosen = records if last is None else records[-last:]
+    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits))
+
+
+def explain_record(record: SyncRecord) -> str:
+    """One sync as text."""
+    return "\n".join(_printed([record]))
+
+
+def _is_plain(record: SyncRecord) -> bool:
+    return record.outcome in ("hit, level 1", "replay") and not record.advice
+
+
+def _look(record: SyncRecord) -> tuple[Any, ...]:
+    """Syncs that look alike are printed as one line."""
+    alone = None if record.difference is None and not record.compiles else record.number
+    return record.device, record.program, record.outcome, record.plan, record.cause, record.site, alone
+
+
+def _printed(group: Sequence[SyncRecord]) -> list[str]:
+    first, last = group[0], group[-1]
+    steps = f"step {first.step}" if first.step == last.step else f"steps {first.step} to {last.step}"
+    times = "" if len(group) == 1 else f", {len(group)} times"
+    lines = [
+        f"{steps}, {first.program} ({_plural(first.calls, 'call')}): {first.outcome}, {first.plan}{times}, "
+        f"by {first.cause} at {shown_site(first.site) or 'an unknown line'}"
+    ]
+    if first.difference is not None:
+        nearest = "itself" if first.nearest == first.program else first.nearest
+        lines.append(f"    unlike {nearest} in {str(first.difference).replace(chr(10), chr(10) + '    ')}")
+    elif first.outcome == "miss":
+        lines.append(f"    the first program that was recorded on {first.device}")
+    for compiled in first.compiles:
+        lines.append(f"    {_told(compiled)}")
+        if compiled.difference is not None:
+            lines.append(f"      {str(compiled.difference).replace(chr(10), chr(10) + '      ')}")
+    if first.advice:
+        lines.append(f"    -> {first.advice}")
+    return lines
+
+
+def _told(compiled: CompileRecord) -> str:
+    what = {"started": "being compiled", "loaded": "found compiled on disk"}.get(compiled.outcome, compiled.outcome)
+    seconds = f" in {compiled.seconds:.1f} s" if compiled.seconds else ""
+    error = f": {compiled.error}" if compiled.error else ""
+    return f"graph {compiled.graph} ({_plural(compiled.nodes, 'node')}) {what}{seconds}, since {compiled.reason}{error}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,440 @@
+"""What every sync did, kept for whoever asks why.
+
+In: facts from the executor as it goes. Out: `history`, a bounded list of `SyncRecord`s with the programs and compiles
+they speak of; the same to a file, if `config.log_file` names one. A sync of a known path costs one record, 1 µs; what
+is new is compared with the programs before it.
+
+Note [Which program is nearest]
+A program that was never recorded is explained against the one it has most in common with, among the latest: calls that
+are equal from the start on, and beyond the first difference calls of the same operators, since another batch size
+changes every call. Of two that are as near, the later one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from lazy_backend import metrics
+from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.diagnostics.difference import Difference, difference, similarity
+from lazy_backend.diagnostics.memory import Alive, MemorySample, MemorySeries, Peak, process_bytes
+from lazy_backend.diagnostics.run_log import RunLog
+from lazy_backend.lowering.ir.graph import Graph, print_arg
+from lazy_backend.lowering.ir.program import Call, Cut, Entered, Fresh, Result, Token, View
+from lazy_backend.settings import config
+
+# By the beginning of a cause, what to do about a sync that nobody asked for.
+_ADVICE_ON_CUTS = {
+    "item()": "keep the tensor, and read it after mark_step() or in lazy_backend.add_step_closure",
+    "print": "print in lazy_backend.add_step_closure, or after mark_step()",
+    "copy to": "copy after mark_step(), or in lazy_backend.add_step_closure",
+    "to_cpu": "read after mark_step()",
+    "equal": "compare after mark_step(), or with tensors, as in (a == b).all()",
+    "storage": "memory is looked at: do it after mark_step()",
+    "data_ptr": "memory is looked at: do it after mark_step()",
+    "trace too long": "call lazy_backend.mark_step() once per step, at its end",
+    "aten.": "its result depends on values: torch.where or a mask that is multiplied keeps the shape; otherwise do it "
+    "after mark_step()",
+    "torch.set_default_dtype": "set it once, before the first step",
+}
+
+# Programs that a new one is compared with.
+_MAX_COMPARED = 16
+# Programs that are remembered.
+_MAX_PROGRAMS = 1024
+
+Cursor = TrieNode[Call | Cut]
+
+
+@dataclass(slots=True, eq=False)
+class ProgramRecord:
+    """A path that was synced: what a step recorded, in full."""
+
+    number: int
+    device: str
+    cursor: Cursor
+    site: str  # of its first sync
+    syncs: int = 0
+    graph: str = ""  # of its latest computation: "#3", or "" if there is none yet
+
+    @property
+    def name(self) -> str:
+        return f"program {self.number}"
+
+    def calls(self) -> list[Call]:
+        return [call for call in self.cursor.path() if isinstance(call, Call)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name, first sync's line, syncs, graph and the calls: operator, line, operands and results with shapes."""
+        texts = [_call_to_dict(call) for call in self.calls()]
+        return {
+            "type": "program",
+            "name": self.name,
+            "device": self.device,
+            "site": self.site,
+            "syncs": self.syncs,
+            "graph": self.graph,
+            "calls": texts,
+        }
+
+
+def _call_to_dict(call: Call) -> dict[str, Any]:
+    """`reads`: tokens of operands, once each. `enters`, `makes`: tokens with shapes; `of`: what a view looks into."""
+    named = [f"{name}={print_arg(arg)}" for name, arg in call.kwargs]
+    found: dict[str, Any] = {
+        "op": str(call.op),
+        "site": call.site,
+        "args": ", ".join([*map(print_arg, call.args), *named]),
+        "reads": list(dict.fromkeys(map(repr, _tokens((call.args, [arg for _, arg in call.kwargs]))))),
+        "makes": [
+            [repr(result.token), _shape_of(result)] for result in call.results if isinstance(result, Fresh | View)
+        ],
+    }
+    of = {repr(result.token): repr(result.of) for result in call.results if isinstance(result, View)}
+    extra = {
+        "enters": [[repr(entered.token), _shape_of(entered)] for entered in call.entered],
+        "writes": list(map(repr, call.mutates)),
+        "of": of,
+    }
+    return found | {name: value for name, value in extra.items() if value}
+
+
+def _shape_of(tensor: Entered | Result) -> str:
+    return str(getattr(tensor, "meta", ""))
+
+
+def _tokens(arg: Any) -> list[Token]:
+    if isinstance(arg, Token):
+        return [arg]
+    return [token for item in arg for token in _tokens(item)] if isinstance(arg, tuple | list) else []
+
+
+@dataclass(slots=True)
+class CompileRecord:
+    """One graph that was given to the compiler, or found compiled on disk.
+
+    `outcome`: "started" while the compiler works, then "compiled" or "failed"; or "loaded" from disk; or "declined",
+    where compilers would get a write wrong and `error` says which. `reason`: why the graph was to be compiled;
+    `difference`, for a plan that was replaced: what was compiled in and changed. Times are seconds since the history
+    began; `seconds` those of the compiler.
+    """
+
+    graph: str
+    nodes: int
+    reason: str
+    begin: float
+    outcome: str = "started"
+    end: float | None = None
+    seconds: float = 0.0
+    difference: Difference | None = None
+    error: str | None = None
+    number: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "compile", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A wait that the program asked for, between two syncs: `call`, the public function, at `site`.
+
+    `done`: whether what was waited for was over then. Times are seconds; `begin` since the history began.
+    """
+
+    call: str
+    site: str
+    step: int
+    begin: float
+    seconds: float
+    done: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "wait", **asdict(self)}
+
+
+@dataclass(slots=True)
+class SyncRecord:
+    """One sync of one device.
+
+    `outcome`: "hit, level 1" (a known path), "hit, level 2" (a new path to a known graph), "disk hit", "generalised
+    hit" (the first run of a shape that a plan for many shapes served), "new specialisation" (a known graph is compiled
+    once more), "miss" (a program, or a live set of one, that was never synced), "replay" (a captured call). `plan`:
+    what ran: "as recorded", "interpreted", "compiled", "compiled for many shapes". `nearest`, `difference`: for what
+    was no hit, the program it is compared with. Times are seconds; `begin` since the history began.
+    """
+
+    number: int
+    step: int  # counted by mark_step, from 1
+    device: str
+    program: str
+    calls: int
+    cause: str
+    site: str
+    outcome: str
+    begin: float
+    trace_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    wait_begin: float = 0.0
+    plan: str = ""
+    graph: str = ""
+    nearest: str | None = None
+    difference: Difference | None = None
+    compiles: tuple[CompileRecord, ...] = ()  # a list each would keep the garbage collector busy
+    run_begin: float | None = None
+    run_seconds: float | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to do about it, in a sentence; "" if nothing is to be done."""
+        found = advice_on_cut(self.cause)
+        if not found and self.difference is not None:
+            found = self.difference.advice
+        return found or next((c.difference.advice for c in self.compiles if c.difference is not None), "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, texts, lists and dicts, as for JSON."""
+        compiles = [asdict(compiled) for compiled in self.compiles]
+        return {"type": "sync", **asdict(self), "compiles": compiles, "advice": self.advice}
+
+
+def advice_on_cut(cause: str) -> str:
+    """What to do about a sync with this cause; "" for those that are asked for."""
+    if "its output depends" not in cause and cause.startswith("aten."):
+        return "this call is not recorded but runs at once, and what was recorded before it runs first"
+    return next((advice for start, advice in _ADVICE_ON_CUTS.items() if cause.startswith(start)), "")
+
+
+@contextlib.contextmanager
+def explaining(record: SyncRecord) -> Iterator[None]:
+    """An explanation that fails is a defect of ours, and no reason to end a training run: only tests raise it."""
+    try:
+        yield
+    except Exception as error:
+        if config.check_graphs:
+            raise
+        text = f"{type(error).__name__}: {error}"
+        record.difference = Difference("unexplained", "", text, "please report this together with the program")
+
+
+class History:
+    """The latest syncs, programs and compiles. Safe from any thread.
+
+    `alive`, `alive_by_line`: say what a device holds. `sources`: what else a report shows as it is at its end, by name.
+    """
+
+    def __init__(self) -> None:
+        self._lock = process_lock()
+        self.programs: dict[Cursor, ProgramRecord] = {}
+        self._program_numbers = itertools.count(1)
+        self._compile_numbers = itertools.count(1)
+        self.alive: Callable[[str], Alive] | None = None
+        self.alive_by_line: Callable[[str], list[dict[str, Any]]] = lambda device: []
+        self.sources: dict[str, Callable[[], Any]] = {}
+        self.log: RunLog | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what happened and count from zero; programs stay known. A log goes on as that of another run."""
+        if self.log is not None:
+            self.log.close()
+        self.log = None
+        self.start = perf_counter()
+        self.steps = 0
+        self.memory = MemorySeries()
+        self.records: deque[SyncRecord] = deque(maxlen=config.explain_records)
+        self.compiles: deque[CompileRecord] = deque(maxlen=config.explain_records)
+        self.waits: deque[WaitRecord] = deque(maxlen=config.explain_records)
+        self._numbers = itertools.count(1)
+        self._underway: dict[Graph, CompileRecord] = {}
+
+    def reset(self) -> None:
+        """Forget the programs too."""
+        self.programs.clear()
+        self._program_numbers = itertools.count(1)
+        self.clear()
+
+    def now(self) -> float:
+        """Seconds since the history began."""
+        return perf_counter() - self.start
+
+    # ----- syncs
+
+    def begin_sync(self, device: str, cursor: Cursor, cause: str, site: str, begin: float) -> SyncRecord:
+        """A record of the sync of `cursor` that begins; `add` it when it is done. `begin`: of its trace."""
+        program = self.programs.get(cursor)
+        is_new = not cursor.bindings
+        if program is None:
+            program = self._add_program(device, cursor, site)
+        program.syncs += 1
+        record = SyncRecord(
+            next(self._numbers), self.steps + 1, device, program.name, cursor.depth, cause, site,
+            "miss" if is_new else "hit, level 1", begin - self.start, graph=program.graph,
+        )  # fmt: skip
+        if is_new:
+            with explaining(record):
+                self._compare(program, record)
+        return record
+
+    def add(self, record: SyncRecord) -> None:
+        """Keep the record of a sync that is done; its run may be under way."""
+        # not the first one: a sample of a GPT takes 1.5 ms, and a first step is slow as it is
+        if self.records and record.begin >= self.memory.due:
+            self._sample_memory(record)
+        self.records.append(record)
+        if config.log_file is not None:
+            self._log(record)
+
+    def ran(self, record: SyncRecord, begin: float, seconds: float) -> None:
+        """The run of `record` took `seconds` from `begin` (of `perf_counter`) on. Takes no lock, as a run must not."""
+        record.run_begin, record.run_seconds = begin - self.start, seconds
+        if self.log is not None:
+            self.log.add_run(record.number, record.run_begin, seconds)
+
+    def waited(self, call: str, site: str, begin: float, done: bool) -> None:
+        """The program waited in `call` from `begin` (of `perf_counter`) until now."""
+        if config.explain:
+            wait = WaitRecord(call, site, self.steps + 1, begin - self.start, perf_counter() - begin, done)
+            self.waits.append(wait)
+            if config.log_file is not None:
+                self._log(wait)
+
+    def state(self) -> dict[str, Any]:
+        """What the `sources` say now."""
+        return {name: read() for name, read in self.sources.items()}
+
+    def _sample_memory(self, record: SyncRecord) -> None:
+        if self.alive is None:
+            return
+        begin = perf_counter()
+        alive = self.alive(record.device)
+        sample = MemorySample(
+            self.now(), record.step, record.device, alive.tensors, alive.bytes, alive.device_bytes, process_bytes()
+        )
+        if self.memory.is_peak(record.device, alive.tensors):
+            peak = Peak(record.device, record.step, alive.tensors, self.alive_by_line(record.device))
+            self.memory.peaks[record.device] = peak
+            if config.log_file is not None:
+                self._log(peak)
+        self.memory.add(sample, perf_counter() - begin)
+        if config.log_file is not None:
+            self._log(sample)
+
+    def _log(self, record: SyncRecord | CompileRecord | WaitRecord | MemorySample | Peak) -> None:
+        """Append `record` to the log that the settings name, after the programs that it speaks of and that are new."""
+        log = self._open_log()
+        if isinstance(record, SyncRecord):
+            for program in self._programs_for(record, log):
+                log.add_program(program.to_dict())
+            log.add_sync(record.to_dict())
+        else:
+            log.add(record.to_dict())
+
+    def _open_log(self) -> RunLog:
+        """The log that the settings name now."""
+        log = self.log
+        if log is not None and log.name == config.log_file:
+            return log
+        with self._lock:  # two threads that began at once would make two runs of one
+            before, log = self.log, self.log
+            if log is None or log.name != config.log_file:
+                log = self.log = RunLog(str(config.log_file), self.state)
+        if before is not None and before is not log:
+            before.close()
+        return log
+
+    def _programs_for(self, record: SyncRecord, log: RunLog) -> list[ProgramRecord]:
+        """The programs that `record` names and the log has not."""
+        names = {record.program, record.nearest} - log.programs
+        if not names:
+            return []
+        return [program for program in self._all_programs() if program.name in names]
+
+    def add_replay(self, device: str, number: int, plan: str, site: str, begin: float) -> SyncRecord:
+        """A captured call that was replayed from `begin` until now. 3 µs."""
+        self.steps += 1
+        graph = f"#{number}"
+        record = SyncRecord(
+            next(self._numbers), self.steps, device, f"captured graph {graph}", 0, "a captured call", site, "replay",
+            begin - self.start, 0.0, perf_counter() - begin, plan=plan, graph=graph,
+        )  # fmt: skip
+        if config.explain:
+            self.add(record)
+        return record
+
+    def _add_program(self, device: str, cursor: Cursor, site: str) -> ProgramRecord:
+        with self._lock:
+            if len(self.programs) >= _MAX_PROGRAMS:
+                self.programs.pop(next(iter(self.programs)), None)
+            program = self.programs[cursor] = ProgramRecord(next(self._program_numbers), device, cursor, site)
+            return program
+
+    def forget_paths(self, device: str) -> None:
+        """Paths of `device` are no longer walked: keep only what a new program may be compared with."""
+        old = [program for program in self._all_programs() if program.device == device]
+        for program in old[:-_MAX_COMPARED]:
+            self.programs.pop(program.cursor, None)
+
+    def _all_programs(self) -> list[ProgramRecord]:
+        """A copy, made in one C call: a signal handler or a finalizer may record a program at any moment."""
+        return list(self.programs.values())
+
+    def _compare(self, program: ProgramRecord, record: SyncRecord) -> None:
+        """See Note [Which program is nearest]."""
+        there = [other for other in self._all_programs() if other.device == program.device]
+        known = [other for other in there if other is not program][-_MAX_COMPARED:]
+        if not known:
+            return
+        now = program.calls()
+        paths = [(other, other.calls()) for other in known]
+        nearest, before = max(paths, key=lambda pair: (similarity(pair[1], now), pair[0].number))
+        record.nearest = nearest.name
+        record.difference = difference(before, now)
+
+    def name_graph(self, cursor: Cursor, number: int) -> str:
+        """The name of the computation that a program is bound to."""
+        program = self.programs.get(cursor)
+        name = f"#{number}"
+        if program is not None:
+            program.graph = name
+        return name
+
+    # ----- compiles
+
+    def compile_began(self, graph: Graph, record: CompileRecord) -> None:
+        """`graph` identifies the compile until `compile_ended`."""
+        self._underway[graph] = record
+        self._add_compile(record)
+
+    def compile_ended(self, graph: Graph, record: CompileRecord) -> CompileRecord:
+        """Complete the record of a compile, or add `record` if it never was under way."""
+        found = self._underway.pop(graph, None)
+        if found is None:
+            self._add_compile(record)
+            return record
+        found.outcome, found.end, found.seconds, found.error = record.outcome, record.end, record.seconds, record.error
+        if config.log_file is not None:
+            self._log(found)
+        return found
+
+    def _add_compile(self, record: CompileRecord) -> None:
+        record.number = next(self._compile_numbers)
+        self.compiles.append(record)
+        if config.log_file is not None:
+            self._log(record)
+
+    def snapshot(self) -> tuple[Sequence[SyncRecord], Sequence[CompileRecord], Sequence[ProgramRecord]]:
+        """Copies of the lists as they are now."""
+        with self._lock:
+            return list(self.records), list(self.compiles), self._all_programs()
+
+
+history = History()
+metrics.add_source(metrics.Source(Counter, history.clear))

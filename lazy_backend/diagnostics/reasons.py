@@ -1,0 +1,100 @@
+"""From what the executor finds to what a `SyncRecord` says of it.
+
+In: bindings, plans and reports of the compiler. Out: outcomes, differences and reasons, filled into records.
+Nothing here is called for a sync of a known path but `note_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from lazy_backend.diagnostics.difference import (
+    Difference,
+    difference_of_floats,
+    difference_of_outputs,
+    difference_of_settings,
+)
+from lazy_backend.diagnostics.history import CompileRecord, Cursor, SyncRecord, history
+from lazy_backend.lowering.compilation.compiler import backend_name
+from lazy_backend.lowering.compilation.environment import ENVIRONMENT_NAMES, Environment
+from lazy_backend.lowering.ir.program import Call
+from lazy_backend.lowering.plans.cached_computation import Computation
+from lazy_backend.lowering.plans.families import SizedPlan
+from lazy_backend.lowering.plans.specialise import CompileReport
+
+
+def explain_binding(
+    record: SyncRecord,
+    cursor: Cursor,
+    bindings: Mapping[Hashable, Any],
+    indices: tuple[int, ...],
+    settings: Environment,
+) -> None:
+    """A known path with outputs or settings that it never had: say which, against those it had last."""
+    found: list[tuple[Any, Environment]] = list(bindings)  # type: ignore[arg-type]
+    same_settings = [other for other, environment in found if environment == settings and _is_live_set(other)]
+    record.nearest = record.program
+    if same_settings:
+        nearest = min(reversed(same_settings), key=lambda other: len(set(other).symmetric_difference(indices)))
+        calls = [call for call in cursor.path() if isinstance(call, Call)]
+        record.difference = difference_of_outputs(calls, nearest, indices)
+    else:
+        record.difference = _of_settings(found[-1][1], settings)
+
+
+def _is_live_set(indices: tuple[Any, ...]) -> bool:
+    return all(isinstance(index, int) for index in indices)  # the mark of a union is none
+
+
+def _of_settings(before: Environment, now: Environment) -> Difference:
+    named = [list(zip(ENVIRONMENT_NAMES, environment, strict=True)) for environment in (before, now)]
+    for values in named:
+        name, backend = values[0]
+        values[0] = name, "interpreted" if backend is None else backend_name(backend)
+    return difference_of_settings(*named)
+
+
+def note_plan(
+    record: SyncRecord, cursor: Cursor, computation: Computation, kind: str, was_optimized: bool, is_new: bool
+) -> None:
+    """Which plan a sync of `cursor` got, and with it how much of the work was there."""
+    record.plan = kind
+    is_plain = record.outcome == "hit, level 1" and not record.compiles and record.difference is None
+    if is_plain and record.graph and (was_optimized or kind != SizedPlan.kind):
+        return  # nearly always
+    if not record.graph:
+        record.graph = history.name_graph(cursor, computation.number)
+    if record.difference is not None or record.outcome == "miss":
+        record.outcome = "miss" if is_new else "hit, level 2"
+    stages = [compiled.outcome for compiled in record.compiles]
+    if kind == SizedPlan.kind and not was_optimized:
+        record.outcome = "generalised hit"
+    elif "loaded" in stages:
+        record.outcome = "disk hit"
+    elif record.outcome != "miss" and any(compiled.reason != FIRST_COMPILE for compiled in record.compiles):
+        record.outcome = "new specialisation"
+    for compiled in record.compiles:
+        compiled.graph = compiled.graph or record.graph
+
+
+FIRST_COMPILE = "it recurred"
+
+
+def record_compile(report: CompileReport) -> CompileRecord:
+    """What a report of the compiler says, as a record in the history."""
+    now = history.now()
+    reason, found = FIRST_COMPILE, None
+    if report.symbolic:
+        reason = "a plan for many shapes"
+    if report.changed:
+        reason = "floats that were compiled in have changed"
+        found = difference_of_floats(report.graph, *report.changed[0])
+    began = now if report.stage == "started" else now - report.seconds
+    error = None if report.error is None else f"{type(report.error).__name__}: {report.error}"
+    record = CompileRecord("", len(report.graph.nodes), reason, began, report.stage, difference=found, error=error)
+    if report.stage == "started":
+        history.compile_began(report.graph, record)
+        return record
+    record.end, record.seconds = now, report.seconds
+    return history.compile_ended(report.graph, record)

@@ -1,0 +1,111 @@
+"""Lines of the user's code.
+
+Out: `file:line` of the innermost frame that is neither torch's nor ours. Costs about 2 µs, so it is asked for only
+where something new happens: an unseen call, a cut, an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+from lazy_backend.settings import config
+
+# A trailing separator, so that a user's `lazy_backend_experiments/` is not taken for ours.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LAYERS = [
+    os.path.dirname(os.path.abspath(str(spec.origin)))
+    for name in ("lazy_backend.lowering", "lazy_backend.cache")
+    if (spec := importlib.util.find_spec(name)) is not None
+]
+_OURS = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS))
+_INTERNAL = (*_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
+# Generated code that is nobody's line. `<stdin>`, `<string>` (python -c) and notebook cells are the user's.
+_INTERNAL += ("<frozen ", "<eval_with_key", contextlib.__file__)
+
+
+# Files met so far, each with whether it is internal: a look takes 40 ns, comparing the beginnings of paths 150.
+_known: dict[str, bool] = {}
+
+
+def _is_internal(file: str) -> bool:
+    if len(_known) >= 10_000:  # generated code has a file name each
+        _known.clear()
+    found = _known[file] = file.startswith(_INTERNAL)
+    return found
+
+
+def is_internal(file: str) -> bool:
+    """Whether a file is PyTorch's or ours, rather than the user's or another library's."""
+    return _known[file] if file in _known else _is_internal(file)
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(_OURS)
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    known = _known
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (known[file] if file in known else _is_internal(file)):
+            break
+        frame = frame.f_back
+    return frame
+
+
+def user_site() -> str:
+    """`path/train.py:31` for the line of the user's code that is running, or "" if there is none."""
+    frame = _user_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def further_frames() -> tuple[str, ...]:
+    """The lines of the user's code that led to `user_site`, from it outwards: `config.source_frames` in all."""
+    left = config.source_frames - 1
+    if not left:
+        return ()
+    found: list[str] = []
+    frame = _user_frame()
+    while frame is not None and len(found) < left:
+        frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_INTERNAL):
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    return tuple(found)
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """A warning at the user's line, once per line and text as warnings are."""
+    frame = _user_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+
+
+_purpose = threading.local()
+
+
+@contextlib.contextmanager
+def reading_for(purpose: str) -> Iterator[None]:
+    """Within the block, whatever this thread reads is read for `purpose`: "print" says more than "copy to cpu"."""
+    _purpose.text = purpose
+    try:
+        yield
+    finally:
+        _purpose.text = None
+
+
+def purpose_of_read(cause: str) -> str:
+    """What a read is for, if somebody said so; else `cause`."""
+    return getattr(_purpose, "text", None) or cause

@@ -1,0 +1,116 @@
+"""Every counter and metric that can occur: what it means, and what Lazy Tensor Core and torch_xla call it.
+
+In: nothing. Out: `COUNTERS`, `METRICS`, and for the name of an event its entry. A test holds that nothing else is
+counted, and that `docs/metrics.md` has the same entries.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """One name. With `<parts>` it stands for many: what differs becomes a label where it is exported."""
+
+    name: str
+    meaning: str
+    unit: str = ""  # of a metric's values; a counter has none
+    elsewhere: tuple[str, ...] = ()  # what others call the same, where that differs
+    exported: str = ""  # name for Prometheus, if it does not follow from `name`
+
+    def labels(self, name: str) -> dict[str, str] | None:
+        """The parts of `name`, if this is its entry."""
+        found = _pattern(self.name).fullmatch(name)
+        return None if found is None else found.groupdict()
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    # a namespace and an operator are words; reasons, causes and lines are any text, the line perhaps none
+    parts = {"op": r"[\w.:]+", "namespace": r"\w+", "line": ".*"}
+    pieces = re.split(r"<(\w+)>", name)
+    texts = [re.escape(p) if i % 2 == 0 else f"(?P<{p}>{parts.get(p, '.+')})" for i, p in enumerate(pieces)]
+    return re.compile("".join(texts), flags=re.S)
+
+
+COUNTERS = (
+    Meaning("MarkStep", "calls of `mark_step`"),
+    Meaning("SyncTensorsGraph", "traces that were cut and scheduled, for whatever reason"),
+    Meaning("SyncedTensorsWithIR", "tensors alive at those syncs that got their values from them"),
+    Meaning("UncachedCompile", "syncs whose graph was new"),
+    Meaning("CachedCompile", "syncs whose graph was known"),
+    Meaning("Compile", "calls of the compiler that gave a plan"),
+    Meaning("CompileFailed", "calls of the compiler that gave none: the graph is interpreted"),
+    Meaning("CompileDeclined", "graphs that are interpreted because compilers would get a write wrong"),
+    Meaning("CompileDeclined: <reason> at <line>", "the same, by reason and line", exported="compile_declined_by_line"),
+    Meaning("ShapeLimitPassed", "programs with more shapes than the settings give plans to"),
+    Meaning("ExecuteComputation", "graphs that ran, steps and replays; a first step too, which runs as it is recorded"),
+    Meaning("ExecuteFailed", "of these, those that raised", elsewhere=("ThreadPoolException",)),
+    Meaning("CaptureRecorded", "calls of captured functions that ran as written"),
+    Meaning("CapturedCall", "calls of captured functions that were replayed"),
+    Meaning("GraphCut", "reads and calls that cut a trace", elsewhere=("EarlySyncLiveTensorsCount",)),
+    Meaning("GraphCut: <cause> at <line>", "the same, by cause and line", exported="graph_cut_by_line"),
+    Meaning("TrimIrGraph", "traces cut because they grew past `config.max_trace_length`"),
+    Meaning("Fallback: <op> (<reason>) at <line>", "calls that were not recorded but ran at once", exported="fallback"),
+    Meaning("lazy::<op>", "recorded calls", elsewhere=("xla::<op>",), exported="recorded_call"),
+    Meaning("DeviceDataCacheHit", "0-d host constants that were uploaded before"),
+    Meaning("DeviceDataCacheMiss", "0-d host constants that were not"),
+    Meaning("CreateLtcTensor", "storages made", elsewhere=("CreateXlaTensor",)),
+    Meaning("DestroyLtcTensor", "storages gone; the difference is what is alive", elsewhere=("DestroyXlaTensor",)),
+    Meaning("DiskCacheHit", "compiled graphs found on disk", elsewhere=("PersistentCacheHit",)),
+    Meaning("DiskCacheMiss", "compiled graphs that were not there", elsewhere=("PersistentCacheMiss",)),
+    Meaning("DiskCacheWrite", "compiled graphs written there"),
+    Meaning("DiskCacheEviction", "old ones removed, to stay below `config.cache_bytes`"),
+    Meaning("DiskCacheCorrupt", "files that were damaged", elsewhere=("PersistentCacheDeserializeFailure",)),
+    Meaning("DiskCacheError", "files that could not be read or written"),
+    # last: it fits whatever has two colons
+    Meaning(
+        "<namespace>::<op>",
+        "calls of this operator that were not recorded but ran at once",
+        exported="fallback_op",
+    ),
+)
+
+METRICS = (
+    Meaning("TraceTime", "the time from one sync to the next: recording, and whatever else the loop did", "seconds"),
+    Meaning(
+        "SyncTime",
+        "`mark_step` itself, with a compile in the foreground if there was one, without the wait for the run before",
+        "seconds",
+    ),
+    Meaning("DeviceLockWait", "that wait: the loop is ahead of the device", "seconds"),
+    Meaning("ExecuteTime", "the run, wherever it happens; of a first step, what its calls took", "seconds"),
+    Meaning("CompileTime", "the compiler, in its own process or here", "seconds"),
+    Meaning("LoadTime", "taking a compiled graph from disk", "seconds", ("PersistentCacheLoad",)),
+    Meaning("EagerOpExecuteTime", "calls that ran at once: those that cannot be recorded, and eager mode's", "seconds"),
+    Meaning("TransferToDeviceTime", "uploads; on CUDA a copy may go on afterwards", "seconds", ("TensorToData",)),
+    Meaning("TransferFromDeviceTime", "downloads, without the wait for what they read", "seconds"),
+    Meaning("OutboundData", "of one upload", "bytes"),
+    Meaning("InboundData", "of one download", "bytes"),
+    Meaning("TensorsGraphSize", "graphs when they were new", "nodes"),
+    Meaning("InputOutputAliasCount", "inputs that such a graph updates in place, keeping their memory", "inputs"),
+)
+
+
+@functools.lru_cache(4096)
+def entry_of(name: str) -> tuple[Meaning, dict[str, str]] | None:
+    """The entry of a counter or metric and the parts of its name; None for a name that cannot occur."""
+    for entry in (*COUNTERS, *METRICS):
+        labels = entry.labels(name)
+        if labels is not None:
+            return entry, labels
+    return None
+
+
+@functools.lru_cache(4096)
+def own_name(name: str) -> str:
+    """`name` as it is called here: names of Lazy Tensor Core and torch_xla are understood too."""
+    for entry in (*COUNTERS, *METRICS):
+        for other in entry.elsewhere:
+            found = _pattern(other).fullmatch(name)
+            if found is not None:
+                return entry.name.replace("<op>", found.groupdict().get("op", ""))
+    return name

@@ -1,0 +1,105 @@
+"""`scaled_dot_product_attention` as the backing device would run it.
+
+PyTorch chooses an attention kernel by device type and knows none for `lazy`, so it would write attention out as matrix
+products: slower, larger, and not what eager computes bit for bit. Here the choice is made for the backing device.
+Source: aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.lowering.ir import rng
+from lazy_backend.lowering.ir.graph import empty_of
+from lazy_backend.recording.record import add_handler, record
+from lazy_backend.tensors.tensor import LazyTensor
+
+aten = torch.ops.aten
+
+
+def _stand_in(tensor: Any) -> Any:
+    """Memory on the backing device that looks like `tensor`: the choice reads geometry, dtype and requires_grad."""
+    if not isinstance(tensor, LazyTensor):
+        return tensor
+    data = tensor._data
+    return empty_of(data.meta, data.context.backing).requires_grad_(tensor.requires_grad)
+
+
+def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
+    # about 8 µs. Internal, checked on 2.13: torch.nn.attention offers only to restrict the choice
+    number = torch._fused_sdp_choice(*map(_stand_in, args), **kwargs)
+    return SDPBackend(number)  # type: ignore[call-arg]
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask as what is added to the scores; fused kernels take no other."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _of_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention where an operand has no elements: zeros, as PyTorch writes them, with gradients to all operands."""
+    zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    return zeros + (query.sum() + key.sum() + value.sum()) * 0
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel of `aten::scaled_dot_product_attention` on the AutogradLazy key."""
+    if 0 in (query.numel(), key.numel(), value.numel()):
+        return _of_nothing(query, key, value)
+    backend = SDPBackend.MATH
+    if (
+        dropout_p == 0
+    ):  # fused kernels draw their dropout from the default generator, not from a seed that we could give
+        backend = _choice(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    mask = _additive(attn_mask, query.dtype)
+    on_cpu = isinstance(query, LazyTensor) and query._data.context.backing.type == "cpu"
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if backend == SDPBackend.FLASH_ATTENTION and on_cpu:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+        return flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]  # type: ignore[no-any-return]
+    if backend == SDPBackend.FLASH_ATTENTION and mask is None and query.shape[-1] % 8 == 0:
+        flash = aten._scaled_dot_product_flash_attention.default
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if backend == SDPBackend.EFFICIENT_ATTENTION and mask is None:
+        efficient = aten._scaled_dot_product_efficient_attention.default
+        return efficient(query, key, value, None, needs_grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    written_out = aten._scaled_dot_product_attention_math.default
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return written_out(query, key, value, mask, dropout_p, is_causal, None, **options)[0]  # type: ignore[no-any-return]
+
+
+def _handler(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """In inference mode there is no autograd key, and the operator arrives whole."""
+    return scaled_dot_product_attention(*args, **kwargs)
+
+
+def _fused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A fused kernel draws random numbers only if it drops something out; a literal 0 says so in the key."""
+    place = rng.DROPOUT_PLACES[op]
+    if len(args) > place and args[place] == 0:
+        args = (*args[:place], 0, *args[place + 1 :])
+    return record(op, args, kwargs)
+
+
+def install_attention(library: torch.library.Library) -> None:
+    for op in rng.DROPOUT_PLACES:
+        add_handler(op, _fused)
+    add_handler(aten.scaled_dot_product_attention.default, _handler)
+    library.impl("scaled_dot_product_attention", hide_internals(scaled_dot_product_attention), "AutogradLazy")

@@ -1,0 +1,600 @@
+"""Operators that are not recorded as they arrive: aliases, copies between devices, reads, factories.
+
+In: the same calls as `record`. Out: `install_handlers` and `install_factories`, called once by `device_module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from lazy_backend.errors import DeviceError, LazyBackendError
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.ir import rng
+from lazy_backend.lowering.ir.graph import contiguous_stride, empty_of, extent, intern_meta
+from lazy_backend.recording.at_once import run_at_once
+from lazy_backend.recording.operators import learn
+from lazy_backend.recording.record import add_handler, record, record_factory
+from lazy_backend.recording.storage import LazyUntypedStorage
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.generators import lazy_generator
+from lazy_backend.tensors.outside import new_data, new_unwritten, upload
+from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, ViewData
+from lazy_backend.tensors.tensor import LazyTensor, assign, wrap
+from lazy_backend.tensors.thread_state import run_clean
+from lazy_backend.tensors.transfers import downloaded, uploaded
+
+aten = torch.ops.aten
+
+Op = torch._ops.OpOverload
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+# ----- aliases
+
+
+def _share(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`detach`, `alias`: another tensor for the same data. Autograd detaches what it saves, so this is frequent."""
+    return wrap(args[0]._data, view_of=args[0])
+
+
+def _itself(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    return args[0]
+
+
+def _metadata_in_place(view: Op) -> Callable[[Op, Args, Kwargs], Any]:
+    """`t_` and its like: record the view, then let the tensor stand for it."""
+
+    def handler(op: Op, args: Args, kwargs: Kwargs) -> Any:
+        target = args[0]
+        made = record(view, args, kwargs)
+        assign(target, made._data)
+        return target
+
+    return handler
+
+
+def _set_tensor(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`x.set_(y)`: x stands for y's data from now on, with its own geometry if one is given."""
+    target, source = args[0], args[1]
+    if not isinstance(source, LazyTensor) or not isinstance(target, LazyTensor):
+        raise DeviceError(f"set_ takes tensors of one device\n  at {user_site()}\n  copy the source with .to() first")
+    # the source's memory, under the target's own bits
+    bits, own = source._data.meta, target._data.meta
+    source = record(aten._conj.default, (source,), {}) if bits.conj != own.conj else source
+    source = record(aten._neg_view.default, (source,), {}) if bits.neg != own.neg else source
+    assign(target, source._data)
+    return target
+
+
+def _set_storage(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`x.set_(storage, offset, size, stride)`, as `torch.load` calls it: the bytes are uploaded, once per storage."""
+    target, storage, *geometry = args
+    offset, size, *strides = geometry or (0, (storage.nbytes() // target.element_size(),))
+    base = _uploaded_storage(target._data.context, storage, target.dtype)
+    # an empty stride is the default, which the dispatcher drops: that of every 0-d tensor, and "contiguous" otherwise
+    stride = tuple(strides[0]) if strides else contiguous_stride(tuple(size))
+    if base.tensor is None:  # recorded or scheduled: the view has to be recorded too
+        flat = wrap(base).as_strided((extent(base.meta),), (1,), 0)
+        flat = flat if flat.dtype == target.dtype else flat.view(target.dtype)
+        assign(target, cast("LazyTensor", flat.as_strided(size, stride, offset))._data)
+    else:
+        meta = intern_meta(tuple(size), stride, int(offset), target.dtype)
+        assign(target, ViewData(base.context, None, None, meta, base))
+    return target
+
+
+def _uploaded_storage(context: DeviceContext, storage: torch.UntypedStorage, dtype: torch.dtype) -> LazyStorage:
+    """The storage's bytes on the backing device, in a flat tensor of `dtype`."""
+    # a file may hold several tensors that share a storage: they share it again after loading
+    known = getattr(storage, "lazy_storage", None)
+    if isinstance(known, LazyStorage) and known.context is context:
+        return known
+    plain = storage.plain if isinstance(storage, LazyUntypedStorage) else storage
+
+    def upload_flat() -> torch.Tensor:
+        flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
+        return uploaded(flat.nbytes, lambda: flat.to(context.backing, copy=True))
+
+    made = new_data(context, run_clean(upload_flat))
+    if isinstance(storage, LazyUntypedStorage):
+        storage.lazy_storage = made
+    return made
+
+
+def _empty_set(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    target = args[0]
+    made = new_unwritten(target._data.context, intern_meta((0,), (1,), 0, target.dtype))
+    assign(target, made._data)
+    return target
+
+
+# ----- copies
+
+
+def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`to`, `cpu`, `float`: recorded within a device; a copy elsewhere needs the value."""
+    source = args[0]
+    device = kwargs.get("device")
+    context = source._data.context
+    if device is None or (device.type == "lazy" and device.index in (None, context.index)):
+        options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
+        return record(op, args, options)
+    if device.type == "meta":
+        return op(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
+    real = executor.read(source._data, f"copy to {device}")
+    if device.type != "lazy":
+        return run_clean(downloaded, real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
+    target = contexts.get_device_context(device.index)
+    options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    copied = run_clean(aten._to_copy.default, real, **options, device=target.backing)
+    return wrap(new_data(target, copied))
+
+
+def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`dst.copy_(src)`: recorded within a device; an upload if the source is real; a read if the target is."""
+    target, source = args[0], args[1]
+    if not isinstance(target, LazyTensor):
+        real = executor.read(source._data, f"copy to {target.device}")
+        return downloaded(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
+    context = target._data.context
+    if isinstance(source, LazyTensor):
+        if source._data.context is context:
+            return record(op, args, kwargs)
+        source = executor.read(source._data, f"copy to {context.device}")
+    copy_from_outside(context, target, source)
+    return target
+
+
+def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.Tensor) -> None:
+    """Upload `source` into `target`. Memory nobody used yet takes the upload as its data, and nothing is recorded."""
+    data = target._data
+    storage = data.storage
+    if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
+        base = run_clean(empty_of, storage.meta, context.backing)
+        storage.tensor = run_clean(uploaded, base.nbytes, lambda: base.copy_(source.detach()))
+        return
+    made = wrap(new_data(context, upload(context, source)))
+    record(aten.copy_.default, (target, made), {})
+
+
+def _lazy_copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`aten::_copy_from` on the Lazy key: `torch.tensor(..., device="lazy")` comes here, below __torch_dispatch__."""
+    return _copy(aten.copy_.default, (target, source), {})  # type: ignore[no-any-return]
+
+
+# Operators with kernels for CPU and CUDA as well as a composite one, which PyTorch would take for a device without
+# kernels. That they exist is enough: calls arrive in __torch_dispatch__ whole.
+_KERNELS_BESIDE_COMPOSITES = ("silu_backward", "mish_backward", "native_channel_shuffle")
+
+
+def _record_kernel(op: Op) -> Callable[..., Any]:
+    return hide_internals(lambda *args, **kwargs: record(op, args, kwargs))
+
+
+# ----- reads
+
+
+def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    real = executor.read(args[0]._data, "item()")
+    return run_clean(downloaded, real.nbytes, lambda: aten._local_scalar_dense.default(real))
+
+
+def _lazy_local_scalar(tensor: torch.Tensor) -> Any:
+    return _local_scalar(aten._local_scalar_dense.default, (tensor,), {})
+
+
+def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
+        raise DeviceError(
+            f"expected all tensors to be on the same device, but found {a.device} and {b.device} in aten::equal\n"
+            f"  at {user_site()}\n  move one of them, as in tensor.to({str(a.device)!r})"
+        )
+    one, other = executor.read(a._data, "equal"), executor.read(b._data, "equal")
+    return bool(run_clean(op, one, other))
+
+
+def _resize(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`resize_` and `resize_as_`; nothing at all if the size stays."""
+    target, size = args[0], args[1]
+    shape = tuple(size.shape if isinstance(size, torch.Tensor) else size)
+    if shape == tuple(target.shape) and kwargs.get("memory_format") is None:
+        return target
+    return run_at_once(target._data.context, op, args, kwargs, "it resizes an operand")
+
+
+def _pack_padded_sequence(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """The batch sizes it returns are on the CPU on every device."""
+    data, sizes = run_at_once(args[0]._data.context, op, args, kwargs, "it reads lengths on the CPU")
+    return data, executor.read(sizes._data, "batch sizes").to("cpu", copy=True)
+
+
+# ----- questions about geometry
+
+
+def _is_same_size(op: Op, args: Args, kwargs: Kwargs) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _has_same_storage_numel(op: Op, args: Args, kwargs: Kwargs) -> bool:
+    one, other = (_storage_numel(arg) for arg in args)
+    return one == other
+
+
+def _storage_numel(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, LazyTensor):
+        base = tensor._data.storage.meta
+        return extent(base) * base.dtype.itemsize // tensor.dtype.itemsize
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+# ----- ops rewritten before they are recorded
+
+
+def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`native_batch_norm` updates its statistics without saying so in its schema; the `_legit` forms say so."""
+    input, weight, bias, mean, var, training, momentum, eps = args
+    if mean is None or var is None:
+        rest = (training, momentum, eps)
+        return record(aten._native_batch_norm_legit.no_stats, (input, weight, bias, *rest), {})
+    return record(aten._native_batch_norm_legit.default, args, {})
+
+
+def _histc(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Integers are counted as floats: CUDA's kernel takes them, the CPU's does not, and libraries ask for the type."""
+    source = args[0]
+    if source.dtype.is_floating_point or source._data.context.backing.type != "cpu":
+        return record(op, args, kwargs)
+    floats = record(aten._to_copy.default, (source,), {"dtype": torch.float64})
+    counted = record(op, (floats, *args[1:]), kwargs)
+    return record(aten._to_copy.default, (counted,), {"dtype": source.dtype})
+
+
+def _native_dropout(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`train` None means True; PyTorch's decomposition, which fake tensors use, takes it for False."""
+    input, p, train = args
+    return record(op, (input, p, train is not False), {})
+
+
+def _vdot(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Eager gives the conjugate view of a product if the second operand alone is one."""
+    one, other = args
+    if other.is_conj() and not one.is_conj():
+        product = record(aten.dot.default, (one, record(aten._conj.default, (other,), {})), {})
+        return record(aten._conj.default, (product,), {})
+    return record(op, args, kwargs)
+
+
+def _lu_solve(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """From the right, eager solves the adjoint system and gives a conjugate view of what it finds."""
+    found = record(op, args, kwargs)
+    if kwargs.get("left", True) or not found.is_complex() or not found.numel():
+        return found
+    return record(aten._conj.default, (record(aten.conj_physical.default, (found,), {}),), {})
+
+
+def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """`zeros_like(x, device=...)` and its like: only the geometry of `x` counts."""
+    device = kwargs.get("device")
+    source = args[0]
+    if not isinstance(source, LazyTensor) or device is None:
+        return record(op, args, kwargs)
+    context = source._data.context
+    if device.type == "lazy" and device.index in (None, context.index):
+        return record(op, args, {**kwargs, "device": context.device})
+    if device.type == "lazy":
+        made = record(op, args, {**kwargs, "device": context.device})
+        return _to_copy(aten._to_copy.default, (made,), {"device": device})
+    meta = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    return op(meta, *args[1:], **kwargs)
+
+
+_LIKE_OPS = (
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
+
+
+# In-place ops that change sizes or strides only, and the views they amount to.
+_METADATA_OPS = {
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.as_strided_.default: aten.as_strided.default,
+}
+
+
+def install_handlers() -> None:
+    """Register every handler of this file."""
+    for op in (aten.detach.default, aten.alias.default):
+        add_handler(op, _share)
+    for op in (aten.lift_fresh.default, aten.lift.default, aten.detach_.default):
+        add_handler(op, _itself)
+    for op, view in _METADATA_OPS.items():
+        add_handler(op, _metadata_in_place(view))
+    add_handler(aten.set_.source_Tensor, _set_tensor)
+    add_handler(aten.set_.source_Storage, _set_storage)
+    add_handler(aten.set_.source_Storage_storage_offset, _set_storage)
+    add_handler(aten.set_.default, _empty_set)
+    add_handler(aten._to_copy.default, _to_copy)
+    add_handler(aten.copy_.default, _copy)
+    add_handler(aten._local_scalar_dense.default, _local_scalar)
+    add_handler(aten.is_same_size.default, _is_same_size)
+    add_handler(aten._has_same_storage_numel.default, _has_same_storage_numel)
+    add_handler(aten.equal.default, _equal)
+    add_handler(aten.resize_.default, _resize)
+    add_handler(aten.resize_as_.default, _resize)
+    add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
+    add_handler(aten.native_batch_norm.default, _native_batch_norm)
+    add_handler(aten.native_dropout.default, _native_dropout)
+    add_handler(aten.vdot.default, _vdot)
+    add_handler(aten.linalg_lu_solve.default, _lu_solve)
+    add_handler(aten.histc.default, _histc)
+    # composite: whole in inference mode
+    add_handler(aten.group_norm.default, lambda op, args, kwargs: _group_norm(*args, **kwargs))
+    add_handler(aten.one_hot.default, lambda op, args, kwargs: _one_hot(*args, **kwargs))
+    for op in _LIKE_OPS:
+        add_handler(op, _other_device)
+    for name in _KERNELS_BESIDE_COMPOSITES:
+        add_handler(getattr(aten, name).default, record)
+
+
+# ----- factories: kernels on the Lazy dispatch key
+
+
+def _context(device: torch.device | None) -> DeviceContext:
+    return contexts.get_device_context(None if device is None else device.index)
+
+
+def _empty_memory_format(
+    size: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> LazyTensor:
+    _check_layout(layout, pin_memory)
+    shape = tuple(size)
+    stride = contiguous_stride(shape)
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        stride = tuple(torch.empty(shape, device="meta", memory_format=memory_format).stride())
+    return _empty(shape, stride, dtype, device)
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> LazyTensor:
+    _check_layout(layout, pin_memory)
+    return _empty(tuple(size), tuple(stride), dtype, device)
+
+
+def _empty(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | None
+) -> LazyTensor:
+    if shape and min(shape) < 0:
+        torch.empty(shape, device="meta")  # raises eager's error
+    meta = intern_meta(shape, stride, 0, dtype or torch.get_default_dtype())
+    return new_unwritten(_context(device), meta)
+
+
+def _check_layout(layout: torch.layout | None, pin_memory: bool | None) -> None:
+    if layout not in (None, torch.strided):
+        raise LazyBackendError(
+            f"a {str(layout).removeprefix('torch.')} tensor cannot be lazy\n  at {user_site()}\n"
+            "  make it on the CPU, or use a strided tensor"
+        )
+    if pin_memory:
+        raise RuntimeError("only dense CPU tensors can be pinned: make the tensor on the CPU with pin_memory=True")
+
+
+def _factory(op: Op) -> Callable[..., Any]:
+    """A Lazy kernel that records `op` as one call, where torch would record `empty` and a fill."""
+    learn(_without_generator(op))
+    defaults = [arg.name for arg in op._schema.arguments if arg.kwarg_only]
+
+    @hide_internals
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        _check_layout(kwargs.get("layout"), kwargs.get("pin_memory"))
+        context = _context(kwargs.get("device"))
+        generator = kwargs.pop("generator", None)
+        options = {k: kwargs[k] for k in defaults if k in kwargs and k not in ("device", "pin_memory", "layout")}
+        own = lazy_generator(generator)
+        if generator is not None and own is None:
+            # the user's generator decides: draw now, on the host side of the queue
+            real = op(*args, **options, generator=generator, device=context.backing)
+            return wrap(new_data(context, real))
+        options = {k: v for k, v in options.items() if v is not None}
+        if own is None:
+            return record_factory(context, _without_generator(op), args, **options)
+        return rng.call_drawing_from(own, record_factory, context, _without_generator(op), args, **options)
+
+    return kernel
+
+
+def _without_generator(op: Op) -> Op:
+    """`aten.rand.default` for `aten.rand.generator`: the seed travels with the trace."""
+    names = {"generator": "default", "low_generator": "low"}
+    return getattr(op.overloadpacket, names[op._overloadname]) if op._overloadname in names else op
+
+
+_FACTORIES = (
+    "zeros", "ones", "full", "scalar_tensor",
+    "arange", "arange.start", "arange.start_step", "range", "range.step", "linspace", "logspace",
+    "eye", "eye.m", "tril_indices", "triu_indices",
+    "rand", "rand.generator", "randn", "randn.generator", "randperm", "randperm.generator",
+    "randint", "randint.generator", "randint.low", "randint.low_generator",
+)  # fmt: skip
+
+
+# Composite operators whose `out` forms ask whether wrappers share memory, which they never do, or replace `out` in C++.
+_OUT_BY_COPY = {
+    "linalg_matrix_rank.out": aten.linalg_matrix_rank.default,
+    "linalg_matrix_rank.out_tol_tensor": aten.linalg_matrix_rank.tol_tensor,
+    "linalg_matrix_rank.atol_rtol_tensor_out": aten.linalg_matrix_rank.atol_rtol_tensor,
+    "linalg_matrix_rank.atol_rtol_float_out": aten.linalg_matrix_rank.atol_rtol_float,
+}
+
+
+# Those of them whose rounding depends on how `out` lies in memory: recorded whole.
+_OUT_WHOLE = (aten.matmul.out, aten.linear.out)
+
+
+def _check_no_gradients(op: Op, *operands: Any) -> None:
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"{op._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad."
+        )
+
+
+def _out_whole(op: Op) -> Callable[..., torch.Tensor]:
+    """`op`, an `out` form, for the AutogradLazy key."""
+
+    def kernel(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        _check_no_gradients(op, *args, out)
+        with torch._C._AutoDispatchBelowAutograd():
+            record(op, args, {"out": out})
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+        return out
+
+    return kernel
+
+
+def _out_by_copy(op: Op) -> Callable[..., torch.Tensor]:
+    """The `out` form of `op`, for the AutogradLazy key."""
+
+    @hide_internals
+    def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        _check_no_gradients(op, *args, *kwargs.values(), out)
+        result = op(*args, **kwargs)
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {out.dtype}")
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return kernel
+
+
+def _max_pool1d(input: torch.Tensor, *window: Any, **options: Any) -> torch.Tensor:
+    """`aten::max_pool1d` on the AutogradLazy key: the composite kernel ends in a view, the CPU's own does not."""
+    op = aten.max_pool1d.default
+    pooled: torch.Tensor = op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, input, *window, **options)
+    if pooled.requires_grad:
+        return pooled
+    return aten._unsafe_view.default(pooled, pooled.shape)  # type: ignore[no-any-return]
+
+
+def _ormqr(*args: Any) -> torch.Tensor:
+    """`aten::ormqr` on the AutogradLazy key: PyTorch's formula for subclasses forgets the strides of the gradient."""
+    product: torch.Tensor = aten.ormqr.default._op_dk(torch._C.DispatchKey.Autograd, *args)
+    if product.grad_fn is not None and args[0].requires_grad:
+        like = torch.empty_like(args[0].detach())
+        product.grad_fn.register_hook(lambda found, given: _with_strides_of(like, found))
+    return product
+
+
+def _with_strides_of(like: torch.Tensor, found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    gradient = found[0]
+    if gradient is None or torch.is_grad_enabled():
+        return found
+    return (torch.empty_like(like).copy_(gradient), *found[1:])
+
+
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """`aten::group_norm` on the AutogradLazy key: the composite kernel keeps channels last for CPU tensors only."""
+    composite = aten.group_norm.default._op_dk
+    last = _channels_last(input) if _backing_of(input).type == "cpu" and input.dim() > 1 else None
+    if last is None or input.shape[1] % num_groups or not input.numel():
+        key = torch._C.DispatchKey.CompositeImplicitAutograd
+        made: torch.Tensor = composite(key, input, num_groups, weight, bias, eps, cudnn_enabled)
+        return made
+    batch, channels, *window = input.shape
+    size = torch.Size(window).numel()
+    source = input.contiguous(memory_format=last)
+    weight, bias = (None if given is None else given.contiguous() for given in (weight, bias))
+    return torch.native_group_norm(source, weight, bias, batch, channels, size, num_groups, eps)[0]
+
+
+def _channels_last(x: torch.Tensor) -> torch.memory_format | None:
+    """The format of channels last that `x` suggests to a kernel, if it does."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    made = formats.get(x.dim())
+    return made if made is not None and x.is_contiguous(memory_format=made) and not x.is_contiguous() else None
+
+
+def _backing_of(x: torch.Tensor) -> torch.device:
+    return _context(x.device).backing
+
+
+def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`aten::one_hot` on the AutogradLazy key: the composite kernel checks classes of CPU tensors only."""
+    if num_classes > 0 and input.numel() and input.dtype == torch.int64:
+        # checked by the run, so that nothing has to be read now
+        torch.ops.aten._assert_async.msg((input >= 0).all(), "Class values must be non-negative.")
+        inside = (input < num_classes).all()
+        torch.ops.aten._assert_async.msg(inside, "Class values must be smaller than num_classes.")
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return aten.one_hot.default._op_dk(key, input, num_classes)  # type: ignore[no-any-return]
+
+
+def install_factories(library: torch.library.Library) -> None:
+    """Register the factories on the Lazy key; `library` keeps them registered."""
+    library.impl("empty.memory_format", hide_internals(_empty_memory_format), "Lazy")
+    library.impl("empty_strided", hide_internals(_empty_strided), "Lazy")
+    library.impl("_copy_from", hide_internals(_lazy_copy_from), "Lazy")
+    # torch.tensor([loss, other_loss]) asks below __torch_dispatch__
+    library.impl("_local_scalar_dense", hide_internals(_lazy_local_scalar), "Lazy")
+    library.impl("max_pool1d", hide_internals(_max_pool1d), "AutogradLazy")
+    library.impl("ormqr", hide_internals(_ormqr), "AutogradLazy")
+    for op in _OUT_WHOLE:
+        learn(op)
+        library.impl(op.name(), hide_internals(_out_whole(op)), "AutogradLazy")
+    library.impl("group_norm", hide_internals(_group_norm), "AutogradLazy")
+    library.impl("one_hot", hide_internals(_one_hot), "AutogradLazy")
+    for name, op in _OUT_BY_COPY.items():
+        library.impl(name, _out_by_copy(op), "AutogradLazy")
+    for name in _KERNELS_BESIDE_COMPOSITES:
+        library.impl(name, _record_kernel(getattr(aten, name).default), "Lazy")
+    # zeros that autograd makes up; a lazy one costs nothing until it is used
+    library.impl("_efficientzerotensor", _factory(aten.zeros.default), "Lazy")
+    for name in _FACTORIES:
+        packet, _, overload = name.partition(".")
+        library.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "Lazy")

@@ -1,0 +1,186 @@
+"""What a call would give, without running it.
+
+In: a call seen for the first time. Out: fake tensors of the backing device, or eager's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from lazy_backend.lowering.compilation.compiler import quiet_fake_tensors
+from lazy_backend.lowering.ir import rng
+from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent, meta_of
+from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
+from lazy_backend.lowering.ir.overlap import overlap, overlaps_itself
+from lazy_backend.lowering.ir.schema import schema_of
+from lazy_backend.recording import probe
+from lazy_backend.recording.describe import flat, mutated_arguments
+from lazy_backend.recording.operators import NotRecordable
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
+from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import run_clean
+
+
+class Inference:
+    """One call on fake tensors of the backing device."""
+
+    def __init__(self, context: DeviceContext) -> None:
+        self.context = context
+        self.fakes: list[tuple[TensorData, FakeTensor]] = []
+
+    def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the call gives. Raises `NotRecordable`, or eager's error."""
+        if is_fused_optimizer(op):
+            return None  # half of them have no fake kernel, and there is nothing to infer
+        schema = schema_of(op)
+        if schema.mutates:
+            self._check_overlaps(op, args, kwargs)
+        tiny = probe.try_tiny(op, args, kwargs, self._meta) if probe.checks_more_than_its_fake(op) else None
+        probe.try_zeros(op, args, kwargs, self._meta)
+        try:
+            is_view = not schema.mutates and bool(schema.returns) and all(r.kind == "view" for r in schema.returns)
+            output = self._infer_view(op, args, kwargs) if is_view else self._infer(op, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise NotRecordable("its output depends on values") from None
+        except (UnsupportedOperatorException, NotImplementedError):
+            raise NotRecordable("it has no fake kernel") from None
+        except Exception:
+            if not rng.draws_random_numbers(op, args) and probe.try_ones(op, args, kwargs, self._meta):
+                raise NotRecordable("its fake kernel refuses what eager takes") from None
+            raise
+        if isinstance(tiny, torch.Tensor) and tiny.dtype != output.dtype:
+            raise NotRecordable("its fake kernel gives another dtype")
+        for data, fake in self.fakes:
+            if tuple(fake.shape) != data.meta.shape:
+                raise NotRecordable("it resizes an operand")
+        return output
+
+    def _infer_view(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A view on the meta device, whose kernel is eager's: FakeTensor's rules accept views that eager refuses."""
+
+        def call() -> Any:
+            meta = torch.device("meta")
+            for arg in (*args, *kwargs.values()):
+                if isinstance(arg, LazyTensor):
+                    self.fakes.append((arg._data, _make_fake(arg._data.meta, meta)))
+            known = {id(data): fake for data, fake in self.fakes}
+
+            def convert(arg: Any) -> Any:
+                return known[id(arg._data)] if isinstance(arg, LazyTensor) else arg
+
+            return op(*map(convert, args), **{name: convert(arg) for name, arg in kwargs.items()})
+
+        output = run_clean(call)
+        if op is torch.ops.aten.as_strided.default:
+            _check_bounds(meta_of(output), args[0]._data.storage)
+        return output
+
+    def _check_overlaps(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise what eager raises where a call writes memory that it reads as other elements, or twice.
+
+        Fake operands have memory of their own each, so nothing overlaps there.
+        """
+        written = [t._data for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor)]
+        operands = [t._data for t in flat([*args, *kwargs.values()]) if isinstance(t, LazyTensor)]
+        if any(map(overlaps_itself, {data.meta for data in written})) or any(
+            data.storage is target.storage and data is not target and overlap(data.meta, target.meta)
+            for target in written
+            for data in operands
+        ):
+            probe.try_shared(op, args, kwargs, operands, self._meta)
+
+    def _infer(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        mutated = set(map(id, mutated_arguments(op, args, kwargs)))
+
+        def call() -> Any:
+            try:
+                with _fake_mode(self.context):
+                    fake_args = [self._fake(arg, mutated) for arg in args]
+                    fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
+                    return op(*fake_args, **fake_kwargs)
+            finally:
+                # a C function: the mode's own __exit__ is Python, and its interruption would leave the thread in it
+                torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # internal, checked on 2.13
+
+        with quiet_fake_tensors():
+            return run_clean(call)
+
+    def _meta(self, arg: Any) -> Any:
+        """(geometry, device) of a tensor, for `probe`."""
+        if isinstance(arg, torch.Tensor):
+            data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
+            return data.meta, self.context.backing
+        if isinstance(arg, torch.device):
+            return self.context.backing if arg.type == "lazy" else arg
+        return arg
+
+    def _fake(self, arg: Any, mutated: set[int]) -> Any:
+        if isinstance(arg, torch.Tensor):
+            data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
+            return self._fake_of(data, cached=id(arg) not in mutated)
+        if isinstance(arg, list | tuple):
+            return [self._fake(item, mutated) for item in arg]
+        if isinstance(arg, torch.device):
+            return self.context.backing if arg.type == "lazy" else arg
+        return arg
+
+    def _fake_of(self, data: TensorData, cached: bool) -> FakeTensor:
+        """A fake of the same geometry. Kept per geometry (making one costs 25 µs), but used once in a call."""
+        for known, held in self.fakes:
+            if known is data:
+                return held
+        fakes = self.context.fakes
+        fake = fakes.get(data.meta) if cached else None
+        if fake is None or any(fake is used for _, used in self.fakes):
+            fake = _make_fake(data.meta, self.context.backing)
+            if cached:
+                if len(fakes) > 4096:
+                    fakes.clear()
+                fakes.setdefault(data.meta, fake)
+        self.fakes.append((data, fake))
+        return fake
+
+    def source_of(self, fake: torch.Tensor) -> TensorData | None:
+        """The operand whose memory a fake result shares, if any."""
+        place = fake.untyped_storage()._cdata
+        for data, operand in self.fakes:
+            if operand.untyped_storage()._cdata == place:
+                return data
+        return None
+
+
+def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:
+    """Raise what `as_strided` of a real tensor raises beyond the end of its storage."""
+    room = extent(storage.meta) * storage.meta.dtype.itemsize
+    if storage.tensor is not None:
+        room = max(room, storage.tensor.untyped_storage().nbytes())
+    needed = extent(window) * window.dtype.itemsize if window.numel else 0
+    if needed > room:
+        raise RuntimeError(
+            f"setStorage: sizes {list(window.shape)}, strides {list(window.stride)}, storage offset "
+            f"{window.storage_offset}, and itemsize {window.dtype.itemsize} requiring a storage size of {needed} are "
+            f"out of bounds for storage of size {room}"
+        )
+
+
+def _fake_mode(context: DeviceContext) -> FakeTensorMode:
+    # one per context, whose lock is held: a mode is not to be entered by two threads
+    if context.fake_mode is None:
+        context.fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
+    return context.fake_mode  # type: ignore[no-any-return]
+
+
+def _make_fake(meta: TensorMeta, device: torch.device) -> Any:
+    fake = empty_of(meta, device)
+    fake = fake.conj() if meta.conj else fake
+    return torch._neg_view(fake) if meta.neg else fake

@@ -1,0 +1,133 @@
+"""What the recorder has to know about operators, beyond their schemas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# internal, checked on 2.13: the public torch.library.opcheck asks the same, by calling the operator
+from torch._library.utils import has_fake_kernel
+
+from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
+from lazy_backend.lowering.ir.schema import OpSchema, schema_of
+
+aten = torch.ops.aten
+
+# Tables of operators have their ids as keys: OpOverload.__hash__ is a Python function, 74 ns against 36. A program may
+# take back an operator that it registered, and the next object could then have its id: so what is in a table stays.
+_kept: dict[int, torch._ops.OpOverload] = {}
+
+
+def id_of(op: torch._ops.OpOverload) -> int:
+    """`id(op)`, which is no other object's from now on."""
+    _kept[id(op)] = op
+    return id(op)
+
+
+# Ops with a list of numbers, ints among floats. Other lists that start with an int hold ints only.
+scalar_list_ops: set[int] = set()
+
+# Ops whose result may change its shape with a float, as `arange(0, 1, 0.1)`: there floats are structure, not data. What
+# a custom operator does with a float nobody knows.
+float_shaped_ops: set[int] = set()
+_FLOAT_SHAPED = frozenset(("aten::arange", "aten::range"))
+
+
+class NotRecordable(Exception):
+    """This call must run at once; the text says why."""
+
+
+def learn(op: torch._ops.OpOverload) -> None:
+    """Note what the tokens of `op`'s arguments depend on. Before its first `record`."""
+    arguments = op._schema.arguments
+    if any(str(argument.type) == "List[number]" for argument in arguments):
+        scalar_list_ops.add(id_of(op))
+    scaled = any(argument.name == "scale_factors" for argument in arguments)
+    if scaled or op.namespace not in ("aten", "prims") or op._schema.name in _FLOAT_SHAPED:
+        float_shaped_ops.add(id_of(op))
+
+
+# Ops that take index tensors on the CPU, as they do beside a CUDA tensor.
+INDEX_OPS = frozenset(
+    ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_")
+)
+
+
+# Ops whose lengths must be on the CPU, beside a tensor on any device.
+HOST_OPERAND_OPS = frozenset(("aten::_pack_padded_sequence",))
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an operator is like, whatever its arguments. Looking takes 50 µs, so it is done once."""
+
+    schema: OpSchema
+    draws: bool  # may draw random numbers
+    runs_at_once: str | None  # why its calls cannot be recorded
+    is_checked: bool  # whether a call can be recorded depends on its arguments
+    asks_fake: bool  # its fake kernel may know better than a run what is to be recorded
+
+
+def traits_of(op: torch._ops.OpOverload) -> Traits:
+    return _traits.get(id(op)) or _traits.setdefault(id_of(op), _look_at(op))
+
+
+_traits: dict[int, Traits] = {}
+_POWERS = ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
+
+
+def _look_at(op: torch._ops.OpOverload) -> Traits:
+    schema = schema_of(op)
+    tags = op.tags
+    is_ours = op.namespace in ("aten", "prims")
+    draws = torch.Tag.nondeterministic_seeded in tags
+    reason = None
+    if torch.Tag.dynamic_output_shape in tags:
+        reason = "its output depends on values"
+    # the first is enough for most, and a tenth of the other's cost
+    elif not (is_ours and _has_kernel(op, "Meta")) and not has_fake_kernel(op) and not is_fused_optimizer(op):
+        reason = "it has no fake kernel"
+    name = op._schema.name
+    return Traits(
+        schema=schema,
+        draws=draws,
+        runs_at_once=reason,
+        is_checked=bool(schema.mutates or draws or reason or name in INDEX_OPS),
+        # Custom operators say nowhere else that shapes depend on values; what a compiler would make of powers of
+        # booleans is known to nobody else.
+        asks_fake=not is_ours or name in _POWERS or op is aten._padded_dense_to_jagged_forward.default,
+    )
+
+
+def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    # internal, checked on 2.13, as in has_fake_kernel
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+# What most training uses. Looking an operator up takes 0.1 ms, torch's own part of it included: a first step has tens.
+_COMMON = """
+_foreach_add_.List _foreach_add_.Scalar _foreach_add.List _foreach_addcdiv_.ScalarList _foreach_addcmul_.Scalar
+_foreach_div_.ScalarList _foreach_lerp_.Scalar _foreach_mul_.Scalar _foreach_mul.Scalar _foreach_sqrt.default
+_log_softmax.default _log_softmax_backward_data.default _softmax.default _softmax_backward_data.default
+_to_copy.default _unsafe_view.default add.Tensor add_.Tensor addcdiv_.default addcmul_.default addmm.default
+avg_pool2d.default avg_pool2d_backward.default bmm.default cat.default clone.default convolution.default
+convolution_backward.default copy_.default detach.default div.Scalar div.Tensor embedding.default
+embedding_dense_backward.default eq.Tensor exp.default expand.default gelu.default gelu_backward.default
+lerp_.Scalar log.default masked_fill.Scalar max_pool2d_with_indices.default max_pool2d_with_indices_backward.default
+mean.default mean.dim mm.default mse_loss.default mse_loss_backward.default mul.Scalar mul.Tensor mul_.Tensor
+native_batch_norm.default _native_batch_norm_legit.default native_batch_norm_backward.default native_dropout.default
+native_layer_norm.default native_layer_norm_backward.default neg.default nll_loss_backward.default
+nll_loss_forward.default ones_like.default permute.default pow.Tensor_Scalar relu.default relu_.default rsqrt.default
+select.int select_backward.default sigmoid.default sigmoid_backward.default silu.default silu_backward.default
+slice.Tensor slice_backward.default split.Tensor sqrt.default squeeze.dim stack.default sub.Tensor sum.default
+sum.dim_IntList t.default tanh.default tanh_backward.default threshold_backward.default transpose.int unbind.int
+unsqueeze.default view.default zero_.default zeros_like.default
+"""
+
+
+def common_ops() -> list[torch._ops.OpOverload]:
+    """The operators that most programs use, as far as this PyTorch has them."""
+    names = [name.split(".") for name in _COMMON.split()]
+    found = [getattr(getattr(aten, name, None), overload, None) for name, overload in names]
+    return [op for op in found if op is not None]

@@ -1,0 +1,153 @@
+"""Errors that eager would raise, at the line that makes them.
+
+In: a call seen for the first time. Out: eager's own exception, with eager's text, or nothing.
+Fake kernels check shapes but not everything else, and word their errors in their own way. So what fails there is tried
+on ones (zero divides badly), and operators whose checks do not depend on values are tried on tiny operands of the same
+dtypes and layout. Costs 10 µs per unseen call and nothing afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent
+from lazy_backend.recording.operators import INDEX_OPS, NotRecordable
+from lazy_backend.tensors.state import TensorData
+from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import run_clean
+
+# Elements of all operands together, up to which a failed call is tried on ones of full size.
+_MAX_NUMEL = 1 << 22
+
+# Beside the pointwise operators, those that check dtypes or emptiness in their kernels, never values.
+_CHECKING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr",
+        "rsub", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "linear",
+    )
+)  # fmt: skip
+
+
+def checks_more_than_its_fake(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags or op._schema.name in _CHECKING
+
+
+def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
+    """Call `op` on operands with every size above 2 made 2. Returns what eager returns, raises what eager raises."""
+    try:
+        return _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _tiny))
+    except Exception:
+        try_ones(op, args, kwargs, read)  # for an error that names the real sizes
+        raise
+
+
+def try_ones(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> bool:
+    """Call `op` on ones of the operands' geometry, unless they are large: then False. Raises what eager raises."""
+    metas = [item for leaf in _leaves((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
+    small = sum(meta.numel for meta, _ in metas) <= _MAX_NUMEL
+    if small:
+        _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _ones))
+    return small
+
+
+# Those that check sizes, dtypes and dimensions in their kernels, and whatever values an index of zeros is right for.
+_CHECKED_ON_ZEROS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "index_select", "index_add",
+        "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_reduce", "index_reduce_",
+        "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "take",
+        "put", "put_", "masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "embedding",
+        "_softmax", "_log_softmax", "sort", "topk", "kthvalue", "mode", "median", "nanmedian", "cumsum", "cumprod",
+        "cummax", "cummin", "logcumsumexp", "native_group_norm", "native_layer_norm", "_adaptive_avg_pool2d",
+        "_adaptive_avg_pool3d", "adaptive_max_pool2d", "linalg_vector_norm", "norm", "histc", "cross", "renorm",
+    )
+)  # fmt: skip
+
+
+def try_zeros(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> None:
+    """Call one of these operators on zeros, unless they would be large. Raises what eager raises."""
+    if op._schema.name not in _CHECKED_ON_ZEROS:
+        return
+    metas = [item[0] for leaf in _leaves((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
+    if op._schema.name in INDEX_OPS and any(meta.dtype in (torch.bool, torch.uint8) for meta in metas[1:]):
+        return  # how much a mask selects depends on its values
+    if sum(meta.numel for meta in metas) <= _MAX_NUMEL:
+        _call(op, args, kwargs, lambda leaf: _operand(read(leaf), lambda meta, device: empty_of(meta, device).zero_()))
+
+
+def try_shared(
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[TensorData],
+    read: Reader,
+) -> None:
+    """Call `op` on operands that share memory as the lazy ones do. Raises eager's error about that, no other.
+
+    Where that takes much memory, the call is run at once: raises `NotRecordable`.
+    """
+    lengths: dict[int, int] = {}
+    for data in operands:
+        length = max(extent(data.meta), extent(data.storage.meta)) * data.meta.dtype.itemsize
+        lengths[id(data.storage)] = max(length, lengths.get(id(data.storage), 0))
+    if sum(lengths.values()) > 4 * _MAX_NUMEL:
+        raise NotRecordable("it may read what it writes")
+    device = operands[0].context.backing
+    memory = {place: torch.ones(length + 16, dtype=torch.uint8, device=device) for place, length in lengths.items()}
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, LazyTensor):
+            return _operand(read(leaf), _ones)
+        meta = leaf._data.meta
+        whole = memory[id(leaf._data.storage)]
+        flat = whole[: len(whole) // 16 * 16].view(meta.dtype)
+        return flat.as_strided(meta.shape, meta.stride, meta.storage_offset)
+
+    try:
+        _call(op, args, kwargs, convert)
+    except RuntimeError as error:
+        if "single memory location" in str(error):
+            raise
+    except Exception:
+        return  # another error: of the values, or one that is found elsewhere
+
+
+def _ones(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    return empty_of(meta, device).fill_(1)
+
+
+# Gives (meta, backing device) for a tensor, the argument itself otherwise.
+Reader = Callable[[Any], Any]
+
+
+def _operand(item: Any, make: Callable[[TensorMeta, torch.device], torch.Tensor]) -> Any:
+    return make(*item) if isinstance(item, tuple) else item
+
+
+def _tiny(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    shape = [min(size, 2) for size in meta.shape]
+    tiny = torch.ones([1 if step == 0 else n for n, step in zip(shape, meta.stride, strict=True)], dtype=meta.dtype)
+    # dimensions of stride 0 keep it: writing through an expanded tensor is an error
+    return tiny.to(device).expand(shape)
+
+
+def _call(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], convert: Callable[[Any], Any]
+) -> Any:
+    def call() -> Any:
+        return op(*(_map(convert, arg) for arg in args), **{name: _map(convert, arg) for name, arg in kwargs.items()})
+
+    return run_clean(call)
+
+
+def _map(convert: Callable[[Any], Any], arg: Any) -> Any:
+    return [_map(convert, item) for item in arg] if isinstance(arg, list | tuple) else convert(arg)
+
+
+def _leaves(arg: Any) -> list[Any]:
+    return [leaf for item in arg for leaf in _leaves(item)] if isinstance(arg, list | tuple) else [arg]

@@ -1,0 +1,156 @@
+"""The storage of a lazy tensor, as `tensor.untyped_storage()` gives it and as files are saved and loaded with it.
+
+In: a `LazyStorage`, or bytes from a file. Out: a `torch.UntypedStorage` that says it is on `lazy`. Whoever asks it for
+bytes or for its address reads, that is, cuts the graph: the address is the backing memory's, so that libraries can tell
+which tensors share memory (safetensors, transformers).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.ir.graph import extent
+from lazy_backend.tensors.state import LazyStorage
+from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.transfers import downloaded
+
+
+class LazyUntypedStorage(torch.UntypedStorage):
+    """Stands for bytes on the backing device and holds none itself.
+
+    Covers what torch.save, torch.load and pickle ask of a storage (torch.serialization, torch.storage; checked on
+    2.13). Writing through it raises: a write that no operator recorded would be lost to the graph.
+    """
+
+    lazy_device: torch.device
+    lazy_storage: LazyStorage | None
+    _plain: torch.UntypedStorage | None
+
+    @classmethod
+    def of(cls, storage: LazyStorage) -> LazyUntypedStorage:
+        return cls._make(storage.context.device, storage, None)
+
+    @classmethod
+    def loaded(cls, plain: torch.UntypedStorage, device: torch.device) -> LazyUntypedStorage:
+        """Bytes from a file, to become a lazy storage at the first tensor that is set to it."""
+        return cls._make(device, None, plain)
+
+    @classmethod
+    def _make(
+        cls, device: torch.device, storage: LazyStorage | None, plain: torch.UntypedStorage | None
+    ) -> LazyUntypedStorage:
+        made = cls(0)
+        made.lazy_device = device
+        made.lazy_storage = storage
+        made._plain = plain
+        return made
+
+    @property
+    def plain(self) -> torch.UntypedStorage:
+        """The bytes on the backing device, computed first if need be."""
+        if self._plain is not None:
+            return self._plain
+        assert self.lazy_storage is not None
+        return executor.read(self.lazy_storage, "storage").untyped_storage()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.lazy_device
+
+    @property
+    def _cdata(self) -> int:
+        # identity, by which torch.save finds storages it has written
+        return self.plain._cdata
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LazyUntypedStorage) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> int:
+        return id(self._plain if self.lazy_storage is None else self.lazy_storage)
+
+    @hide_internals
+    def data_ptr(self) -> int:
+        return self.plain.data_ptr()
+
+    def nbytes(self) -> int:
+        if self.lazy_storage is None:
+            return self.plain.nbytes()
+        meta = self.lazy_storage.meta
+        return extent(meta) * meta.dtype.itemsize
+
+    def size(self) -> int:
+        return self.nbytes()
+
+    def __len__(self) -> int:
+        return self.nbytes()
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.cpu()[place]
+
+    def __repr__(self) -> str:
+        return f"{self.cpu()}".replace("device=cpu", f"device={self.lazy_device}")
+
+    def tolist(self) -> list[int]:
+        return list(self.cpu())
+
+    def cpu(self) -> torch.UntypedStorage:
+        plain = self.plain
+        return downloaded(plain.nbytes(), plain.cpu)
+
+    def clone(self) -> torch.UntypedStorage:
+        return LazyUntypedStorage.loaded(self.plain.clone(), self.lazy_device)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+    def is_shared(self) -> bool:
+        return False
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"the storage of a lazy tensor is read-only\n  at {user_site()}\n"
+            "  write through a tensor, as in tensor.copy_(...), or copy it with tensor.cpu() first"
+        )
+
+    __setitem__ = fill_ = copy_ = resize_ = byteswap = share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _refuse
+
+    def __reduce__(self) -> Any:  # type: ignore[override]
+        # torch's would save a file that refers to this very object; multiprocessing sends tensors so
+        return _load_storage, (self.cpu(), str(self.lazy_device))
+
+    def _write_file(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cpu()._write_file(*args, **kwargs)
+
+    def _set_from_file(self, *args: Any, **kwargs: Any) -> Any:
+        self.plain._set_from_file(*args, **kwargs)  # type: ignore[attr-defined]
+        # the legacy format reads the bytes after it has made the tensors
+        loaded = None if self.lazy_storage is None else self.lazy_storage.tensor
+        if loaded is not None:
+            loaded.untyped_storage().copy_(self.plain)
+        return self
+
+
+def data_ptr(tensor: LazyTensor) -> int:
+    """`LazyTensor.data_ptr`: where the tensor's first element is on the backing device. Reads, that is, cuts the graph.
+
+    Good for telling which tensors share memory. What is recorded later and writes the tensor writes there.
+    """
+    return executor.read(tensor._data, "data_ptr").data_ptr()
+
+
+def _load_storage(plain: torch.UntypedStorage, device: str) -> LazyUntypedStorage:
+    return LazyUntypedStorage.loaded(plain, torch.device(device))
+
+
+@hide_internals
+def untyped_storage(tensor: LazyTensor) -> LazyUntypedStorage:
+    """`LazyTensor.untyped_storage`. Runs nothing by itself."""
+    return LazyUntypedStorage.of(tensor._data.storage)

@@ -1,0 +1,243 @@
+"""From two recorded calls to the program that stands for further ones.
+
+In: two consecutive calls of one function, and who holds what the second made. Out: a `CapturedProgram`, or
+`NotCapturable`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lazy_backend.lowering.ir.program import Call
+from lazy_backend.replay.captured_state import Holder, ModuleGuard, TensorHolder, TensorSet
+from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, Start
+from lazy_backend.replay.replayed_call import (
+    Argument,
+    Arguments,
+    CapturedProgram,
+    Carried,
+    Floats,
+    Found,
+    Kept,
+    Leaf,
+    Literal,
+    Made,
+    Output,
+    Returned,
+    Source,
+    Uploaded,
+)
+from lazy_backend.tensors.outside import new_data
+from lazy_backend.tensors.state import TensorData
+from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import run_clean
+
+Held = Sequence[Sequence[tuple[Any, Holder]]]
+
+
+def check_same_program(last: RecordedCall, record: RecordedCall) -> None:
+    """Raises `NotCapturable` with the first difference."""
+    before, now = last.calls(), record.calls()
+    if last.cursor is not record.cursor:
+        for a, b in zip(before, now, strict=False):
+            if a is not b and not _is_same_call(a, b):
+                raise NotCapturable(f"it recorded {_line(a)} in one call and {_line(b)} in the next")
+        if len(before) != len(now):
+            longer = before if len(before) > len(now) else now
+            extra = _line(longer[min(len(before), len(now))])
+            raise NotCapturable(f"it recorded {len(before)} operators in one call and {len(now)} in the next: {extra}")
+    if last.indices != record.indices:
+        raise NotCapturable("other tensors were alive after one call than after the next")
+    if any(before is not now for before, now in zip(last.generators, record.generators, strict=True)):
+        raise NotCapturable(
+            "it draws random numbers from another torch.Generator than in the call before\n"
+            "  make the generator outside, once"
+        )
+
+
+def _is_same_call(a: Call, b: Call) -> bool:
+    return (a.op, a.args, a.kwargs, a.mutates, a.seeded) == (b.op, b.args, b.kwargs, b.mutates, b.seeded) and [
+        (e.meta, e.group, e.base) for e in a.entered
+    ] == [(e.meta, e.group, e.base) for e in b.entered]
+
+
+def _line(call: Call) -> str:
+    return f"{call.op} at {call.site}"
+
+
+def bind(
+    name: str,
+    start: Start,
+    last: RecordedCall,
+    record: RecordedCall,
+    held: Held | None,
+    floats: Floats,
+    with_grad: TensorSet,
+    arguments: Arguments,
+) -> CapturedProgram:
+    """The program of `record`, bound to the state it left. Raises `NotCapturable`."""
+    # a path that was forgotten since runs while it is recorded, but its calls are those of the last record
+    bound = record.bound or (last.bound if last.settings == record.settings else None)
+    if bound is None:
+        raise NotCapturable("it ran while it was recorded" if record.calls() else "it records no operator")
+    record.bound = bound
+    if held is None:
+        raise NotCapturable("something other than tensors holds what it makes")
+    _check_nothing_piles_up(start, record)
+    written = {bound.parameters[place].index for place in bound.computation.graph.mutated_inputs()}
+    inputs = [_source(last, record, place, place in written) for place in range(len(record.inputs))]
+    _check_arguments(arguments, record, inputs)
+    kept = {source.reference() for source in inputs if isinstance(source, Kept)}
+    used = {data for data in kept if data is not None}
+    returned = _returned(last, record, inputs)
+    outputs = [Output(record.context, meta, holders) for meta, holders in zip(record.metas, held, strict=True)]
+    for source in inputs:
+        if isinstance(source, Carried) and not outputs[source.output].holders:
+            raise NotCapturable("a tensor that it returned comes back otherwise than as an argument\n  pass it as one")
+    program = CapturedProgram(
+        context=record.context,
+        bound=bound,
+        settings=record.settings,
+        sources=tuple(inputs),
+        parameters=tuple((parameter.index, parameter.base) for parameter in bound.parameters),
+        outputs=tuple(outputs),
+        returned=returned,
+        floats=replace(floats, used=bound.constants),
+        generators=record.generators,
+        module_guard=ModuleGuard(record.watch.modules, used),
+        optimizer_guards=record.guards,
+        kept=frozenset(id(data.storage) for data in used),
+        must_lack_grad=tuple(p for p in start.without_grad if p not in with_grad),
+        must_keep_grad=tuple(_kept_grads(start.parameters, used)),
+        site=name,
+    )
+    for output in outputs:
+        for _, holder in output.holders:
+            if isinstance(holder, TensorHolder):
+                holder.settle()
+    return program
+
+
+def _kept_grads(parameters: Sequence[LazyTensor], used: set[TensorData]) -> Iterator[tuple[LazyTensor, TensorData]]:
+    """The gradients that a body adds to."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, LazyTensor) and grad._data in used:
+            yield parameter, grad._data
+
+
+def _check_nothing_piles_up(start: Start, record: RecordedCall) -> None:
+    """What a body replaces dies. A list that grows is no state that a replay could leave."""
+    returned = record.returned_outputs()
+    if any(storage() is not None for storage, place in start.left if place not in returned):
+        raise NotCapturable("tensors that the call before left are still held, as in a list that grows")
+
+
+def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool) -> Source:
+    """Where an input of a recorded call came from, as the call before tells. Raises `NotCapturable`."""
+    if place in record.arguments:
+        return Argument(record.arguments[place])
+    if place in record.carried:
+        return Carried(record.carried[place], record.entered(place).meta)
+    data = record.inputs[place]()
+    if data is not None and last.inputs[place]() is data:
+        return Kept(weakref.ref(data), record.entered(place).site)
+    before, now = last.uploads.get(place), record.uploads.get(place)
+    if before is not None and now is not None and _equal(before, now):
+        return Uploaded(new_data(record.context, now), record.entered(place).meta, is_written)
+    raise NotCapturable(
+        f"a tensor that it uses at {record.entered(place).site} was another one in the call before\n"
+        "  pass what changes from call to call as an argument, on the lazy device"
+    )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.dtype == b.dtype and a.stride() == b.stride() and run_clean(torch.equal, a, b))
+
+
+def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequence[Source]) -> None:
+    """Raises `NotCapturable` for an argument that is part of the state, or that the body made stand for other data."""
+    given = {tensor._data.storage for tensor in arguments.tensors}
+    for place, source in enumerate(sources):
+        data = record.inputs[place]()
+        if not isinstance(source, Argument) and data is not None and data.storage in given:
+            raise NotCapturable(f"an argument shares memory with a tensor that it uses at {record.entered(place).site}")
+    for tensor, before in zip(arguments.tensors, record.argument_data, strict=True):
+        if tensor._data is not before():
+            raise NotCapturable("it gives an argument other data\n  return the new tensor instead")
+        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+            raise NotCapturable("it leaves a .grad on an argument\n  return torch.autograd.grad instead")
+
+
+# ----- floats
+
+
+def follow_floats(seen: Sequence[RecordedCall]) -> Floats:
+    """Which floats of the arguments and optimizers the constants of one program follow, as calls of it showed.
+
+    Raises `NotCapturable` for a constant that changed and followed none.
+    """
+    latest = seen[-1]
+    given = [record.floats for record in seen]
+    constants = [record.constants for record in seen]
+    free = {place for place, values in enumerate(zip(*given, strict=True)) if not _all_same(values)}
+    places = []
+    for place, values in enumerate(zip(*constants, strict=True)):
+        if _all_same(values):
+            continue
+        followed = [
+            (number, sign)
+            for number in sorted(free)
+            for sign in (1.0, -1.0)
+            if all(sign * floats[number] == value for floats, value in zip(given, values, strict=True))
+        ]
+        if not followed:
+            call = latest.constant_call(place)
+            raise NotCapturable(
+                f"a float of {call.op} at {call.site} changed from {values[-2]!r} to {values[-1]!r}\n"
+                "  a replay does not compute floats: give an optimizer fused=True, or, if it has no fused form, its "
+                "learning rate\n  as a lazy tensor; or pass the float as an argument"
+            )
+        places.append((place, tuple(followed)))
+    return Floats(latest.floats, latest.constants, frozenset(free), tuple(places))
+
+
+def _all_same(values: Sequence[float]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+# ----- what is returned
+
+
+def _returned(last: RecordedCall, record: RecordedCall, sources: list[Source]) -> Returned:
+    """What a call returns. Adds to `sources` what it returns without having used it. Raises `NotCapturable`."""
+    if last.spec != record.spec or not all(map(_agree, last.returned, record.returned)):
+        raise NotCapturable("it returned something else than in the call before, which is no lazy tensor it computed")
+    return Returned(tuple(_leaf(leaf, sources) for leaf in record.returned), record.spec)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    if isinstance(a, ReturnedTensor):
+        return a.agrees(b)
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def _leaf(leaf: Any, sources: list[Source]) -> Leaf:
+    if not isinstance(leaf, ReturnedTensor):
+        return Literal(leaf)
+    if leaf.kind == "output":
+        return Made(leaf.place, leaf.meta)
+    if leaf.kind == "input":
+        source = sources[leaf.place]
+        if isinstance(source, Uploaded):  # the caller may write to it
+            sources[leaf.place] = replace(source, is_written=True)
+        return Found(leaf.place, leaf.meta)
+    sources.append(Argument(leaf.place) if leaf.kind == "argument" else Kept(leaf.storage, "its end"))
+    return Found(len(sources) - 1, leaf.meta)

@@ -1,0 +1,324 @@
+"""Replay a function of lazy tensors without running its Python.
+
+In: a function, such as a training step. Out: one that runs as written at first, and from then on binds its arguments to
+the program that it recorded.
+
+Note [What a captured call does]
+A recorded call is a step of its own: what was pending is synced first, the body runs, and its trace is synced. Two
+consecutive recorded calls that record the same path are compared input by input. Each input must be an argument, the
+same data as before, what the call before left in one of its outputs, or an equal constant uploaded by the body. Each
+float that differs must have followed a float of the arguments or of an optimizer. Whatever the first of the two left,
+the second must have left in the same way. Then a `CapturedProgram` is bound, and calls are replayed until a guard
+fails; after that one recorded call is enough to bind it again, if it compares with what the replays left. Nothing is
+assumed of a body that cannot be captured: it runs as written, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazy_backend import metrics
+from lazy_backend.diagnostics.history import history
+from lazy_backend.diagnostics.limits import GraphLimit
+from lazy_backend.errors import CaptureError, CaptureWarning
+from lazy_backend.errors.sites import user_site, warn_user
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import Async, SyncTensorsConfig, executor
+from lazy_backend.replay.binding import bind, check_same_program, follow_floats
+from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
+from lazy_backend.replay.recorded_call import (
+    NotCapturable,
+    RecordedCall,
+    Start,
+    check_side_effects,
+    find_holders,
+    flatten_result,
+    look,
+    note,
+)
+from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Stale
+from lazy_backend.settings import config
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
+from lazy_backend.tensors.tensor import LazyTensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Consecutive calls that could not be replayed before there is a warning: first steps differ from the rest.
+_PATIENCE = 4
+# After that, two calls of so many are recorded, in case it can be replayed by then: looking for all holders of all
+# state makes a step of a CNN 1.4 times as long.
+_RETRY = 64
+# Kinds of arguments that one captured function remembers.
+_MAX_SIGNATURES = 64
+# Recordings that are compared to learn which floats a program's constants follow.
+_MAX_RECORDS = 4
+
+_FLOAT = object()
+_PLAIN = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device, complex))
+
+
+# ----- arguments
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    if not kwargs and not any(isinstance(arg, list | tuple | dict) for arg in args):
+        return args, len(args)  # 0.5 µs instead of 10
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Arguments]:
+    """What a program depends on among the arguments, and what it takes from them."""
+    key: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    tensors: list[LazyTensor] = []
+    floats: list[float] = []
+    for leaf in leaves:
+        kind = leaf.__class__
+        if kind is LazyTensor:
+            data = leaf._data
+            storage = data.storage
+            key.append((data.meta, storage.meta, leaf.requires_grad))
+            tensors.append(leaf)
+        elif kind is float:
+            key.append(_FLOAT)
+            floats.append(leaf)
+        elif kind in _PLAIN:
+            key.append((kind, leaf))
+        elif isinstance(leaf, torch.Tensor):
+            raise CaptureError(
+                f"a captured function got a tensor on {leaf.device}, which a replay would not upload\n"
+                f"  at {user_site()}\n  move it before the call, as in tensor.to('lazy')"
+            )
+        else:
+            key.append((kind, id(leaf)))
+    if len(tensors) > 1:
+        first: dict[LazyStorage, int] = {}
+        key.extend(first.setdefault(tensor._data.storage, place) for place, tensor in enumerate(tensors))
+    return tuple(key), Arguments(tuple(tensors), tuple(floats))
+
+
+def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext:
+    found = {tensor._data.context for tensor in tensors} or {contexts.get_device_context(None)}
+    if len(found) > 1:
+        raise CaptureError(
+            f"a captured function got tensors of several lazy devices\n  at {user_site()}\n  capture one per device"
+        )
+    return found.pop()
+
+
+# ----- calls
+
+
+@dataclass(slots=True, eq=False)
+class _Signature:
+    """What is known of calls with one kind of arguments."""
+
+    pinned: Sequence[Any]  # arguments that its key names by id
+    records: list[RecordedCall] = field(default_factory=list)  # the latest, all of one program
+    program: CapturedProgram | None = None
+    with_grad: TensorSet = field(default_factory=TensorSet)  # parameters that were found with a .grad
+    failures: int = 0
+    calls: int = 0
+
+
+def _is_fresh(program: CapturedProgram | None, arguments: Arguments) -> bool:
+    if program is None:
+        return False
+    try:
+        program.check(arguments)
+    except Stale:
+        return False
+    return True
+
+
+class Captured(Generic[P, R]):
+    """What `capture` returns: call it like the function."""
+
+    def __init__(self, function: Callable[P, R], verify_every: int, max_different_graphs: int | None) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._max_different_graphs = max_different_graphs
+        self._limit = GraphLimit("max_different_graphs")
+        self._verify_every = verify_every
+        self._name = getattr(function, "__qualname__", repr(function))
+        self._signatures: dict[tuple[Any, ...], _Signature] = {}
+        self._warned = False
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    @hide_internals
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if executor.is_refusing() or config.eager:  # within another captured function: part of its program
+            return self._function(*args, **kwargs)
+        executor.check_allowed("a captured call")
+        leaves, spec = _flatten(args, kwargs)
+        key, arguments = _describe(leaves, spec)
+        context = _context_of(arguments.tensors)
+        counted = False
+        while True:  # again if something was recorded or run in between
+            if context.has_pending():
+                executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
+            with context.lock:
+                if context.has_pending():
+                    continue
+                signature = self._signature(key, leaves)
+                if not counted:
+                    signature.calls += 1
+                    counted = True
+                replayed = self._replay_or_record(context, signature, arguments, args, kwargs)
+            if replayed is not None:
+                break
+            # not while the lock is held: see Note [Interruption]
+            executor.barrier(context)
+        result, run = replayed
+        if run is not None and not run.in_background:
+            run.do()
+        return result  # type: ignore[no-any-return]
+
+    def _replay_or_record(
+        self, context: DeviceContext, signature: _Signature, arguments: Arguments, args: Any, kwargs: Any
+    ) -> tuple[Any, Async | None] | None:
+        """What a call returns, and the run that the caller is to do. None, with nothing done, if one is under way."""
+        program = signature.program
+        is_due = self._verify_every > 0 and signature.calls % self._verify_every == 0
+        if program is not None and not is_due:
+            # the deliveries of a replay drop what was held before, and a finalizer may run: not while it is prepared
+            try:
+                return program.run(arguments)
+            except Stale:
+                pass
+        if not context.locker.is_idle():
+            return None  # a body runs with the lock held, and would wait for that run
+        if program is None and not is_due and signature.failures >= _PATIENCE and signature.calls % _RETRY > 1:
+            return self._run_as_written(context, args, kwargs), None
+        return self._record(context, signature, arguments, args, kwargs, is_due), None
+
+    def _signature(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> _Signature:
+        found = self._signatures.get(key)
+        if found is None:
+            if len(self._signatures) >= _MAX_SIGNATURES:
+                self._signatures.clear()
+            pinned = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            found = self._signatures[key] = _Signature(pinned)
+        return found
+
+    def _run_as_written(self, context: DeviceContext, args: Any, kwargs: Any) -> Any:
+        leaves, spec = executor.call_refusing(self._refuse, lambda: flatten_result(self._function(*args, **kwargs)))
+        self._sync(context)
+        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    def _sync(self, context: DeviceContext) -> Async | None:
+        with executor.limiting(self._limit, self._max_different_graphs):
+            run = executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
+        history.steps += 1
+        return run
+
+    # ----- recording
+
+    def _record(
+        self, context: DeviceContext, signature: _Signature, arguments: Arguments, args: Any, kwargs: Any, verify: bool
+    ) -> Any:
+        """Run the body as written, and bind its program if it can be replayed from now on."""
+        metrics.increment("CaptureRecorded")
+        verified = signature.program if verify and _is_fresh(signature.program, arguments) else None
+        program, signature.program = signature.program, None
+        last = signature.records[-1] if signature.records else None
+        start = look(last, program.carried() if program else None)
+        del program  # or its state would outlive its replacement
+        argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
+        watch = Watch(arguments.tensors)
+        with young_objects_stay_young():
+            with watches.shown_to(watch), context.registry.watching() as uploads:
+                leaves, spec = executor.call_refusing(
+                    self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
+                )
+            record, storages = note(context, arguments, argument_data, start, watch, uploads, leaves, spec)
+            uploads.clear()
+            returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
+            pending = context.trace.pending
+            held = find_holders(storages, returned, watch.parameters(), pending) if last is not None else None
+        del storages, pending
+        run = self._sync(context)
+        record.bound = None if run is None else run.cached_computation
+        executor.barrier(context)  # what the run holds would look like state
+        try:
+            self._bind(signature, start, record, held, arguments)
+        except NotCapturable as reason:
+            if verified is not None:
+                raise CaptureError(f"{self._name} no longer does what was captured: {reason}") from None
+            self._give_up(signature, str(reason))
+        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    def _bind(self, signature: _Signature, start: Start, record: RecordedCall, held: Any, arguments: Arguments) -> None:
+        records, signature.records = signature.records, [record]
+        without = set(map(id, start.without_grad))
+        for parameter in start.parameters:
+            if id(parameter) not in without:
+                signature.with_grad.add(parameter)
+        if not records:
+            raise NotCapturable("it ran once")
+        last = records[-1]
+        check_same_program(last, record)
+        signature.records = [*records, record][-_MAX_RECORDS:]
+        check_side_effects(start, record)
+        floats = follow_floats(signature.records)
+        signature.program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments)
+        signature.failures = 0
+
+    def _refuse(self, cause: str) -> CaptureError:
+        return CaptureError(
+            f"{cause} inside the captured function {self._name}, which a replay would not do again\n"
+            f"  at {user_site()}\n  return the tensor and use it after the call; control flow that depends on values "
+            "takes torch.where"
+        )
+
+    def _give_up(self, signature: _Signature, reason: str) -> None:
+        signature.failures += 1
+        if signature.failures < _PATIENCE or self._warned:
+            return
+        self._warned = True
+        warn_user(
+            f"{self._name} ran {signature.failures} times as written, because it cannot be replayed: {reason}",
+            CaptureWarning,
+        )
+
+
+@overload
+def capture(
+    step: Callable[P, R], *, verify_every: int = 0, max_different_graphs: int | None = None
+) -> Captured[P, R]: ...
+
+
+@overload
+def capture(
+    step: None = None, *, verify_every: int = 0, max_different_graphs: int | None = None
+) -> Callable[[Callable[P, R]], Captured[P, R]]: ...
+
+
+def capture(step: Any = None, *, verify_every: int = 0, max_different_graphs: int | None = None) -> Any:
+    """`step` as a function whose calls are replayed without running its Python, once two calls recorded the same.
+
+    For training steps, evaluation and generation. Tensors that change from call to call are arguments, on the lazy
+    device; results are detached, and new tensors at each call. What the body updates or replaces (parameters, `.grad`,
+    optimizer state, statistics, tensors in objects of yours) is as if it had run. Random operators go on drawing.
+    Each call is a step of its own: no `mark_step` is needed.
+
+    A call runs as written if the structure, shapes or dtypes of its arguments, other Python values among them, training
+    flags, hyperparameters or the state itself changed from outside. Nothing else of the Python is looked at again:
+    `verify_every=n` runs every n-th call as written and raises `CaptureError` with the first difference, if there is
+    one. A read within the body raises `CaptureError` with its line. A body that cannot be replayed for another reason
+    goes on running as written, with a `CaptureWarning` that says why. `max_different_graphs`: `TooManyGraphsError` at
+    the first call that records one program more.
+    """
+    if step is None:
+        return lambda function: Captured(function, verify_every, max_different_graphs)
+    return Captured(step, verify_every, max_different_graphs)

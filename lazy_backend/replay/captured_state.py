@@ -1,0 +1,390 @@
+"""What a captured function uses beside its arguments, and where it leaves what it makes.
+
+In: a call of the function, watched. Out: guards over the modules and optimizers it used, and holders: the tensors of
+the user's that hold what the call made.
+
+Note [State has places]
+State that a body replaces (`self.hidden = new`, a `.grad` made anew) is found again by the tensor object that holds it:
+a replay lets that object stand for the new value. The old value lives on in whatever else refers to it, since an object
+takes over new data instead of writing to old. An object that somebody took hold of since the body ran, which Python's
+reference count tells, must not change under him: then the body runs again. A `.grad` has a place of its own, the
+parameter: it is made anew whenever the old object is not the parameter's alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lazy_backend.tensors.state import LazyStorage, TensorData, ViewData
+from lazy_backend.tensors.tensor import LazyTensor, wrap
+
+# ----- what a body used
+
+
+class Watch:
+    """The modules and optimizers that a thread calls, and the leaves it computes with, each once. See `watches`.
+
+    Without `arguments`: they are other tensors in the next call.
+    """
+
+    def __init__(self, arguments: Sequence[LazyTensor]) -> None:
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.optimizers: dict[torch.optim.Optimizer, None] = {}
+        self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors is an operator
+        self._arguments = set(map(id, arguments))
+
+    def see_module(self, module: torch.nn.Module) -> None:
+        self.modules[module] = None
+
+    def see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers[optimizer] = None
+
+    def see_operands(self, operands: Sequence[Any]) -> None:
+        for operand in operands:
+            if operand.__class__ is LazyTensor and operand.requires_grad and operand.is_leaf and not _is_inner(operand):
+                self.leaves[id(operand)] = operand
+
+    def parameters(self) -> list[LazyTensor]:
+        """The lazy parameters of what was seen, each once."""
+        found: list[torch.Tensor] = []
+        for module in self.modules:
+            found += module.parameters(recurse=False)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found += group["params"]
+        found += self.leaves.values()
+        unique = {id(tensor): tensor for tensor in found if id(tensor) not in self._arguments}
+        return [tensor for tensor in unique.values() if isinstance(tensor, LazyTensor)]
+
+    def host_versions(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors in the optimizers' state that are not lazy, and how often each was written."""
+        return [(tensor, tensor._version) for optimizer in self.optimizers for tensor in host_state(optimizer)]
+
+
+def host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors in the optimizer's state that are not lazy: step counts, as most optimizers keep them."""
+    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
+    tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
+
+
+class TensorSet:
+    """Tensors by identity, weakly: `WeakSet` would compare them, which is an operator."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[LazyTensor]] = {}
+
+    def add(self, tensor: LazyTensor) -> None:
+        self._references[id(tensor)] = weakref.ref(tensor)
+
+    def __contains__(self, tensor: LazyTensor) -> bool:
+        reference = self._references.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+
+def _is_inner(tensor: LazyTensor) -> bool:
+    """Whether a tensor without a `grad_fn` is a view made without gradients, as backward transposes what it saved."""
+    return tensor._base is not None and tensor._base.requires_grad
+
+
+class _Watches:
+    """Shows what a thread calls to the watch of that thread. Costs nothing while nobody watches.
+
+    What is put in place is always the same object: an interruption may leave it there, once, and the next watch removes
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._watches: dict[int, Watch] = {}
+        self._dispatch: Any = None
+        self._hooks: list[RemovableHandle] = []
+
+    @contextmanager
+    def shown_to(self, watch: Watch) -> Iterator[None]:
+        """Within the block `watch` sees this thread's modules, optimizers and operands."""
+        thread = threading.get_ident()
+        try:
+            with self._lock:
+                self._watches[thread] = watch
+                self._install()
+            yield
+        finally:
+            with self._lock:
+                if self._watches.get(thread) is watch:  # it may end late, after an interruption
+                    del self._watches[thread]
+                if not self._watches:
+                    self._remove()
+
+    def _install(self) -> None:
+        if LazyTensor.__torch_dispatch__ != self._show:
+            self._dispatch = LazyTensor.__torch_dispatch__
+            LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
+        if len(self._hooks) < 2 or not all(map(_is_there, self._hooks)):
+            self._remove_hooks()
+            self._hooks.append(register_module_forward_pre_hook(self._show_module))
+            self._hooks.append(register_optimizer_step_pre_hook(self._show_optimizer))
+
+    def _remove(self) -> None:
+        if self._dispatch is not None:
+            LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _show(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        watch = self._watches.get(threading.get_ident())
+        if watch is not None:
+            watch.see_operands(args)
+        return self._dispatch(func, types, args, kwargs)
+
+    def _show_module(self, module: torch.nn.Module, args: Any) -> None:
+        watch = self._watches.get(threading.get_ident())
+        if watch is not None:
+            watch.see_module(module)
+
+    def _show_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        watch = self._watches.get(threading.get_ident())
+        if watch is not None:
+            watch.see_optimizer(optimizer)
+
+
+def _is_there(hook: RemovableHandle) -> bool:
+    hooks = hook.hooks_dict_ref()
+    return hooks is not None and hook.id in hooks
+
+
+watches = _Watches()
+
+
+class ModuleGuard:
+    """Training flags of modules, and the tensors that are their parameters and buffers."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], used: set[TensorData]) -> None:
+        self._modules = list(modules)
+        self._flags = [module.training for module in self._modules]
+        self._tensors = [
+            (places, name, tensor, tensor._data)
+            for module in self._modules
+            for places in (module._parameters, module._buffers)
+            for name, tensor in places.items()
+            if isinstance(tensor, LazyTensor) and tensor._data in used
+        ]
+
+    def holds(self) -> bool:
+        for places, name, tensor, data in self._tensors:
+            if places.get(name) is not tensor or tensor._data is not data:
+                return False
+        return [module.training for module in self._modules] == self._flags
+
+
+class OptimizerGuard:
+    """The hyperparameters of one optimizer. Floats may change: `floats` gives them as they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = optimizer.state
+        self._groups = list(optimizer.param_groups)
+        self._values = [tuple(group.values()) for group in self._groups]
+        self.names = tuple(
+            f"{type(optimizer).__name__}.param_groups[{place}][{name!r}]"
+            for place, group in enumerate(self._groups)
+            for name, value in group.items()
+            if type(value) is float
+        )
+        self._floats = self._read_floats()
+
+    def option_for_counts(self) -> str | None:
+        """The option that has the optimizer count its steps on the device, if it counts them elsewhere."""
+        # with `fused` the learning rate, too, may change; `capturable` computes with it in Python
+        options = [name for name in ("fused", "capturable") if name in self._optimizer.defaults]
+        return options[0] if options and host_state(self._optimizer) else None
+
+    def _read_floats(self) -> tuple[float, ...]:
+        return tuple(value for group in self._groups for value in group.values() if type(value) is float)
+
+    def floats(self) -> tuple[float, ...] | None:
+        """The floats among the hyperparameters; None if anything else changed."""
+        groups = self._optimizer.param_groups
+        if self._optimizer.state is not self._state or len(groups) != len(self._groups):
+            return None
+        unchanged = True
+        for group, known, values in zip(groups, self._groups, self._values, strict=True):
+            if group is not known or len(group) != len(values):
+                return None
+            unchanged = unchanged and all(map(operator.is_, group.values(), values))
+        return self._floats if unchanged else self._compare()
+
+    def _compare(self) -> tuple[float, ...] | None:
+        for group, values in zip(self._groups, self._values, strict=True):
+            if not all(map(_same_but_for_floats, group.values(), values)):
+                return None
+        return self._read_floats()
+
+
+def _same_but_for_floats(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and (type(a) is float or (_is_plain(a) and bool(a == b))))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether comparing `value` runs no tensor code."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+# ----- who holds what a body made
+
+
+def _count_references(tensor: torch.Tensor) -> tuple[int, int]:
+    """References from Python and from C++, in this function's way of counting."""
+    return getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
+
+
+def _count_of_a_grad() -> tuple[int, int]:
+    parameter = torch.zeros((), requires_grad=True)
+    parameter.grad = torch.zeros(())
+    grad = parameter.grad
+    return _count_references(grad)
+
+
+# What `_count_references` gives for a `.grad` that its parameter alone holds, and a local variable of the caller's.
+_ALONE = _count_of_a_grad()
+
+
+class GradHolder:
+    """`parameter.grad`. See Note [State has places]."""
+
+    def __init__(self, parameter: LazyTensor) -> None:
+        self._parameter = parameter
+
+    def holds(self) -> bool:
+        return True
+
+    def storage(self) -> LazyStorage | None:
+        grad = self._parameter.grad
+        return grad._data.storage if isinstance(grad, LazyTensor) else None
+
+    def put(self, data: TensorData, run: Any) -> None:
+        """`run` says whether somebody delivered it meanwhile: what came in between may have gone on since."""
+        grad = self._parameter.grad
+        if grad.__class__ is LazyTensor and grad._data.meta is data.meta and _count_references(grad) == _ALONE:  # type: ignore
+            if not run.delivered:
+                grad._data = data  # type: ignore[union-attr]
+        else:
+            made = wrap(data)
+            if not run.delivered:
+                self._parameter.grad = made
+
+
+class TensorHolder:
+    """A tensor object somewhere in the user's objects. See Note [State has places]."""
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._data = tensor._data
+        self._count = (0, 0)
+
+    def settle(self) -> None:
+        """Note who refers to the tensor; the caller has let go of it."""
+        tensor = self._reference()
+        if tensor is not None:
+            self._count = _count_references(tensor)
+
+    def holds(self) -> bool:
+        """Whether the tensor is still what the last call left, and nobody took hold of it."""
+        tensor = self._reference()
+        return tensor is not None and tensor._data is self._data and _count_references(tensor) == self._count
+
+    def storage(self) -> LazyStorage | None:
+        return self._data.storage
+
+    def put(self, data: TensorData, run: Any) -> None:
+        """As that of `GradHolder`."""
+        tensor = self._reference()
+        if tensor is not None and not run.delivered:
+            tensor._data = self._data = data
+
+
+Holder = GradHolder | TensorHolder
+
+
+class Unaccounted(Exception):
+    """Something refers to a storage that is no tensor anybody could find."""
+
+
+@contextmanager
+def young_objects_stay_young() -> Iterator[None]:
+    """Within the block the garbage collector does not run, so what the block makes stays in its youngest generation."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def find_tensors(
+    storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
+) -> list[list[LazyTensor]]:
+    """For each storage the tensors that stand for it or look into it, but for those that are `known`.
+
+    Looks among the objects made since the last garbage collection, then among all. Raises `Unaccounted`. Nobody but
+    tensors, the caller's list and `pending`, the trace's, may refer to the storages.
+    """
+    try:
+        return _find_among(gc.get_objects(generation=0), storages, known, pending)
+    except Unaccounted:
+        return _find_among(gc.get_objects(), storages, known, pending)
+
+
+def _find_among(
+    objects: list[Any], storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
+) -> list[list[LazyTensor]]:
+    places = {id(storage): place for place, storage in enumerate(storages)}
+    # type(), not __class__, which is whatever a foreign object says, and may warn
+    tensors = {id(item): item for item in [*objects, *known] if type(item) is LazyTensor}
+    views = [item for item in objects if type(item) is ViewData and id(item._storage) in places]
+    objects.clear()
+    tensors = {number: tensor for number, tensor in tensors.items() if id(tensor._data.storage) in places}
+    _account(storages, list(tensors.values()), views, pending)
+    ours = set(map(id, known))
+    found: list[list[LazyTensor]] = [[] for _ in storages]
+    for number, tensor in tensors.items():
+        if number not in ours:
+            found[places[id(tensor._data.storage)]].append(tensor)
+    return found
+
+
+def _account(
+    storages: Sequence[LazyStorage],
+    tensors: Sequence[LazyTensor],
+    views: Sequence[ViewData],
+    pending: Sequence[object],
+) -> None:
+    """Raises `Unaccounted` if anything but these refers to the storages, or to the views."""
+    references = Counter(id(tensor._data) for tensor in tensors)
+    references.update(map(id, pending))
+    references.update(id(view._storage) for view in views)
+    for of in (storages, views):
+        for place in range(len(of)):
+            # the sequence's own reference, and the argument's
+            if getrefcount(of[place]) - 2 != references[id(of[place])]:
+                raise Unaccounted

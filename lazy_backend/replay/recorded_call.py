@@ -1,0 +1,288 @@
+"""One call of a captured function that ran as written.
+
+In: the function's results and the trace it left. Out: `RecordedCall`, which two of are compared by `binding`.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.compilation.environment import Environment
+from lazy_backend.lowering.ir import rng
+from lazy_backend.lowering.ir.graph import TensorMeta
+from lazy_backend.lowering.ir.program import Call, Cut
+from lazy_backend.lowering.plans.cached_computation import CachedComputation
+from lazy_backend.replay.captured_state import (
+    GradHolder,
+    Holder,
+    OptimizerGuard,
+    TensorHolder,
+    Unaccounted,
+    Watch,
+    find_tensors,
+)
+from lazy_backend.replay.replayed_call import Arguments
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
+from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import run_clean
+
+
+class NotCapturable(Exception):
+    """Why a call that was recorded cannot be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedTensor:
+    """A tensor that a call returned: of which storage, and what it sees of it.
+
+    `kind` says what `place` counts: the call's outputs, its trace's inputs, or its tensor arguments; -1 if it is none.
+    """
+
+    kind: str
+    place: int
+    meta: TensorMeta
+    storage: weakref.ref[TensorData]
+
+    def agrees(self, other: object) -> bool:
+        return (
+            isinstance(other, ReturnedTensor)
+            and (self.kind, self.place, self.meta) == (other.kind, other.place, other.meta)
+            and (self.kind != "other" or self.storage() is other.storage())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstUse:
+    """An input as the line at `site` saw it."""
+
+    meta: TensorMeta
+    site: str
+
+
+@dataclass(slots=True, eq=False)
+class RecordedCall:
+    """What one call did. Refers weakly to tensors."""
+
+    context: DeviceContext
+    cursor: TrieNode[Call | Cut]
+    indices: tuple[int, ...]
+    argument_data: list[weakref.ref[TensorData]]  # of the tensor arguments, before the body ran
+    inputs: list[weakref.ref[TensorData]]
+    uploads: dict[int, torch.Tensor]  # copies of the inputs that the body got from the host
+    arguments: dict[int, int]  # inputs that are tensor arguments, each with which of them
+    carried: dict[int, int]  # inputs that the call before made, each with which of its outputs
+    constants: tuple[float, ...]
+    generators: tuple[torch.Generator | None, ...]  # what each seed was drawn from; None: torch's default one
+    outputs: list[weakref.ref[LazyStorage]]
+    metas: list[TensorMeta]
+    returned: list[Any]  # `ReturnedTensor`s and other values
+    spec: pytree.TreeSpec | None
+    watch: Watch
+    guards: tuple[OptimizerGuard, ...]
+    floats: tuple[float, ...]  # of the arguments, then of the optimizers
+    settings: Environment
+    bound: CachedComputation | None = None
+
+    def calls(self) -> list[Call]:
+        return [call for call in self.cursor.path() if isinstance(call, Call)]
+
+    def entered(self, place: int) -> FirstUse:
+        """How the trace used an input first."""
+        return next(
+            FirstUse(entered.meta, call.site)
+            for call in self.calls()
+            for entered in call.entered
+            if entered.token.index == place
+        )
+
+    def constant_call(self, place: int) -> Call:
+        """The call that a float of the trace belongs to."""
+        for call in self.calls():
+            if place < call.num_constants:
+                return call
+            place -= call.num_constants
+        raise IndexError(place)
+
+    def own_generators(self) -> list[torch.Generator]:
+        return [generator for generator in self.generators if generator is not None]
+
+    def seeds_from(self, generator: torch.Generator) -> int:
+        """How many seeds were drawn from `generator`."""
+        return sum((own or torch.default_generator) is generator for own in self.generators)
+
+    def returned_outputs(self) -> set[int]:
+        return {leaf.place for leaf in self.returned if isinstance(leaf, ReturnedTensor) and leaf.kind == "output"}
+
+
+def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
+    """The leaves of what a body returned, detached: no replay has the body's autograd graph."""
+    if isinstance(result, LazyTensor):
+        return [result.detach()], None
+    leaves, spec = pytree.tree_flatten(result)
+    return [leaf.detach() if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], spec
+
+
+# ----- what a body finds
+
+
+@dataclass(slots=True, eq=False)
+class Start:
+    """What a body finds, as far as the call before tells where to look."""
+
+    left: list[tuple[weakref.ref[LazyStorage], int]]  # by the call before, each with the output it was
+    floats: list[tuple[float, ...] | None]
+    guards: tuple[OptimizerGuard, ...]
+    host_versions: list[tuple[torch.Tensor, int]]
+    parameters: list[LazyTensor]
+    without_grad: list[LazyTensor]
+    generators: list[tuple[torch.Generator, torch.Tensor]]  # with their states
+    python_generator: Any
+
+
+def look(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Start:
+    """Look around before the body runs. `left` is what replays left since `last`."""
+    if last is None:
+        return Start([], [], (), [], [], [], [], random.getstate())
+    parameters = last.watch.parameters()
+    generators = {torch.default_generator, *last.own_generators()}
+    places = [(output, place) for place, output in enumerate(last.outputs)]
+    if left is not None:
+        places = [(weakref.ref(storage), place) for storage, place in left.items()]
+    return Start(
+        left=places,
+        floats=[guard.floats() for guard in last.guards],
+        guards=last.guards,
+        host_versions=last.watch.host_versions(),
+        parameters=parameters,
+        without_grad=[parameter for parameter in parameters if parameter.grad is None],
+        generators=[(generator, generator.get_state()) for generator in generators],
+        python_generator=random.getstate(),
+    )
+
+
+def check_side_effects(start: Start, record: RecordedCall) -> None:
+    """Raises `NotCapturable` for what a body did beside lazy operators, as far as it can be seen."""
+    if [guard.floats() for guard in start.guards] != start.floats:
+        raise NotCapturable(
+            "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
+        )
+    if any(tensor._version != version for tensor, version in start.host_versions):
+        options = sorted({f"{option}=True" for guard in record.guards if (option := guard.option_for_counts())})
+        advice = f"make it with {' and '.join(options)}" if options else "take one that has fused=True"
+        raise NotCapturable(
+            "the optimizer counts its steps on the CPU, which a replay would not do\n"
+            f"  {advice}, so that the counts are on the device"
+        )
+    if random.getstate() != start.python_generator or not all(
+        _drew_only(record.seeds_from(generator), generator, before) for generator, before in start.generators
+    ):
+        raise NotCapturable(
+            "it draws random numbers on the CPU\n  draw them on the lazy device, or pass them as arguments"
+        )
+
+
+def _drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor) -> bool:
+    """Whether `generator`, whose state was `before`, stands where `num_seeds` seeds leave it."""
+    after = generator.get_state()
+    try:
+        generator.set_state(before)
+        for _ in range(num_seeds):
+            rng.draw_seed(generator)
+        return torch.equal(generator.get_state(), after)
+    finally:
+        generator.set_state(after)
+
+
+# ----- what it left
+
+
+def note(
+    context: DeviceContext,
+    arguments: Arguments,
+    argument_data: list[weakref.ref[TensorData]],
+    start: Start,
+    watch: Watch,
+    made_outside: Collection[LazyStorage],
+    leaves: Sequence[Any],
+    spec: pytree.TreeSpec | None,
+) -> tuple[RecordedCall, list[LazyStorage]]:
+    """What the trace and the results say, before the trace is synced; and what is alive of what it made."""
+    trace = context.trace
+    indices, storages = trace.live()
+    guards = tuple(OptimizerGuard(optimizer) for optimizer in watch.optimizers)
+    given = {data(): place for place, data in enumerate(argument_data)}
+    left = {storage(): place for storage, place in start.left}
+    record = RecordedCall(
+        context=context,
+        argument_data=argument_data,
+        carried={place: left[data.storage] for place, data in enumerate(trace.inputs) if data.storage in left},
+        cursor=trace.cursor,
+        indices=indices,
+        inputs=[weakref.ref(data) for data in trace.inputs],
+        uploads={},
+        arguments={place: given[data] for place, data in enumerate(trace.inputs) if data in given},
+        constants=tuple(trace.constants),
+        generators=rng.generators_of(trace.seeds),
+        outputs=[weakref.ref(storage) for storage in storages],
+        metas=[storage.meta for storage in storages],
+        returned=[],
+        spec=spec,
+        watch=watch,
+        guards=guards,
+        settings=executor.settings(),
+        floats=arguments.floats + tuple(value for guard in guards for value in guard.floats() or ()),
+    )
+    for place, data in enumerate(trace.inputs):
+        if data.storage in made_outside and data.storage.tensor is not None:
+            record.uploads[place] = run_clean(data.storage.tensor.clone)
+    record.returned = [_note_returned(leaf, storages, trace.inputs, arguments) for leaf in leaves]
+    return record, storages
+
+
+def _note_returned(
+    leaf: Any, storages: Sequence[LazyStorage], inputs: Sequence[TensorData], arguments: Arguments
+) -> Any:
+    if not isinstance(leaf, LazyTensor):
+        return leaf
+    storage = leaf._data.storage
+    kinds = (
+        ("output", storages),
+        ("argument", [tensor._data.storage for tensor in arguments.tensors]),
+        ("input", [data.storage for data in inputs]),
+    )
+    for kind, among in kinds:
+        if storage in among:
+            return ReturnedTensor(kind, list(among).index(storage), leaf._data.meta, weakref.ref(storage))
+    return ReturnedTensor("other", -1, leaf._data.meta, weakref.ref(storage))
+
+
+def find_holders(
+    storages: Sequence[LazyStorage],
+    returned: Sequence[LazyTensor],
+    parameters: Sequence[LazyTensor],
+    pending: Sequence[object],
+) -> list[list[tuple[TensorMeta, Holder]]] | None:
+    """For each storage who holds it beside the returned tensors, and what each sees of it; None if nobody knows.
+
+    `pending`: what the trace refers to.
+    """
+    try:
+        found = find_tensors(storages, returned, pending)
+    except Unaccounted:
+        return None
+    owners = {id(parameter.grad): parameter for parameter in parameters if parameter.grad is not None}
+    return [[_holder(tensor, owners) for tensor in tensors] for tensors in found]
+
+
+def _holder(tensor: LazyTensor, owners: dict[int, LazyTensor]) -> tuple[TensorMeta, Holder]:
+    owner = owners.get(id(tensor))
+    return tensor._data.meta, TensorHolder(tensor) if owner is None else GradHolder(owner)

@@ -1,0 +1,300 @@
+"""Run a captured program again, without the Python that recorded it.
+
+In: the arguments of a call. Out: what the body would have returned, and the state it would have left.
+
+Note [A replay is a step]
+A replay is what `mark_step` does with a trace, without the trace: it draws the seeds, takes the device's lock, lets
+storages wait for the run, and schedules it, in the background where steps run there. Errors, poisoning, plans and
+compiles are those of steps. What it costs depends on the inputs and outputs of the graph, not on its operators.
+On CUDA this is where a plan with static shapes would be launched as one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazy_backend import metrics
+from lazy_backend.execution.sync import Async, SyncTensorCollection, SyncTensorsConfig, executor
+from lazy_backend.lowering.compilation.environment import Environment
+from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
+from lazy_backend.lowering.plans.cached_computation import CachedComputation
+from lazy_backend.replay.captured_state import Holder, ModuleGuard, OptimizerGuard
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
+from lazy_backend.tensors.tensor import LazyTensor, wrap
+from lazy_backend.tensors.thread_state import run_clean
+
+
+@dataclass(slots=True)
+class Arguments:
+    """What may differ among the arguments of two calls of one program."""
+
+    tensors: tuple[LazyTensor, ...]
+    floats: tuple[float, ...]
+
+
+_CONFIG = SyncTensorsConfig()
+
+
+class Stale(Exception):
+    """A program no longer fits what is there. Says what changed; the body runs again."""
+
+
+# ----- where the inputs of a program come from
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The `place`-th tensor among the arguments."""
+
+    place: int
+
+    def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
+        return arguments.tensors[self.place]._data
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Data that every call finds where it was: parameters, statistics, momenta."""
+
+    reference: weakref.ref[TensorData]
+    site: str
+
+    def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
+        data = self.reference()
+        if data is None:
+            raise Stale(f"a tensor that it uses is gone, at {self.site}")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What the call before left in the `output`-th of its outputs."""
+
+    output: int
+    meta: TensorMeta
+
+    def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
+        storage = program.outputs[self.output].current()
+        if storage is None:
+            raise Stale("a tensor that it replaces is gone")
+        return _look_into(storage, self.meta)
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A constant that the body uploads at each call. Where the program writes it, each run has its own."""
+
+    storage: LazyStorage
+    meta: TensorMeta
+    is_written: bool
+
+    def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
+        if not self.is_written:
+            return _look_into(self.storage, self.meta)
+        made = LazyStorage(self.storage.context, None, None, self.storage.meta)
+        assert self.storage.tensor is not None
+        source = self.storage.tensor
+        made.tensor = run_clean(lambda: empty_of(made.meta, made.context.backing).copy_(source))
+        return _look_into(made, self.meta)
+
+
+Source = Argument | Kept | Carried | Uploaded
+
+
+def _look_into(storage: LazyStorage, meta: TensorMeta) -> TensorData:
+    return storage if meta is storage.meta else ViewData(storage.context, None, None, meta, storage)
+
+
+# ----- where its outputs go
+
+
+# How somebody is told what to hold from now on, and what that is.
+Delivery = tuple[Callable[[TensorData, Any], None], TensorData]
+
+
+class Output:
+    """One value a program makes, and who holds it between calls."""
+
+    __slots__ = ("meta", "holders", "context")
+
+    def __init__(self, context: DeviceContext, meta: TensorMeta, holders: Sequence[tuple[TensorMeta, Holder]]) -> None:
+        self.context = context
+        self.meta = meta
+        self.holders = holders  # each with what it sees of the value
+
+    def current(self) -> LazyStorage | None:
+        return self.holders[0][1].storage() if self.holders else None
+
+    def renew(self, deliveries: list[Delivery]) -> LazyStorage:
+        """A storage for the next value. By the deliveries, who holds the last one is to hold this one."""
+        storage = LazyStorage(self.context, None, None, self.meta)
+        deliveries.extend((holder.put, _look_into(storage, meta)) for meta, holder in self.holders)
+        return storage
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A returned tensor: what an output is, or a view of it."""
+
+    output: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A returned tensor that the call did not make: the memory of an input."""
+
+    source: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Something returned that is no tensor."""
+
+    value: Any
+
+
+Leaf = Made | Found | Literal
+
+
+def _returned(leaf: Leaf, storages: Sequence[LazyStorage], inputs: Sequence[TensorData]) -> Any:
+    if isinstance(leaf, Literal):
+        return leaf.value
+    storage = storages[leaf.output] if isinstance(leaf, Made) else inputs[leaf.source].storage
+    return wrap(_look_into(storage, leaf.meta))
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a call returns. `spec` None stands for one leaf."""
+
+    leaves: tuple[Leaf, ...]
+    spec: pytree.TreeSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """The floats a program was recorded with, and which of them may change.
+
+    `places`: for each constant that changes, the floats that it was seen to follow, each with its sign. `used`: the
+    constants that the computation takes.
+    """
+
+    given: tuple[float, ...]
+    constants: tuple[float, ...]
+    free: frozenset[int]
+    places: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
+    used: tuple[int, ...] = ()
+    unchanged: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unchanged", tuple(self.constants[place] for place in self.used))
+
+    def bind(self, given: tuple[float, ...]) -> tuple[float, ...]:
+        """The computation's constants for these floats. Raises `Stale`."""
+        if given == self.given:
+            return self.unchanged
+        changed = {place for place, (new, old) in enumerate(zip(given, self.given, strict=True)) if new != old}
+        if not changed <= self.free:
+            raise Stale("a float changed")
+        constants = list(self.constants)
+        for place, followed in self.places:
+            values = {sign * given[number] for number, sign in followed}
+            if len(values) > 1:
+                raise Stale("floats that were equal differ")
+            constants[place] = values.pop()
+        return tuple(constants[place] for place in self.used)
+
+
+@dataclass(slots=True, eq=False)
+class CapturedProgram:
+    """A recorded program, bound to the state it works on. See Note [A replay is a step]."""
+
+    context: DeviceContext
+    bound: CachedComputation
+    settings: Environment
+    sources: tuple[Source, ...]
+    parameters: tuple[tuple[int, bool], ...]  # each a source, and whether its base is wanted
+    outputs: tuple[Output, ...]
+    returned: Returned
+    floats: Floats
+    generators: tuple[torch.Generator | None, ...]  # each seed's; None: torch's default one
+    module_guard: ModuleGuard
+    optimizer_guards: tuple[OptimizerGuard, ...]
+    kept: frozenset[int]  # ids of storages that no argument may share: holding them would keep dead state alive
+    must_lack_grad: tuple[LazyTensor, ...]
+    must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
+    site: str
+
+    def check(self, arguments: Arguments) -> tuple[float, ...]:
+        """All that a replay rests on. Returns the computation's constants, or raises `Stale`."""
+        if not self.module_guard.holds():
+            raise Stale("a module's training flag or one of its tensors changed")
+        floats = arguments.floats
+        for guard in self.optimizer_guards:
+            own = guard.floats()
+            if own is None:
+                raise Stale("an optimizer's settings changed")
+            floats += own
+        for parameter in self.must_lack_grad:
+            if parameter.grad is not None:
+                raise Stale("a parameter has a .grad")
+        for parameter, data in self.must_keep_grad:
+            grad = parameter.grad
+            if not isinstance(grad, LazyTensor) or grad._data is not data:
+                raise Stale("a parameter has another .grad")
+        for output in self.outputs:
+            for _, holder in output.holders:
+                if not holder.holds():
+                    raise Stale("a tensor that it replaces was replaced, or is held elsewhere too")
+        for tensor in arguments.tensors:
+            if id(tensor._data.storage) in self.kept:
+                raise Stale("an argument shares memory with the state")
+        return self.floats.bind(floats)
+
+    def run(self, arguments: Arguments) -> tuple[Any, Async] | None:
+        """One replay: what the body would have returned, and the run; None if one is under way, and nothing happened.
+
+        The caller holds the context's lock, and nothing is recorded. Raises `Stale` before anything has happened.
+        """
+        constants = self.check(arguments)
+        if executor.settings() != self.settings:
+            raise Stale("the settings changed")
+        if not self.context.locker.is_idle():
+            return None
+        bound = self.bound
+        inputs = [source.data(self, arguments) for source in self.sources]
+        seeds = [contexts.get_rng_seed(generator) for generator in self.generators]
+        deliveries: list[Delivery] = []
+        storages = [output.renew(deliveries) for output in self.outputs]
+        result = self._result(storages, inputs)
+        run = executor.replay(
+            SyncTensorCollection(_CONFIG, self.context, self.context.trace.cursor, (), [], "captured call", self.site),
+            bound,
+            [(inputs[place], base) for place, base in self.parameters],
+            constants,
+            [seeds[place] for place in bound.seeds],
+            storages,
+            deliveries,
+        )
+        if run is None:
+            return None
+        metrics.increment("CapturedCall")
+        return result, run
+
+    def _result(self, storages: Sequence[LazyStorage], inputs: Sequence[TensorData]) -> Any:
+        leaves = [_returned(leaf, storages, inputs) for leaf in self.returned.leaves]
+        spec = self.returned.spec
+        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    def carried(self) -> dict[LazyStorage, int]:
+        """The storages that the last call left, each with the output it is."""
+        return {storage: place for place, output in enumerate(self.outputs) if (storage := output.current())}

@@ -1,0 +1,147 @@
+"""One context per lazy device, made at first use.
+
+Seed: lazy_graph_executor, `DeviceContextArena`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.diagnostics.history import history
+from lazy_backend.diagnostics.memory import Alive
+from lazy_backend.errors import DeviceError
+from lazy_backend.lowering.ir import rng
+from lazy_backend.settings import config
+from lazy_backend.tensors.locks import lockers
+from lazy_backend.tensors.state import DeviceContext, new_queue
+
+Device = torch.device | str | int | None
+
+
+class DeviceContextArena:
+    """All device contexts, made at first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._contexts: dict[int, DeviceContext] = {}
+        self.current = 0
+        self.prepare: Callable[[], None] = lambda: None  # called once, before the first context is made
+
+    def backing_type(self) -> str:
+        """`cuda` or `cpu`: the setting, or what there is."""
+        chosen = config.device
+        if chosen is not None:
+            return str(chosen)
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count() if self.backing_type() == "cuda" else int(config.num_devices)
+
+    def get_device_context(self, index: int | None) -> DeviceContext:
+        """The context of `lazy:index`, or of the current device. Raises `DeviceError` for an index out of range."""
+        index = self.current if index is None else index
+        found = self._contexts.get(index)
+        return self._make_context(index) if found is None else found
+
+    def _make_context(self, index: int) -> DeviceContext:
+        count = self.device_count()
+        if not 0 <= index < count:
+            advice = (
+                "one lazy device stands for each CUDA device"
+                if self.backing_type() == "cuda"
+                else "lazy_backend.config.num_devices sets how many there are on the CPU"
+            )
+            raise DeviceError(f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})")
+        backing = torch.device("cuda", index) if self.backing_type() == "cuda" else torch.device("cpu")
+        prepare, self.prepare = self.prepare, lambda: None
+        prepare()
+        with self._lock:
+            return self._contexts.setdefault(index, DeviceContext(index, backing))
+
+    def default_device(self) -> torch.device:
+        """What `"lazy"` without an index means now."""
+        return torch.device("lazy", self.current)
+
+    def get_active_devices(self) -> list[DeviceContext]:
+        """The contexts made so far, lowest index first."""
+        return [context for _, context in sorted(self._contexts.items())]
+
+    def for_all_device_contexts(self, function: Callable[[DeviceContext], None]) -> None:
+        for context in self.get_active_devices():
+            function(context)
+
+    def alive(self, device: str) -> Alive:
+        """How much is alive on `device`."""
+        return self.get_device_context(torch.device(device).index).alive()
+
+    def live_by_line(self, device: str) -> list[dict[str, Any]]:
+        """`DeviceContext.live_by_line` of `device`."""
+        return self.get_device_context(torch.device(device).index).live_by_line()
+
+    def all_live_by_line(self) -> list[dict[str, Any]]:
+        """The same of all devices."""
+        return [row for context in self.get_active_devices() for row in context.live_by_line()]
+
+    def get_rng_seed(self, generator: torch.Generator | None = None) -> int:
+        """A seed for the next random op, from `generator` or the one in use. See Note [Random numbers are data]."""
+        return rng.draw_seed(generator)
+
+    def set_rng_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def get_running_seed(self) -> int:
+        return torch.default_generator.initial_seed()
+
+    def read_counters(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for context in self.get_active_devices():
+            total.update(context.read_counters())
+        return total
+
+    def reset_counters(self) -> None:
+        self.for_all_device_contexts(DeviceContext.reset_counters)
+
+    def reset(self) -> None:
+        """Forget every context, as for tests: traces are dropped, tensors of theirs must not be used again."""
+        with self._lock:
+            contexts, self._contexts = self._contexts, {}
+        for context in contexts.values():
+            context.queue.close(timeout=60)
+            context.trie.reset()
+        self.current = 0
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: new locks, new queues; the threads stayed with the parent."""
+        self._lock = threading.RLock()
+        for context in self._contexts.values():
+            context.lock = threading.RLock()
+            context.queue = new_queue(context.index)
+        lockers.reset_after_fork()
+
+
+contexts = DeviceContextArena()
+history.alive = contexts.alive
+history.alive_by_line = contexts.live_by_line
+history.sources["live tensors"] = contexts.all_live_by_line
+metrics.add_source(metrics.Source(contexts.read_counters, contexts.reset_counters))
+
+
+def context_of(device: Device) -> DeviceContext:
+    """The context of `lazy`, `lazy:1`, `1`, or the current device. Raises `DeviceError` for anything else."""
+    if device is None or device == "":
+        return contexts.get_device_context(None)
+    if isinstance(device, int):
+        return contexts.get_device_context(device)
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"{device!r} names no device\n  expected 'lazy' or 'lazy:<index>'") from error
+    if parsed.type != "lazy":
+        raise DeviceError(f"expected a lazy device, got {str(parsed)!r}\n  as in 'lazy' or 'lazy:0'")
+    return contexts.get_device_context(parsed.index)

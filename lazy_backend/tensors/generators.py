@@ -1,0 +1,55 @@
+"""`torch.Generator(device="lazy")`: a source of random numbers of the user's own.
+
+In: a device. Out: a generator from which random operators on it draw their seeds when they are recorded, instead of
+from torch's default one. So it cuts nothing, and its numbers are the same in every plan (`lowering.ir.rng`, Note
+[Random numbers are data]). `torch.Generator("lazy").manual_seed(7)` gives the numbers that `torch.manual_seed(7)`
+gives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from lazy_backend.tensors.contexts import contexts
+
+# A dispatched call has a new Python object around the user's generator: this is how to find the user's own.
+_known: weakref.WeakValueDictionary[int, LazyGenerator] = weakref.WeakValueDictionary()
+
+
+class LazyGenerator(torch.Generator):
+    """A generator of the CPU that says it is on a lazy device: seeds are drawn on the host. State and all else is its.
+
+    Made by `torch.Generator(device="lazy")`.
+    """
+
+    def __new__(cls, device: torch.device) -> LazyGenerator:
+        return super().__new__(cls)
+
+    def __init__(self, device: torch.device) -> None:
+        # raises for a device that does not exist
+        self._device = contexts.get_device_context(device.index).device
+        _known[self._cdata] = self  # type: ignore[attr-defined]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def clone_state(self) -> LazyGenerator:
+        """Another generator with the state that this one has now."""
+        clone = LazyGenerator(self._device)
+        clone.set_state(self.get_state())
+        return clone
+
+    def __reduce__(self) -> Any:
+        _, _, state = super().__reduce__()  # type: ignore[misc]
+        return torch.Generator, (self._device,), state
+
+
+def lazy_generator(generator: Any) -> LazyGenerator | None:
+    """The user's lazy generator that `generator`, an argument of a call, is; None if it is another."""
+    if not isinstance(generator, torch.Generator):
+        return None
+    return _known.get(generator._cdata)  # type: ignore[attr-defined]

@@ -1,0 +1,55 @@
+"""How often each path of a trie was taken, and what that makes in calls and tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.lowering.ir.program import Call, Cut, Fresh
+
+
+class PathCounts:
+    """Paths, each with how often it was taken. A sync costs one count; calls are counted when somebody asks."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[TrieNode[Call | Cut]] = Counter()
+        self._created = 0  # tensors made outside a path, or in one that is forgotten
+
+    def take(self, cursor: TrieNode[Call | Cut]) -> None:
+        """The path that ends at `cursor` was taken once more."""
+        self._uses[cursor] += 1
+
+    def create(self, number: int = 1) -> None:
+        """Tensors were made outside any path."""
+        self._created += number
+
+    def calls(self) -> Counter[str]:
+        """The calls of all paths taken, as `lazy::name`."""
+        total: Counter[str] = Counter()
+        for cursor, uses in self._uses.items():
+            for name, count in calls_of(cursor.path()).items():
+                total[name] += count * uses
+        return total
+
+    def created(self) -> int:
+        """All tensors ever made."""
+        return self._created + sum(uses * _created_in(cursor.path()) for cursor, uses in self._uses.items())
+
+    def forget(self) -> Counter[str]:
+        """Let go of the paths. Returns their calls; what they created stays counted."""
+        calls, self._created = self.calls(), self.created()
+        self._uses.clear()
+        return calls
+
+
+def calls_of(path: list[Call | Cut]) -> Counter[str]:
+    """The calls of one path, as `lazy::name`."""
+    counts: Counter[str] = Counter()
+    for call in path:
+        if isinstance(call, Call):
+            counts["lazy::" + call.op._schema.name.split("::")[1]] += 1
+    return counts
+
+
+def _created_in(path: list[Call | Cut]) -> int:
+    return sum(isinstance(result, Fresh) for call in path if isinstance(call, Call) for result in call.results)

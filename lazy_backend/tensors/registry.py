@@ -1,0 +1,54 @@
+"""What is alive, by weak references."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Weak references to everything that was registered and may be alive.
+
+    Seed: lazy_graph_executor, `RegisterTensor`, `UnregisterTensor`. What dies is unregistered when there is reason to
+    look, so that registering costs a constant.
+    """
+
+    def __init__(self) -> None:
+        self.references: list[weakref.ref[T]] = []
+        self._bound = 1024
+        self._watched: list[T] | None = None
+
+    def register(self, one: T) -> None:
+        """Note `one`, which was made outside a trace, from the host's data."""
+        if self._watched is not None:
+            self._watched.append(one)
+        self.register_all((one,))
+
+    def register_all(self, several: Iterable[T]) -> None:
+        """Note what a trace or a replay made and somebody holds."""
+        self.references.extend(map(weakref.ref, several))
+        if len(self.references) > self._bound:
+            self._unregister_dead()
+
+    def alive(self) -> list[T]:
+        return [one for reference in self.references if (one := reference()) is not None]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[T]]:
+        """A list that takes up what is registered one by one within the block."""
+        watched: list[T] = []
+        self._watched = watched
+        try:
+            yield watched
+        finally:
+            if self._watched is watched:  # it may end late, after an interruption
+                self._watched = None
+
+    def _unregister_dead(self) -> None:
+        self.references = [reference for reference in self.references if reference() is not None]
+        # doubling keeps the cost per registered tensor constant
+        self._bound = max(1024, 2 * len(self.references))

@@ -1,0 +1,430 @@
+"""The state of one device: data that tensors stand for, the trace that makes it, the context around both.
+
+In one module because each refers to the others: data knows its device, a device its trace, a trace its data.
+Seed: lazy_graph_executor, `DeviceContextArena`.
+
+Note [Traced ranges]
+Under a profiler each trace is shown as a range, from its first call to its sync. The recorder must not ask at every
+call whether this is the first one under a profiler; but it compares the default dtype with the trace's at every call.
+So a trace made under a profiler has none: its first call finds a difference, and whoever looks into it opens the range.
+
+Note [Who holds a pending storage]
+A sync computes what somebody still holds. Weak references would not tell: before the garbage collector calls the
+finalizers of a dead cycle, it clears the weak references into it, and a finalizer that reads would find that a sync
+since then, its own or a signal handler's, passed its tensors over. So a deferred trace refers strongly to every storage
+it made, which has no memory of its own yet, and asks for the number of references: that drops when the last holder is
+really gone, as objects here are part of no cycle. Once the calls of a trace have their values when they are recorded,
+it refers to the storages weakly, as memory must be freed as in eager; whom the collector hides then has its value.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from sys import getrefcount
+from time import perf_counter
+from typing import Any
+from weakref import ref
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.cache.trie import Trie, TrieNode
+from lazy_backend.diagnostics.history import history
+from lazy_backend.diagnostics.memory import Alive
+from lazy_backend.lowering.ir.canonical import storage_of_tokens
+from lazy_backend.lowering.ir.graph import TensorMeta
+from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
+from lazy_backend.lowering.ir.ranges import is_profiling, profiled
+from lazy_backend.settings import config
+from lazy_backend.tensors.locks import DeviceLocker, DeviceQueue, Work, lockers
+from lazy_backend.tensors.path_counts import PathCounts, calls_of
+from lazy_backend.tensors.registry import Registry
+
+# ----- data
+
+
+class TensorData:
+    """What a lazy tensor stands for: a geometry over a storage, and its token in the trace that last used it.
+
+    `epoch` is the trace the token belongs to. A tensor of an earlier trace enters the current one as an input.
+    """
+
+    __slots__ = ("context", "epoch", "token", "meta", "__weakref__")
+
+    context: DeviceContext
+    epoch: object | None
+    token: Token | None
+    meta: TensorMeta
+
+    @property
+    def storage(self) -> LazyStorage:
+        raise NotImplementedError
+
+
+class LazyStorage(TensorData):
+    """The memory shared by a base and all its views; also the base's own `TensorData`.
+
+    Pending (`tensor` and `error` None), computed (`tensor`: the base on the backing device, with exactly the geometry
+    of `meta`) or poisoned (`error`). `token` `UNWRITTEN` marks memory nobody recorded yet.
+    """
+
+    __slots__ = ("tensor", "error")
+
+    def __init__(self, context: DeviceContext, epoch: object | None, token: Token | None, meta: TensorMeta) -> None:
+        self.context = context
+        self.epoch = epoch
+        self.token = token
+        self.meta = meta
+        self.tensor: torch.Tensor | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def storage(self) -> LazyStorage:
+        return self
+
+
+class ViewData(TensorData):
+    """A view: the storage it looks into, kept alive by it, and its own geometry."""
+
+    __slots__ = ("_storage",)
+
+    def __init__(
+        self, context: DeviceContext, epoch: object | None, token: Token | None, meta: TensorMeta, storage: LazyStorage
+    ) -> None:
+        self.context = context
+        self.epoch = epoch
+        self.token = token
+        self.meta = meta
+        self._storage = storage
+
+    @property
+    def storage(self) -> LazyStorage:
+        return self._storage
+
+
+UNWRITTEN = Token("unwritten", 0)
+
+
+# ----- the trace
+
+
+def _reference_counts(objects: list[Any]) -> list[int]:
+    """The numbers of references to each of `objects`, with those of the list and of this call."""
+    return list(map(getrefcount, objects))
+
+
+# What `_reference_counts` gives for what only the list holds; it differs between versions of Python.
+_UNHELD = _reference_counts([object()])[0]
+
+
+class Epoch:
+    """Identifies a trace in the tokens that it gives out. `cursor`: where the trace ended, once it has.
+
+    What is alive later leads back through it to the line that made it, as long as its token is that trace's.
+    """
+
+    __slots__ = ("cursor", "__weakref__")
+
+    cursor: TrieNode[Call | Cut]
+
+    def origins(self) -> dict[Token, tuple[str, str]]:
+        """By token: ("made at", line) for what the trace made, ("used at", line) for what entered it from outside."""
+        found: dict[Token, tuple[str, str]] = {}
+        for call in self.cursor.path() if hasattr(self, "cursor") else []:
+            if isinstance(call, Call):
+                found |= {entered.token: ("used at", call.site) for entered in call.entered}
+                made = [result.token for result in call.results if isinstance(result, Fresh | View)]
+                found |= dict.fromkeys(made, ("made at", call.site))
+        return found
+
+
+class Trace:
+    """A cursor into the trie, and the data that goes with this walk through it.
+
+    The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
+    path. `pending` refers to every storage made in this trace, in program order, weakly if the trace is computed (Note
+    [Who holds a pending storage]). `start` is a time; `default_dtype` holds for the whole trace. `computed`: whether
+    everything recorded has its value already, or gets it from the run that stands here, and what comes is computed when
+    it is recorded (Note [First sight runs]).
+    `unfinished`: the key of the call that is being recorded, or the run that is being scheduled; while it is a key, the
+    lists may hold more than the path mentions. `changes` counts what came in the midst of that (Note [Interruption]).
+    """
+
+    __slots__ = (
+        "epoch",
+        "cursor",
+        "inputs",
+        "groups",
+        "constants",
+        "seeds",
+        "pending",
+        "start",
+        "default_dtype",
+        "computed",
+        "unfinished",
+        "changes",
+        "entering",
+        "run_seconds",
+        "range",
+    )
+
+    def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
+        self.epoch = Epoch()
+        self.cursor = root
+        self.inputs: list[TensorData] = []
+        self.groups: dict[LazyStorage, int] = {}
+        self.constants: list[float] = []
+        self.seeds: list[int] = []
+        self.pending: list[Any] = []  # LazyStorage | ref[LazyStorage]; the recorder adds to it without a call
+        self.start = start
+        self.default_dtype: torch.dtype | None = torch.get_default_dtype()
+        self.computed: Work | bool = False
+        self.unfinished: list[Any] | Work | None = None
+        self.changes = 0
+        self.entering: TensorData | None = None  # what became an input last; it may not be among them yet
+        self.run_seconds = 0.0  # of the calls that ran when they were recorded
+        self.range: AbstractContextManager[Any] | None = None  # of the profiler; see Note [Traced ranges]
+
+    def is_empty(self) -> bool:
+        return self.cursor.depth == 0
+
+    def roll_back(self) -> None:
+        """Forget the data of a call that was not recorded after all: keep only what the path mentions.
+
+        Walks the path, so that a recorded call need not count what it adds. May be interrupted, and done again.
+        """
+        self.changes += 1
+        while True:  # again if a finalizer records something meanwhile
+            cursor = self.cursor
+            path = [call for call in cursor.path() if isinstance(call, Call)]
+            entered = [entered for call in path for entered in call.entered]
+            num_groups = len({e.group for e in entered})
+            groups = {storage: group for storage, group in self.groups.items() if group < num_groups}
+            num_constants, num_seeds = sum(call.num_constants for call in path), sum(call.seeded for call in path)
+            num_pending = sum(isinstance(result, Fresh) for call in path for result in call.results)
+            num_inputs = len(entered)
+            kept = set(self.inputs[:num_inputs])
+            for data in (*self.inputs[num_inputs:], self.entering):
+                if data is not None and data.epoch is self.epoch and data not in kept:
+                    data.epoch = None
+            if cursor is self.cursor:  # from here on neither a call nor a jump back: nothing can come in between
+                self.groups = groups
+                self.entering = None
+                del self.inputs[num_inputs:], self.constants[num_constants:]
+                del self.seeds[num_seeds:], self.pending[num_pending:]
+                return
+
+    def end_range(self) -> None:
+        opened, self.range = self.range, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+    def add_pending(self, storage: LazyStorage) -> None:
+        """Note a storage that a call made."""
+        self.pending.append(ref(storage) if self.computed else storage)
+
+    def become_computed(self, run: Work) -> None:
+        """From here on `run` gives everything recorded its value."""
+        weak = list(map(ref, self.pending))
+        self.pending, self.computed = weak, run  # no call between the two stores
+
+    def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
+        """The pending storages somebody still holds: their places, and themselves."""
+        pending = self.pending.copy()  # what comes in between may shorten it
+        if self.computed:
+            held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
+        else:
+            counts = _reference_counts(pending)
+            held = {place: pending[place] for place, count in enumerate(counts) if count > _UNHELD + 1}
+        return tuple(held), list(held.values())
+
+    def written_groups(self) -> set[int]:
+        """The alias groups of inputs that some call of this trace writes. Walks the path."""
+        calls = [call for call in self.cursor.path() if isinstance(call, Call)]
+        storages = storage_of_tokens(calls)
+        written = {storages[token] for call in calls for token in call.mutates}
+        return {e.group for call in calls for e in call.entered if storages[e.token] in written}
+
+
+# ----- the context
+
+
+def new_queue(index: int) -> DeviceQueue:
+    # asking for the number of threads makes a new thread obey torch.set_num_threads: MKL would take all cores
+    return DeviceQueue(f"lazy:{index}", on_start=torch.get_num_threads)
+
+
+class DeviceContext:
+    """The state of one lazy device. `lock` guards the trace; a run never takes it."""
+
+    def __init__(self, index: int, backing: torch.device) -> None:
+        self.index = index
+        self.device = torch.device("lazy", index)
+        self.name = str(self.device)  # 0.4 µs, and every sync's record has it
+        self.backing = backing
+        self.lock = threading.RLock()
+        self.trie: Trie[Call | Cut] = Trie()
+        self.eager_root: TrieNode[Call | Cut] = TrieNode(None, None)  # without children, see Note [Eager mode]
+        self.trace = self._fresh_trace()
+        self.queue = new_queue(index)
+        self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
+        self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
+        self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
+        self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie rest on
+        # what a trace makes is in its `pending`; what outlives it, and what never was in one, is registered here
+        self.registry: Registry[LazyStorage] = Registry()
+        self.paths = PathCounts()
+        self._baseline: Counter[str] = Counter()  # what `reset_counters` subtracts from the cumulative ones
+
+    @property
+    def locker(self) -> DeviceLocker:
+        return lockers.get_locker(self.index)
+
+    def holds_lock(self) -> bool:
+        """Whether the calling thread holds `lock`."""
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # as threading.Condition asks
+
+    def hold_idle(self) -> None:
+        """Take `lock` while no run is under way, and keep it."""
+        while True:
+            self.locker.wait_idle()
+            self.lock.acquire()
+            if self.locker.is_idle():
+                return
+            self.lock.release()
+
+    def has_pending(self) -> bool:
+        """Whether something is recorded, or was being scheduled when it was interrupted."""
+        return not self.trace.is_empty() or isinstance(self.trace.unfinished, Work)
+
+    def new_trace(self) -> None:
+        """Start recording afresh. The caller holds `lock`."""
+        fresh = self.fresh_trace()
+        self.trace.epoch.cursor = self.trace.cursor
+        self.trace.changes += 1
+        self.trace = fresh
+
+    def replace_trace(self, trace: Trace, cursor: TrieNode[Call | Cut], fresh: Trace) -> bool:
+        """`new_trace`, unless something was recorded since `cursor`. The caller holds `lock`.
+
+        A call that the caller interrupted, as a signal handler, starts anew.
+        """
+        trace.epoch.cursor = cursor
+        trace.changes += 1
+        # nothing can come between this question and the store: neither calls a function. See Note [Interruption]
+        if self.trace is trace and trace.cursor is cursor:
+            self.trace = fresh
+            return True
+        return False
+
+    def begin_replay(self, trace: Trace, count: int, run: Work) -> bool:
+        """Commit a replay, unless something was recorded or run since. The caller holds `lock`."""
+        locker = self.locker
+        trace.changes += 1
+        # as in `replace_trace`
+        if self.trace is trace and trace.cursor.depth == 0 and locker.count == count:
+            trace.unfinished = run
+            return True
+        return False
+
+    def fresh_trace(self) -> Trace:
+        """A trace to go on with. Forgets the paths if there are too many, or settings that they rest on changed."""
+        settings = config.force_fallback, torch.get_default_dtype()
+        if self.trie.size > config.trie_limit or settings != self._settings:
+            self.forget_paths()
+        return self._fresh_trace()
+
+    def _fresh_trace(self) -> Trace:
+        trace = Trace(self.eager_root if config.eager else self.trie.root, perf_counter())
+        if is_profiling():
+            trace.default_dtype = None
+        return trace
+
+    def restart_clock(self) -> None:
+        """What was waited for is no part of a recording that has not begun."""
+        with self.lock:
+            if self.trace.is_empty():
+                self.trace.start = perf_counter()
+
+    def begin_traced_range(self) -> None:
+        """A range of the profiler from the first call of a trace to its sync. See Note [Traced ranges]."""
+        self.trace.default_dtype = self._settings[1]
+        self.trace.range = profiled("trace")
+        self.trace.range.__enter__()
+
+    def forget_paths(self) -> None:
+        """Start the trie afresh. The caller holds `lock` and starts a new trace."""
+        self._settings = config.force_fallback, torch.get_default_dtype()
+        for name, count in self.paths.forget().items():
+            metrics.increment(name, count)
+        history.forget_paths(self.name)
+        self.trie.reset()
+
+    def get_live_tensors(self) -> list[LazyStorage]:
+        """Every storage somebody holds on this device: computed ones, scheduled ones, then pending ones."""
+        with self.lock:
+            # an interrupted sync may register one twice
+            return list(dict.fromkeys([*self.registry.alive(), *self.trace.live()[1]]))
+
+    def alive(self) -> Alive:
+        """How much is alive on this device."""
+        sizes = [storage.meta.nbytes for storage in self._each_live()]
+        allocated = torch.cuda.memory_allocated(self.backing) if self.backing.type == "cuda" else None
+        return Alive(len(sizes), sum(sizes), allocated)
+
+    def _each_live(self) -> Iterator[LazyStorage]:
+        """Every live storage, held one at a time: what dies in a run under way must not wait for who counts."""
+        with self.lock:
+            references = [*self.registry.references, *map(weakref.ref, self.trace.live()[1])]
+        for reference in {id(reference): reference for reference in references}.values():
+            storage = reference()
+            if storage is not None:
+                yield storage
+
+    def live_by_line(self) -> list[dict[str, Any]]:
+        """The live tensors, by the line that made them, or that used them last if a later step did."""
+        groups: Counter[tuple[str, str]] = Counter()
+        sizes: Counter[tuple[str, str]] = Counter()
+        origins: dict[Epoch, dict[Token, tuple[str, str]]] = {}
+        for storage in self._each_live():
+            origin = _origin(storage, origins)
+            groups[origin] += 1
+            sizes[origin] += storage.meta.nbytes
+        return [
+            {"device": str(self.device), "how": how, "site": site, "tensors": count, "bytes": sizes[how, site]}
+            for (how, site), count in groups.most_common()
+        ]
+
+    # Counters. See the module docstring of `metrics`: paths are counted per sync, calls when somebody asks.
+
+    def _cumulative(self) -> Counter[str]:
+        created = self.paths.created() + len(self.trace.pending)
+        live = len(self.get_live_tensors())
+        return Counter(CreateLtcTensor=created, DestroyLtcTensor=created - live)
+
+    def read_counters(self) -> Counter[str]:
+        with self.lock:
+            total = self.paths.calls()
+            total.update(calls_of(self.trace.cursor.path()))
+            cumulative = self._cumulative()
+            cumulative.subtract(self._baseline)
+            return total + cumulative
+
+    def reset_counters(self) -> None:
+        with self.lock:
+            self._baseline = self._cumulative()
+            self.paths.forget()
+
+
+def _origin(storage: LazyStorage, origins: dict[Epoch, dict[Token, tuple[str, str]]]) -> tuple[str, str]:
+    """How a live tensor was met last, "made at", "used at" or "from outside", and the line."""
+    epoch, token = storage.epoch, storage.token
+    if not isinstance(epoch, Epoch) or token is None:
+        return "from outside", ""
+    if epoch not in origins:
+        origins[epoch] = epoch.origins()
+    return origins[epoch].get(token, ("from outside", ""))

@@ -1,0 +1,320 @@
+"""Compile a graph with inductor, for another process to load.
+
+In: an FX module and fake inputs. Out: the bytes that `artefact` loads. Runs in the compiler's process.
+
+Note [One extension per graph]
+Inductor builds every kernel as an extension of its own and spends nearly all of that on its header: 1.8 s a kernel, of
+which the kernel takes 0.1. A GPT's step has 28 kernels. So inductor is kept from building them; their sources are taken
+from the module it wrote and built as one extension with one function each: 4 s instead of 28.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import marshal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from lazy_backend.lowering.compilation.artefact import pack
+from lazy_backend.lowering.compilation.examples import Examples
+from lazy_backend.lowering.compilation.input_copies import with_copies_of_overwritten_inputs
+
+Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
+
+
+class NotLight(Exception):
+    """Why a compiled graph needs PyTorch's own loader. See Note [Light and bundled artefacts]."""
+
+
+def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Examples) -> bytes:
+    """Compile what `make_module` makes. Raises what inductor raises."""
+    try:
+        with _kernels_not_built():
+            compiled = _compile(make_module(), examples)
+        # internal, checked on 2.13: the entry of AOTAutograd's cache, with inductor's result inside
+        entry = compiled.inner_fn.compiled_fn.serialize()
+        _require_no_wrappers(entry)
+        code, kernels, externs = _light_module(entry.compiled_fw.result.source_code)
+        units = _units(kernels)
+        header = {
+            "kind": "light",
+            "guards": examples.guards(),
+            "kernels": [list(unit) for unit in units],
+            "externs": externs,
+        }
+        return pack(header, [marshal.dumps(code), *_build(units)])
+    except NotLight as reason:
+        bundled = _compile(make_module(), examples).serialize()
+        return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
+
+
+def _compile(module: fx.GraphModule, examples: Examples) -> Any:
+    from torch._inductor.standalone_compile import standalone_compile
+
+    shapes: Any = "from_tracing_context" if examples.symbols else "from_graph"
+    with torch.no_grad(), examples.tracing(), with_copies_of_overwritten_inputs():
+        return standalone_compile(
+            module, examples.arguments, dynamic_shapes=shapes, options={}, aot=True, donate_graph_module=True
+        )
+
+
+@contextlib.contextmanager
+def _kernels_not_built() -> Iterator[None]:
+    """See Note [One extension per graph]. Internal, checked on 2.13."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def refuse(*arguments: Any) -> NoReturn:
+        raise AssertionError("a kernel that was not built was called")
+
+    original = AsyncCompile.cpp_pybinding
+    AsyncCompile.cpp_pybinding = lambda *arguments: refuse  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding = original  # type: ignore[method-assign]
+
+
+def _require_no_wrappers(entry: Any) -> None:
+    """That inductor's function can be called as it is. Internal, checked on 2.13: AOTAutogradCacheEntry."""
+    meta, result = entry.runtime_metadata, entry.compiled_fw.result
+    aliases = meta.aliased_out_indices or meta.num_intermediate_bases or meta.unsafe_view_out_indices
+    reasons = {
+        "a backward": entry.compiled_bw is not None,
+        "tensor subclasses": entry.maybe_subclass_meta is not None,
+        "wrappers": any(wrapper.needs_post_compile for wrapper in entry.dispatch_wrappers),
+        "detached inputs": entry.indices_of_inps_to_detach,
+        "mutations outside the graph": meta.mutated_inp_runtime_indices,
+        "outputs that alias": aliases,
+        "effect tokens": meta.tokens,
+        "functionalised random numbers": meta.is_rng_op_functionalized,
+        "constants": result.constants or result.torchbind_constants or result.frozen_param_names,
+        "inputs to align": result.inputs_to_check,
+        "devices beside the CPU": not set(result.device_types) <= {"cpu"},
+        "partitions": result.partition_maps,
+        "wrapped regions": result._wrap_compiled_regions,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise NotLight(", ".join(found))
+
+
+# ----- inductor's module without its kernels
+
+# Parts of inductor's module that are not needed to run it.
+_DROPPED = frozenset(("async_compile", "get_args", "benchmark_compiled_module"))
+
+
+def _light_module(source: str) -> tuple[CodeType, dict[str, Kernel], dict[str, str]]:
+    """Inductor's module without its kernels; the kernels by name; where its extern kernels are."""
+    kept: list[ast.stmt] = []
+    kernels: dict[str, Kernel] = {}
+    for statement in ast.parse(source).body:
+        name = _assigned_name(statement)
+        call = statement.value if isinstance(statement, ast.Assign) else None
+        if name is not None and isinstance(call, ast.Call) and _is_kernel(call):
+            types, text = map(ast.literal_eval, call.args)
+            kernels[name] = (tuple(types), text)
+        elif not _is_dropped(statement, name):
+            kept.append(statement)
+    kept, used = _without_unused(kept)
+    missing = used - set(kernels) - {"extern_kernels"} - set(dir(builtins)) - {"__name__"} - _bound(kept)
+    if missing:
+        raise NotLight(f"names of torch._inductor: {', '.join(sorted(missing))}")
+    code = compile(ast.Module(kept, []), "<compiled graph>", "exec", dont_inherit=True)
+    used_kernels = {name: kernel for name, kernel in kernels.items() if name in used}
+    return code, used_kernels, {name: _path_of_extern(name) for name in _extern_names(kept)}
+
+
+def _assigned_name(statement: ast.stmt) -> str | None:
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _is_kernel(call: ast.Call) -> bool:
+    """`async_compile.cpp_pybinding(...)`."""
+    function = call.func
+    return (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and (function.value.id, function.attr) == ("async_compile", "cpp_pybinding")
+    )
+
+
+def _is_dropped(statement: ast.stmt, name: str | None) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        # what it binds may not be used: `_light_module` looks
+        return (statement.module or "").startswith("torch._")
+    if isinstance(statement, ast.FunctionDef):
+        return statement.name in _DROPPED
+    # texts, `async_compile.wait(globals())`, the benchmark
+    return isinstance(statement, ast.Expr | ast.If | ast.Delete) or name in _DROPPED
+
+
+def _bound(statements: Sequence[ast.stmt]) -> set[str]:
+    """Names bound anywhere in `statements`: globals, arguments and locals alike."""
+    names: set[str] = set()
+    for node in ast.walk(ast.Module(list(statements), [])):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).split(".")[0])
+    return names
+
+
+def _loaded(statements: Sequence[ast.stmt]) -> set[str]:
+    nodes = ast.walk(ast.Module(list(statements), []))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _without_unused(statements: list[ast.stmt]) -> tuple[list[ast.stmt], set[str]]:
+    """Drop assignments to names nobody reads (`empty_strided_cuda = ...`) until none is left; what is read."""
+    while True:
+        used = _loaded(statements) | {"call"}
+        kept = [s for s in statements if (name := _assigned_name(s)) is None or name in used]
+        if len(kept) == len(statements):
+            return kept, used
+        statements = kept
+
+
+def _extern_names(statements: Sequence[ast.stmt]) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(ast.Module(list(statements), []))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "extern_kernels"
+    }
+
+
+def _path_of_extern(name: str) -> str:
+    from torch._inductor.select_algorithm import extern_kernels
+
+    kernel = getattr(extern_kernels, name)
+    if getattr(torch, name, None) is kernel:
+        return f"torch.{name}"
+    if isinstance(kernel, torch._ops.OpOverload):
+        return str(kernel)
+    raise NotLight(f"extern kernel {name}")
+
+
+# ----- the kernels as extension modules
+
+# Kernels per translation unit: bounds the C++ compiler's memory, and units are built in parallel.
+_MAX_UNIT = 64
+
+_PROLOGUE = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cstdlib>
+#include <stdexcept>
+static void* (*data_of)(PyObject*);
+"""
+
+# A macro and a namespace each: inductor calls every kernel `kernel`, and their helpers may share names.
+_KERNEL = """
+#define kernel {name}
+namespace in_{name} {{
+{body}
+}}
+using in_{name}::{name};
+#undef kernel
+static PyObject* py_{name}(PyObject*, PyObject* const* args, Py_ssize_t count) {{
+    try {{
+        if (count != {count}) throw std::runtime_error("requires {count} args");
+        {name}({arguments});
+    }} catch (std::exception const& e) {{
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return nullptr;
+    }}
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+}}
+"""
+
+_MODULE = """
+static PyMethodDef methods[] = {{
+{methods}
+    {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "kernels", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_kernels(void) {{
+    const char* address = std::getenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR");
+    if (!address) {{ PyErr_SetString(PyExc_RuntimeError, "no address of tensors' data"); return nullptr; }}
+    data_of = reinterpret_cast<decltype(data_of)>(std::strtoull(address, nullptr, 10));
+    return PyModule_Create(&definition);
+}}
+"""
+
+# How a Python number becomes a C++ one.
+_NUMBERS = {
+    "int64_t": "PyLong_AsLongLong({})",
+    "uintptr_t": "(uintptr_t)PyLong_AsVoidPtr({})",
+    "float": "(float)PyFloat_AsDouble({})",
+    "double": "PyFloat_AsDouble({})",
+}
+
+
+def _units(kernels: dict[str, Kernel]) -> list[dict[str, Kernel]]:
+    names = sorted(kernels)
+    count = -(-len(names) // _MAX_UNIT)
+    return [{name: kernels[name] for name in names[start::count]} for start in range(count)]
+
+
+def _source_of(unit: dict[str, Kernel]) -> str:
+    """One extension module with one function per kernel."""
+    includes: dict[str, None] = {}
+    functions, methods = [], []
+    for name, (types, source) in unit.items():
+        lines = source.splitlines()
+        includes.update((line, None) for line in lines if line.startswith("#include"))
+        body = "\n".join(line for line in lines if not line.startswith("#include"))
+        arguments = ", ".join(_argument(kind, place) for place, kind in enumerate(types))
+        functions.append(_KERNEL.format(name=name, body=body, count=len(types), arguments=arguments))
+        methods.append(f'    {{"{name}", (PyCFunction)(void(*)(void))py_{name}, METH_FASTCALL, ""}},')
+    return "\n".join([*includes, _PROLOGUE, *functions, _MODULE.format(methods="\n".join(methods))])
+
+
+def _argument(kind: str, place: int) -> str:
+    kind = kind.replace("const ", "")
+    if kind.endswith("*"):
+        return f"static_cast<{kind}>(data_of(args[{place}]))"
+    if kind not in _NUMBERS:
+        raise NotLight(f"a kernel's argument of type {kind}")
+    return _NUMBERS[kind].format(f"args[{place}]")
+
+
+def _build(units: Sequence[dict[str, Kernel]]) -> list[bytes]:
+    """The shared objects. Raises what inductor raises if there is no C++ compiler."""
+    from torch._inductor.config import decide_compile_threads
+
+    folders = tempfile.TemporaryDirectory()  # in the folder of this process
+    with folders as folder, ThreadPoolExecutor(decide_compile_threads()) as pool:
+        return list(pool.map(lambda place: _build_unit(Path(folder), place, units[place]), range(len(units))))
+
+
+def _build_unit(folder: Path, place: int, unit: dict[str, Kernel]) -> bytes:
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.exc import CppCompileError
+
+    source = folder / f"kernels{place}.cpp"
+    source.write_text(_source_of(unit))
+    # internal, checked on 2.13: the options that `CppPythonBindingsCodeCache` asks for
+    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu")
+    builder = CppBuilder(name=source.stem, sources=str(source), BuildOption=options, output_dir=str(folder))
+    try:
+        builder.build()
+    except CppCompileError:
+        # killed for its memory, perhaps: its message does not say so where the front end of the compiler was killed
+        builder.build()
+    return Path(builder.get_target_file_path()).read_bytes()

@@ -1,0 +1,285 @@
+"""What compiled code depends on beyond its graph: one table, from which every key takes its part.
+
+In: the process as it is. Out: the parts of a computation's key, of an artefact's key on disk, of an artefact's header,
+and what the compiler's process follows before it compiles.
+
+Note [What a key depends on]
+Whoever finds that compiled code depends on something more adds one entry, which says how it is read and its scope:
+
+- `PROCESS`: a program may switch it in mid-run, and must not get what was compiled before. Every sync reads these.
+- `COMPILE`: code generation reads it, so the compiler's process follows it, and what is on disk was made under it.
+- `ARTEFACT`: it must be the same in the process that makes an artefact and in one that loads it.
+
+Everything of the last two is in the key on disk, with the code that lowers graphs, the settings of the compiler that
+the program changed, and those of its environment.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Raise it when what artefacts hold changes.
+FORMAT = 2
+
+
+class Scope(enum.Flag):
+    """Where a dependency counts. See Note [What a key depends on]."""
+
+    PROCESS = enum.auto()
+    COMPILE = enum.auto()
+    ARTEFACT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """`name`: as explanations print it. `read`: what JSON can say, or a dtype. `follow`: sets it, if that can be."""
+
+    name: str
+    scope: Scope
+    read: Callable[[], Any]
+    follow: Callable[[Any], object] | None = None
+
+
+def _deterministic() -> list[bool]:
+    return [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()]
+
+
+def _follow_deterministic(value: list[bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _default_dtype() -> str:
+    return str(torch.get_default_dtype()).removeprefix("torch.")
+
+
+def _follow_default_dtype(value: str) -> None:
+    torch.set_default_dtype(getattr(torch, value))
+
+
+def _legacy_precision() -> str | None:
+    """None if the program uses `torch.backends.*.fp32_precision`, beside which PyTorch refuses to tell this one."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _follow_legacy_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+def _precision(backend: str, operator: str, scope: Scope) -> Dependency:
+    """What float32 operators of a library round to. `set_float32_matmul_precision` and `allow_tf32` set it too."""
+    # internal, checked on 2.13: the getter behind torch.backends.mkldnn.matmul.fp32_precision and its like, 0.1 µs
+    read = functools.partial(torch._C._get_fp32_precision_getter, backend, operator)
+
+    def follow(value: str) -> None:
+        if read() != value:
+            torch._C._set_fp32_precision_setter(backend, operator, value)
+
+    return Dependency(f"{backend} {operator} precision", scope, read, follow)
+
+
+def _attribute(name: str, of: Any, attribute: str, read: Callable[[], Any], scope: Scope) -> Dependency:
+    """A switch of `torch.backends`, with the function behind it: 0.1 µs instead of 0.6."""
+    return Dependency(name, scope, read, functools.partial(setattr, of, attribute))
+
+
+@functools.cache
+def processor() -> str:
+    """Kernels are built with -march=native: what they use depends on more than `get_cpu_capability` tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    wanted = sorted(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features", "CPU ")))
+    return hashlib.blake2b("\n".join(wanted).encode(), digest_size=8).hexdigest()
+
+
+_SWITCHED = Scope.PROCESS | Scope.COMPILE
+
+# internal, checked on 2.13: the functions behind the switches of torch.backends
+_GENERAL = (
+    Dependency("deterministic algorithms", Scope.PROCESS, torch.are_deterministic_algorithms_enabled),
+    Dependency("deterministic algorithms, or a warning", Scope.COMPILE, _deterministic, _follow_deterministic),
+    Dependency("default dtype", Scope.PROCESS, torch.get_default_dtype),
+    Dependency("default dtype by name", Scope.COMPILE, _default_dtype, _follow_default_dtype),
+    # compiled kernels have arrays with one place for each thread
+    Dependency("threads", _SWITCHED | Scope.ARTEFACT, torch.get_num_threads, torch.set_num_threads),
+    _attribute("mkldnn", torch.backends.mkldnn, "enabled", torch._C._get_mkldnn_enabled, _SWITCHED),
+    Dependency("float32 matmul precision", Scope.COMPILE, _legacy_precision, _follow_legacy_precision),
+    _precision("mkldnn", "matmul", _SWITCHED),
+    _precision("mkldnn", "conv", _SWITCHED),
+    _precision("mkldnn", "rnn", _SWITCHED),
+    Dependency("format", Scope.ARTEFACT, lambda: FORMAT),
+    Dependency("torch", Scope.ARTEFACT, lambda: torch.__version__),
+    Dependency("python", Scope.ARTEFACT, importlib.util.MAGIC_NUMBER.hex),
+    Dependency("abi", Scope.ARTEFACT, lambda: importlib.machinery.EXTENSION_SUFFIXES[0]),
+    Dependency("processor", Scope.ARTEFACT, processor),
+)
+_CUDA = (
+    _precision("cuda", "matmul", _SWITCHED),
+    _precision("cuda", "conv", _SWITCHED),
+    _precision("cuda", "rnn", _SWITCHED),
+    _attribute("cudnn", torch.backends.cudnn, "enabled", torch._C._get_cudnn_enabled, _SWITCHED),
+    _attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", torch._C._get_cudnn_benchmark, _SWITCHED),
+    _attribute(
+        "cudnn deterministic", torch.backends.cudnn, "deterministic", torch._C._get_cudnn_deterministic, _SWITCHED
+    ),
+)
+TABLE: tuple[Dependency, ...] = _GENERAL + (_CUDA if torch.backends.cuda.is_built() else ())
+
+
+# ----- in the process: what a computation's key depends on
+
+Environment = tuple[Any, ...]  # the backend, then the values of what a program may switch
+_switched = tuple(one for one in TABLE if Scope.PROCESS in one.scope)
+_reads = tuple(one.read for one in _switched)
+ENVIRONMENT_NAMES = ("backend", *(one.name for one in _switched))
+
+
+def environment(backend: Any) -> Environment:
+    """The process's settings that a key depends on, as they are; without a backend graphs are interpreted.
+
+    Every sync asks for it: 1 µs.
+    """
+    return (backend, *[read() for read in _reads])
+
+
+def key_parts(settings: Environment) -> tuple[tuple[str, str], ...]:
+    """The parts of a key for all of `settings` but the backend."""
+    return tuple((name, str(value)) for name, value in zip(ENVIRONMENT_NAMES[1:], settings[1:], strict=True))
+
+
+# ----- between processes
+
+
+def process_state() -> dict[str, Any]:
+    """What code generation reads from the process."""
+    return {one.name: one.read() for one in TABLE if Scope.COMPILE in one.scope}
+
+
+def follow_state(state: dict[str, Any]) -> None:
+    """Make this process one whose `process_state` is `state`."""
+    for one in TABLE:
+        if Scope.COMPILE in one.scope and one.follow is not None:
+            one.follow(state[one.name])
+
+
+def made_for() -> dict[str, Any]:
+    """What must be the same in the process that makes an artefact and in one that loads it."""
+    return {one.name: one.read() for one in TABLE if Scope.ARTEFACT in one.scope}
+
+
+def disk_key_parts() -> tuple[tuple[str, str], ...]:
+    """The parts of an artefact's key on disk that its graph does not tell."""
+    parts = {
+        "artefact": made_for(),
+        "state": process_state(),
+        "settings": compiler_settings(),
+        "variables": compiler_variables(),
+        "lowering": lowering_code(),
+    }
+    return tuple((name, json.dumps(value, sort_keys=True)) for name, value in parts.items())
+
+
+@functools.cache
+def lowering_code() -> str:
+    """A hash of the code that turns graphs into compiled ones: another one may turn them into something else. 5 ms."""
+    digest = hashlib.blake2b(digest_size=8)
+    folder = Path(__file__).parent.parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+# ----- settings of the compiler
+
+# Variables of the compiler that say where it works, how fast, and what it tells.
+_HARMLESS_VARIABLES = {
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_WORKER_START",
+    "TORCHINDUCTOR_WRITE_MISSING_OPS",
+    "TORCHINDUCTOR_PROFILE",
+    "TORCHINDUCTOR_PROFILE_OUTPUT",
+}
+
+# Variables that switch inductor's caches, with the value that switches them off. They beat every setting, and without
+# caches there are no artefacts: so the compiler's process does not get them. Internal, checked on 2.13:
+# `env_name_force` there.
+CACHE_VARIABLES = {
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    "TORCH_COMPILE_FORCE_DISABLE_CACHES": "1",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
+
+
+@functools.cache
+def compiler_variables() -> dict[str, str]:
+    """The variables of the environment that change what the compiler makes. Read once, as the compiler does."""
+    return {name: value for name, value in os.environ.items() if is_compiler_variable(name)}
+
+
+def is_compiler_variable(name: str) -> bool:
+    """Whether the compiler makes something else if this variable is another."""
+    if name in _HARMLESS_VARIABLES or name in CACHE_VARIABLES:
+        return False
+    return name.startswith(("TORCHINDUCTOR_", "TORCH_COMPILE_")) or name == "CXX"
+
+
+def wants_compiler_caches() -> bool:
+    """Whether the user left inductor's own caches switched on. Imports nothing."""
+    if any(os.environ.get(name) == off for name, off in CACHE_VARIABLES.items()):
+        return False
+    if torch.compiler.config.force_disable_caches:
+        return False
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    functorch: Any = sys.modules.get("torch._functorch.config")
+    return (inductor is None or inductor.fx_graph_cache) and (functorch is None or functorch.enable_autograd_cache)
+
+
+def compiler_settings() -> dict[str, dict[str, Any]]:
+    """The settings of the compiler that this process changed. Imports nothing: who changed one has imported it."""
+    return {
+        "inductor": _changed_settings("torch._inductor.config"),
+        "functorch": _changed_settings("torch._functorch.config"),
+    }
+
+
+def _changed_settings(module_name: str) -> dict[str, Any]:
+    module: Any = sys.modules.get(module_name)
+    if module is None:
+        return {}
+    # internal, checked on 2.13: torch.utils._config_module has no public way to ask what was changed
+    changed = [name for name in module._config if not module._is_default(name)]
+    if not changed:  # as nearly always, and `save_config_portable` takes 1 ms
+        return {}
+    portable = module.save_config_portable(ignore_private_configs=True)
+    found = {name: portable[name] for name in changed if name in portable and _has_text(portable[name])}
+    # set back is not changed: torch.use_deterministic_algorithms(False) assigns one of them
+    return {name: value for name, value in found.items() if value != module._config[name].default}
+
+
+def _has_text(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,90 @@
+"""What a compiler is shown in place of inputs.
+
+In: a graph, concrete or symbolic. Out: fake tensors, after SymInts for the symbols.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lazy_backend.lowering.compilation.fx import Signature
+from lazy_backend.lowering.ir.graph import Graph, empty_of
+from lazy_backend.lowering.ir.shapes import Geometry, SymbolicGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """What a module is compiled for: fake tensors, after SymInts for the symbols of a symbolic graph."""
+
+    arguments: list[Any]
+    mode: FakeTensorMode
+    symbols: list[Any]  # SymInts
+
+    def tracing(self) -> AbstractContextManager[object]:
+        """Within it, a compiler takes the symbols for what they are."""
+        if not self.symbols:
+            return contextlib.nullcontext()
+        from torch._guards import TracingContext, tracing
+
+        return tracing(TracingContext(self.mode))
+
+    def guards(self) -> str | None:
+        """What the compiler assumed of the symbols, as text over `L['t0']`, ..., once it has compiled."""
+        shape_env = self.mode.shape_env
+        return shape_env.produce_guards_expression(self.symbols) if shape_env is not None and self.symbols else None
+
+
+def static_examples(graph: Graph, signature: Signature) -> Examples:
+    """Fake inputs of exactly the graph's geometry."""
+    mode = FakeTensorMode()
+    with mode:
+        inputs = [empty_of(value.meta, graph.device) for value in graph.inputs]
+        return Examples([*inputs, *_extra_inputs(graph, signature)], mode, [])
+
+
+def symbolic_examples(symbolic: SymbolicGraph, signature: Signature) -> Examples:
+    """Fake inputs whose sizes are written in the symbols; for one symbol, one SymInt wherever it occurs."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    shape_env = ShapeEnv()
+    symbols: list[Any] = []
+    for place, hint in enumerate(symbolic.hints):
+        source = ConstantSource(f"s{place}")
+        symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        symbols.append(shape_env.create_symintnode(symbol, hint=hint, source=source))
+    mode = FakeTensorMode(shape_env=shape_env)
+    with mode:
+        tensors = [
+            _fake_input(geometry, value.meta.dtype, symbolic.graph.device, symbols)
+            for geometry, value in zip(symbolic.inputs, symbolic.graph.inputs, strict=True)
+        ]
+        tensors += _extra_inputs(symbolic.graph, signature)
+    return Examples([*symbols, *tensors], mode, symbols)
+
+
+def _fake_input(geometry: Geometry, dtype: torch.dtype, device: torch.device, symbols: Sequence[Any]) -> torch.Tensor:
+    shape = [size.at(symbols) for size in geometry.shape]
+    stride = [size.at(symbols) for size in geometry.stride]
+    offset = geometry.storage_offset.at(symbols)
+    if isinstance(offset, int) and offset == 0:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    whole = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    return torch.empty(whole, dtype=dtype, device=device).as_strided(shape, stride, offset)
+
+
+def _extra_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
+    """Memory for what a module takes after the graph's inputs: real, or fake within a mode."""
+    extra = []
+    if signature.scalars:
+        extra.append(torch.empty(len(signature.scalars), dtype=torch.float64, device=graph.device))
+    if signature.seeds:
+        extra.append(torch.empty(graph.num_seeds, dtype=torch.int64))
+    return extra

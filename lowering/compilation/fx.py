@@ -1,0 +1,168 @@
+"""From the graph to FX, the language of every torch.compile backend.
+
+In: a graph, the values of its constants, and which of them are to be inputs. Out: an `fx.GraphModule` of aten calls.
+Mutating and view ops are written as they are: AOTAutograd functionalises them, and writes inputs back in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lazy_backend.lowering.compilation.scalars import emit_promoted
+from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, constants_of, map_arg
+from lazy_backend.lowering.ir.optimizers import can_write_out
+from lazy_backend.lowering.ir.rng import seeded_arguments, seeded_op
+from lazy_backend.lowering.ir.shapes import Size
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the module takes beside the graph's inputs, in this order; `sizes` before them, the rest after them.
+
+    `sizes`: how many symbols of a symbolic graph come as ints.
+    `scalars`: graph constants packed in one 1-d float64 tensor on the graph's device, if there are any.
+    `seeds`: whether a 1-d int64 tensor of all seeds follows, on the CPU.
+    `numbers`: whether all constants follow as Python floats instead (for a backend that runs the module as it is).
+    """
+
+    scalars: tuple[int, ...]
+    seeds: bool
+    numbers: bool
+    sizes: int = 0
+
+
+def to_fx(
+    graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool, sizes: int = 0
+) -> tuple[fx.GraphModule, Signature]:
+    """Lower `graph`. Constants outside `promoted` become literals, unless `numbers` makes all of them inputs.
+
+    `sizes`: the number of symbols in the arguments of a symbolic graph.
+    """
+    writer = _FxWriter(graph, constants, promoted, numbers, sizes)
+    for node in graph.nodes:
+        writer.add(node)
+    return writer.finish()
+
+
+class _FxWriter:
+    def __init__(
+        self, graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool, sizes: int
+    ) -> None:
+        self.graph = graph
+        self.constants = constants
+        self.fx_graph = fx.Graph()
+        self.tracer = fx.proxy.GraphAppendingTracer(self.fx_graph)
+        symbols = [self.fx_graph.placeholder(f"s{place}") for place in range(sizes)]
+        self.symbols = [fx.Proxy(symbol, self.tracer) for symbol in symbols]
+        self.sizes: dict[Size, fx.Proxy] = {}
+        self.values: dict[Value, fx.Node] = {
+            value: self.fx_graph.placeholder(f"input_{place}") for place, value in enumerate(graph.inputs)
+        }
+        made = [value for node in graph.nodes for value in node.outputs if value is not None]
+        self.base_dtypes: dict[int, torch.dtype] = {}
+        for value in (*graph.inputs, *made):
+            self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # the base comes first
+        self.signature = Signature(
+            scalars=() if numbers else tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=numbers, sizes=sizes
+        )
+        self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
+        self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
+        self.numbers = [self.fx_graph.placeholder(f"c{i}") for i in range(graph.num_constants)] if numbers else []
+
+    def add(self, node: Node) -> None:
+        promoted = self.signature.scalars and not set(self.signature.scalars).isdisjoint(constants_of(node))
+        # AOTAutograd of 2.13 cannot functionalise fused optimizers: a list that is empty is no functional tensor to it
+        if promoted or (can_write_out(node) and not self.signature.numbers):
+            self._add_promoted(node)
+        else:
+            self._add_call(node)
+
+    def _read(self, arg: Arg) -> Any:
+        if isinstance(arg, Value):
+            return self.values[arg]
+        if isinstance(arg, Constant):
+            return self.numbers[arg.index] if self.signature.numbers else self.constants[arg.index]
+        if isinstance(arg, tuple):
+            return [self._read(item) for item in arg]
+        return self._size(arg).node if isinstance(arg, Size) else arg
+
+    def _size(self, size: Size) -> fx.Proxy:
+        found = self.sizes.get(size)
+        if found is None:
+            found = self.sizes[size] = size.at(self.symbols)
+        return found
+
+    def _add_call(self, node: Node) -> None:
+        args = tuple(self._read(arg) for arg in node.args)
+        kwargs = {name: self._read(arg) for name, arg in node.kwargs}
+        op = node.op
+        if node.seed is not None:
+            args, kwargs = (*seeded_arguments(op, args, kwargs), self.seeds, node.seed), {}
+            op = seeded_op(op)
+        copies = self._copies_of_recast_targets(node) if op.namespace not in ("aten", "prims") else {}
+        if copies:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda arg: copies.get(arg, arg))
+        call = self.fx_graph.call_function(op, args, kwargs)
+        call.meta["site"] = node.site
+        for target, copy in copies.items():
+            self.fx_graph.call_function(aten.copy_.default, (target, copy))
+        single = len(node.outputs) == 1 and not node.returns_list
+        for place, value in enumerate(node.outputs):
+            if value is not None and value not in self.values:
+                self.values[value] = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
+
+    def _copies_of_recast_targets(self, node: Node) -> dict[Any, fx.Node]:
+        """Copies of what a custom operator writes, where that is a view of another dtype than its storage's.
+
+        AOTAutograd makes such a view again by `as_strided`, which loses the dtype (auto_functionalized_v2 of 2.13).
+        """
+        recast = [value for value in node.mutates if value.meta.dtype != self.base_dtypes[value.storage]]
+        return {
+            self.values[value]: self.fx_graph.call_function(aten.clone.default, (self.values[value],))
+            for value in recast
+        }
+
+    def _add_promoted(self, node: Node) -> None:
+        """See Note [Promoted scalars]."""
+
+        def proxy(arg: Arg) -> fx.Proxy:
+            return fx.Proxy(self.values[arg], self.tracer)
+
+        def scalar(index: int) -> Any:
+            # a constant of this node that did not change is promoted with the others only if it is listed
+            if index not in self.signature.scalars:
+                return self.constants[index]
+            assert self.scalars is not None
+            return aten.select.int(fx.Proxy(self.scalars, self.tracer), 0, self.signature.scalars.index(index))
+
+        def cast(value: Any, dtype: torch.dtype) -> Any:
+            return aten._to_copy.default(value, dtype=dtype) if isinstance(value, fx.Proxy) else value
+
+        def size(arg: Arg) -> Any:
+            return self._size(arg) if isinstance(arg, Size) else arg
+
+        if self.symbols:
+            kwargs = tuple((name, map_arg(size, arg)) for name, arg in node.kwargs)
+            node = replace(node, args=tuple(map_arg(size, arg) for arg in node.args), kwargs=kwargs)
+        results = emit_promoted(node, proxy, scalar, cast)
+        if node.mutates:
+            for target, result in zip(node.mutates, results, strict=True):
+                if result is not None:
+                    self.fx_graph.call_function(aten.copy_.default, (self.values[target], result.node))
+        else:
+            for output, result in zip(node.outputs, results, strict=True):
+                assert output is not None
+                self.values[output] = result.node
+
+    def finish(self) -> tuple[fx.GraphModule, Signature]:
+        self.fx_graph.output(tuple(self.values[value] for value in self.graph.outputs))
+        module = fx.GraphModule(torch.nn.Module(), self.fx_graph)
+        return module, self.signature

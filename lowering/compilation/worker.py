@@ -1,0 +1,104 @@
+"""The compiler's own process.
+
+In: requests, as `background.py` writes them: what to compile and how, and a graph. Out: an artefact, an entry in the
+disk cache if that is asked for, and a header: {"id", "seconds"}, with "kept" and "last_error" if there was an entry to
+make, or with "error" and "message". See `lifeline.py` for the life of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache, DiskCounts
+from lazy_backend.cache.folder import CacheRefused
+from lazy_backend.lowering.compilation.build import compile_to_bytes
+from lazy_backend.lowering.compilation.environment import follow_state
+from lazy_backend.lowering.compilation.examples import static_examples, symbolic_examples
+from lazy_backend.lowering.compilation.fx import Signature, to_fx
+from lazy_backend.lowering.compilation.instructions import try_instructions
+from lazy_backend.lowering.compilation.lifeline import Lifeline
+from lazy_backend.lowering.ir.portable import from_bytes
+from lazy_backend.lowering.ir.shapes import Sizes, symbolic_graph
+
+# A compiled graph is serialised by the code that keeps it in inductor's caches. Where they are switched off, a compile
+# has caches of its own.
+_CACHES_ON: dict[str, dict[str, Any]] = {
+    "inductor": {"fx_graph_cache": True, "force_disable_caches": False},
+    "functorch": {"enable_autograd_cache": True},
+}
+
+
+def main(line: Lifeline) -> None:
+    """Serve until the parent is gone."""
+    line.put({"ready": os.getpid()})
+    while True:
+        _answer(line, *line.get())
+
+
+def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
+    reply: dict[str, Any] = {"id": request["id"]}
+    start = time.perf_counter()
+    artefact = b""
+    try:
+        artefact = _compile(request, graph)
+        if request["keep"] is not None:
+            reply |= _keep(artefact, **request["keep"])
+    except BaseException as error:
+        reply.update(error=type(error).__name__, message=str(error)[:4000])
+    reply["seconds"] = time.perf_counter() - start
+    line.put(reply, artefact)
+
+
+def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
+    """The artefact."""
+    # here, not above: the first import of the compiler takes seconds, and whoever asked may be gone by then
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
+
+    follow_state(data["state"])
+    if data["keep"] is not None:
+        try_instructions(data["keep"]["directory"])
+    graph = from_bytes(graph_bytes)
+    constants = [float.fromhex(constant) for constant in data["constants"]]
+    promoted = frozenset(data["promoted"])
+    symbolic = None if data["sizes"] is None else symbolic_graph(graph, Sizes.from_json(data["sizes"]))
+    lowered = graph if symbolic is None else symbolic.graph
+    num_symbols = 0 if symbolic is None else len(symbolic.hints)
+
+    def make_module() -> fx.GraphModule:
+        return to_fx(lowered, constants, promoted, False, num_symbols)[0]
+
+    signature = Signature(tuple(sorted(promoted)), graph.num_seeds > 0, numbers=False, sizes=num_symbols)
+    threads = {"cpp.threads": torch.get_num_threads()}
+    # cpp.threads: without it, where it equals the number of cores, parallel regions have as many threads as the process
+    # that *runs* them, while their arrays of partial sums have as many places as the one that compiled
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(data["settings"]["inductor"] | _CACHES_ON["inductor"] | threads))
+        stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
+        if not data["caches"]:
+            stack.enter_context(fresh_cache())
+        examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
+        return compile_to_bytes(make_module, examples)
+
+
+def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]]) -> dict[str, Any]:
+    """Put an artefact into the disk cache. Returns what that counted."""
+    try:
+        cache = DiskCache(directory, max_bytes)
+    except CacheRefused as refused:
+        return {"kept": asdict(DiskCounts(refused=1)), "last_error": str(refused)}
+    try:
+        cache.put(Key(tuple((name, text) for name, text in key)), artefact)
+    except Exception as error:  # nothing that befalls the cache may cost what was compiled
+        cache.last_error = f"{type(error).__name__}: {error}"
+        return {"kept": asdict(DiskCounts(errors=1)), "last_error": cache.last_error}
+    return {"kept": asdict(cache.counts()), "last_error": cache.last_error}

@@ -1,0 +1,66 @@
+"""What the serial and the parallel executor share.
+
+In: the kernels of a graph, and what a run is to do. Out: `GraphExecutor`, an `ExecutionPlan`.
+Seed: nativert `GraphExecutorBase`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame
+from lazy_backend.lowering.interpreter.kernels import KernelGraph, make_kernels
+from lazy_backend.lowering.interpreter.task import ExecInfo, GraphTask, GraphTaskGuard, everything
+from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
+from lazy_backend.lowering.ir.graph import Graph
+
+
+class GraphExecutor(ABC):
+    """Runs the kernels of one graph. Holds no state between runs, which may overlap."""
+
+    kind = "interpreted"
+
+    def __init__(self, graph: Graph, kernels: KernelGraph | None = None, info: ExecInfo | None = None) -> None:
+        self.graph = graph
+        self.kernels = make_kernels(graph) if kernels is None else kernels
+        self.exec_info = everything(self.kernels) if info is None else info
+        self._outputs = [value.number for value in self.exec_info.outputs]
+        self._aliases = OutputAliases()
+        self.conforms = False
+
+    def execute(
+        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run once. Takes ownership of `inputs` (the list is emptied), so that what dies in the run is freed early.
+
+        Raises `NodeError`, which names the operator and the user's line.
+        """
+        frame = ExecutionFrame()
+        frame.fill(self.kernels.template, inputs, constants, seeds)
+        inputs.clear()
+        return self.execute_with_prefilled_frame(frame)
+
+    def execute_with_prefilled_frame(self, frame: ExecutionFrame) -> list[torch.Tensor]:
+        """Run once on what `frame.fill` put there."""
+        return self.run(GraphTask(self.kernels, self.exec_info, frame))
+
+    def run(self, task: GraphTask) -> list[torch.Tensor]:
+        """Run `task` to its end, on this thread and perhaps others. Returns the outputs, which own their memory."""
+        frame = task.frame
+        taken = {} if self._aliases.is_known() else watched_storages(frame.values)
+        with GraphTaskGuard(task):
+            try:
+                self.run_kernels(task)
+                outputs = self._aliases.separate(taken, [frame.values[slot] for slot in self._outputs])
+                task.mark_as_completed_and_run_post_processing(outputs)
+            except BaseException as error:
+                task.set_exception(error)
+                raise
+        return outputs
+
+    @abstractmethod
+    def run_kernels(self, task: GraphTask) -> None:
+        """Compute all that the task needs; its outputs are then in the frame."""

@@ -1,0 +1,228 @@
+"""Nodes made ready to run.
+
+In: a graph. Out: `KernelGraph`: its kernels in an order that may run, and what a frame holds before a run.
+A kernel is one aten call (`OpKernel`) or a compiled region (`DelegateKernel`); whatever runs kernels asks for no more.
+Seed: nativert Executor (`OpKernel`, `KernelFactory`, `DelegateExecutor`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lazy_backend.lowering.compilation.compiler import Backend, compile_graph
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FrameTemplate
+from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Step, Value, empty_of
+from lazy_backend.lowering.ir.rng import run_seeded
+
+
+class NodeError(RuntimeError):
+    """An operator failed while a graph ran. `__cause__` is what it raised."""
+
+    def __init__(self, node: Node, cause: BaseException) -> None:
+        super().__init__(f"{cause}\n  while running {node}\n  recorded at {node.site or 'an unknown line'}")
+        self.node = node
+
+
+class Kernel(Step, Protocol):
+    """What a run calls. Holds no state of a run, so that many may use it at once."""
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """What it computes."""
+
+    def compute(self, frame: ExecutionFrame) -> None:
+        """Read the operands' slots and write the results'."""
+
+    def describe(self, error: Exception) -> Exception:
+        """`error`, raised by `compute`, with the user's line."""
+
+
+# What may differ from run to run, or hold such: all other arguments are literals.
+_PER_RUN = (Value, Constant, tuple)
+
+
+class OpKernel:
+    """One call of an operator. See Note [Slots]."""
+
+    __slots__ = (
+        "node", "_op", "_device", "_arguments", "_kwargs", "_kwarg_slots", "_lists", "_inputs", "_stores",
+        "_is_single", "_is_plain",
+    )  # fmt: skip
+
+    def __init__(self, node: Node, slots: _SlotTable, device: torch.device) -> None:
+        operands: dict[Value, None] = {}
+        lists: list[tuple[int, list[int]]] = []
+        self.node = node
+        self._op = node.op
+        self._device = device
+        self._arguments = _getter([slots.place(arg, operands, lists) for arg in node.args])
+        self._kwargs = {name: arg for name, arg in node.kwargs if not isinstance(arg, _PER_RUN)}
+        self._kwarg_slots = tuple(
+            [(name, slots.place(arg, operands, lists)) for name, arg in node.kwargs if isinstance(arg, _PER_RUN)]
+        )
+        # tuples: thousands of lists would keep the garbage collector busy
+        self._lists = tuple(lists)
+        self._inputs = tuple(operands)
+        self._stores = tuple(
+            [(i, out.number) for i, out in enumerate(node.outputs) if out is not None and out not in operands]
+        )
+        self._is_single = len(node.outputs) == 1 and not node.returns_list
+        self._is_plain = not lists and not self._kwarg_slots and node.seed is None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.node,)
+
+    @property
+    def outputs(self) -> tuple[Value | None, ...]:
+        return self.node.outputs
+
+    @property
+    def mutates(self) -> tuple[Value, ...]:
+        return self.node.mutates
+
+    def inputs(self) -> Sequence[Value]:
+        return self._inputs
+
+    def compute(self, frame: ExecutionFrame) -> None:
+        values = frame.values
+        if self._is_plain:
+            result = self._op(*self._arguments(values), **self._kwargs)
+        else:
+            result = self._call(frame)
+        if self._is_single:
+            for _, slot in self._stores:
+                values[slot] = result
+        else:
+            for i, slot in self._stores:
+                values[slot] = result[i]
+
+    def _call(self, frame: ExecutionFrame) -> Any:
+        """Call the operator with lists or keywords made for this run, or with a seed."""
+        values = frame.values
+        for slot, elements in self._lists:
+            values[slot] = [values[element] for element in elements]
+        args = self._arguments(values)
+        kwargs = self._kwargs | {name: values[slot] for name, slot in self._kwarg_slots}
+        for slot, _ in self._lists:
+            values[slot] = None  # or the list would keep its tensors alive
+        seed = self.node.seed
+        if seed is None:
+            return self._op(*args, **kwargs)
+        return run_seeded(self._op, frame.seeds[seed], self._device, args, kwargs)
+
+    def describe(self, error: Exception) -> Exception:
+        return NodeError(self.node, error)
+
+
+def _getter(slots: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Gathers slots in a tuple. An itemgetter of several takes 50 ns, a comprehension 250."""
+    if len(slots) > 1:
+        return operator.itemgetter(*slots)
+    if not slots:
+        return lambda values: ()
+    (slot,) = slots
+    return lambda values: (values[slot],)
+
+
+class _SlotTable:
+    """Hands out the slots of one graph. See Note [Slots]."""
+
+    def __init__(self, graph: Graph, num_values: int) -> None:
+        self.first_constant = num_values
+        self.values: list[Any] = [None] * (num_values + graph.num_constants)
+
+    def place(self, arg: Arg, operands: dict[Value, None], lists: list[tuple[int, list[int]]]) -> int:
+        """The slot of an argument. Notes the values in it, and the lists that have to be made anew for each run."""
+        if isinstance(arg, Value):
+            operands[arg] = None
+            return arg.number
+        if isinstance(arg, Constant):
+            return self.first_constant + arg.index
+        self.values.append(arg)
+        slot = len(self.values) - 1
+        if isinstance(arg, tuple):
+            if any(isinstance(item, _PER_RUN) for item in arg):
+                self.values[slot] = None
+                lists.append((slot, [self.place(item, operands, lists) for item in arg]))
+            else:
+                self.values[slot] = list(arg)
+        return slot
+
+
+class DelegateKernel:
+    """A region of a graph, compiled: one call that stands for many nodes. `region` is a graph of its own.
+
+    Its floats are compiled in: `constants` are those of the whole graph. Raises what the backend raises.
+    Seed: nativert `DelegateExecutor`.
+    """
+
+    __slots__ = ("region", "plan", "mutates")
+
+    def __init__(self, region: Graph, constants: Sequence[float], backend: Backend) -> None:
+        self.region = region
+        self.plan = compile_graph(region, constants if region.num_constants else (), frozenset(), backend)
+        self.mutates: tuple[Value, ...] = tuple(region.inputs[place] for place in region.mutated_inputs())
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.region.nodes
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return self.region.outputs
+
+    def inputs(self) -> Sequence[Value]:
+        return self.region.inputs
+
+    def compute(self, frame: ExecutionFrame) -> None:
+        values = frame.values
+        operands = [_as_recorded(values[value.number], value) for value in self.region.inputs]
+        copied = [
+            (values[value.number], operand)
+            for value, operand in zip(self.region.inputs, operands, strict=True)
+            if value in self.mutates and operand is not values[value.number]
+        ]
+        constants = frame.constants if self.region.num_constants else ()
+        results = self.plan.execute(operands, constants, frame.seeds)
+        for original, written in copied:
+            original.copy_(written)
+        for value, result in zip(self.region.outputs, results, strict=True):
+            values[value.number] = result
+
+    def describe(self, error: Exception) -> Exception:
+        return error  # a `PlanError`, which names the calls that may have failed
+
+
+def _as_recorded(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+    """`tensor` with the strides that a region was compiled for: kernels and their fake versions may differ there."""
+    if tensor.stride() == value.meta.stride:
+        return tensor
+    return empty_of(value.meta, tensor.device).copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelGraph:
+    """A graph as kernels, in an order that may run."""
+
+    graph: Graph
+    kernels: tuple[Kernel, ...]
+    template: FrameTemplate
+
+
+def make_kernels(graph: Graph, parts: Sequence[Node | DelegateKernel] | None = None) -> KernelGraph:
+    """The kernels of `graph`: one per node, in program order; or one for each of `parts`, some of them compiled."""
+    made = [value.number for node in graph.nodes for value in node.outputs if value is not None]
+    num_values = 1 + max([value.number for value in graph.inputs] + made, default=-1)
+    slots = _SlotTable(graph, num_values)
+    kernels = tuple(
+        part if isinstance(part, DelegateKernel) else OpKernel(part, slots, graph.device)
+        for part in (graph.nodes if parts is None else parts)
+    )
+    template = FrameTemplate(slots.values, tuple(value.number for value in graph.inputs), slots.first_constant)
+    return KernelGraph(graph, kernels, template)

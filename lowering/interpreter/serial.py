@@ -1,0 +1,47 @@
+"""Run a graph kernel by kernel, in program order, on the calling thread.
+
+In: the kernels of a checked graph. Out: a plan that runs it exactly as eager would, freeing every value after its last
+use. This is the interpreted plan: it needs no compiler and starts at once. Seed: nativert `SerialGraphExecutor`.
+"""
+
+from __future__ import annotations
+
+from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
+from lazy_backend.lowering.interpreter.kernels import Kernel, KernelGraph
+from lazy_backend.lowering.interpreter.layout import last_uses
+from lazy_backend.lowering.interpreter.task import ExecInfo, GraphTask
+from lazy_backend.lowering.ir.graph import Graph
+
+# A kernel, what is captured after it, and the slots to empty.
+_Step = tuple[Kernel, tuple[int, ...], tuple[int, ...]]
+
+
+class SerialGraphExecutor(GraphExecutor):
+    """The interpreted plan of one graph."""
+
+    def __init__(self, graph: Graph, kernels: KernelGraph | None = None, info: ExecInfo | None = None) -> None:
+        super().__init__(graph, kernels, info)
+        self._steps = self._make_steps()
+
+    def _make_steps(self) -> list[_Step]:
+        info = self.exec_info
+        kernels = [self.kernels.kernels[place] for place in info.needed]
+        dying = last_uses(kernels, info.outputs)
+        return [
+            (kernel, info.captured_at.get(place, ()), tuple(value.number for value in values))
+            for kernel, place, values in zip(kernels, info.needed, dying, strict=True)
+        ]
+
+    def run_kernels(self, task: GraphTask) -> None:
+        frame = task.frame
+        values = frame.values
+        kernel: Kernel
+        try:
+            for kernel, captures, frees in self._steps:
+                kernel.compute(frame)
+                if captures:
+                    task.capture(captures)
+                for slot in frees:
+                    values[slot] = None
+        except Exception as error:
+            raise kernel.describe(error) from error

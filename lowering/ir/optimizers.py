@@ -1,0 +1,175 @@
+"""Fused optimizers as arithmetic.
+
+In: a call of one of the kernels behind `torch.optim`'s `fused=True`. Out: what each tensor that it writes becomes.
+Written out, a call needs no fake kernel (half of them have none), its floats can be inputs, and a compiler merges it
+with what makes the gradients. Formulas and their order of operations are those of Fused{Adam,SGD,Adagrad}Kernel.cpp in
+aten/src/ATen/native/cpu. Numbers are computed in float64 as there, and rounded once to the type the kernel computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lazy_backend.lowering.ir.graph import Constant, Node, Value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers of one call: Python floats or 0-d float64 tensors, by name."""
+
+    of: Callable[[str], Any]
+    cast: Callable[[Any, torch.dtype], Any]
+    dtype: torch.dtype  # what the kernel computes in
+
+    def low(self, number: Any) -> Any:
+        """A number as the kernel takes it."""
+        return self.cast(number, self.dtype)
+
+
+def _decayed(numbers: _Numbers, grad: Any, param: Any) -> Any:
+    """The gradient with the penalty on weights; without one even an infinite weight adds nothing."""
+    decay = numbers.of("weight_decay")
+    if isinstance(decay, float):
+        return grad + param * decay if decay else grad
+    return aten.where.self(decay != 0, grad + param * numbers.low(decay), grad)
+
+
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    near_start = start + weight * (end - start)
+    near_end = end - (end - start) * (1 - weight)
+    if isinstance(weight, float):
+        return near_start if abs(weight) < 0.5 else near_end
+    return aten.where.self(abs(weight) < 0.5, near_start, near_end)
+
+
+def _adam(numbers: _Numbers, flags: Mapping[str, Any], values: Sequence[Any], decoupled: bool = False) -> list[Any]:
+    param, grad, mean, square, *rest, step = values
+    lr, beta1, beta2 = (numbers.of(name) for name in ("lr", "beta1", "beta2"))
+    if decoupled:
+        param = param * numbers.low(1 - lr * numbers.of("weight_decay"))
+    else:
+        grad = _decayed(numbers, grad, param)
+    mean = _lerp(mean, grad, numbers.low(1 - beta1))
+    square = square * numbers.low(beta2) + numbers.low(1 - beta2) * grad * grad
+    largest = [aten.maximum.default(rest[0], square)] if flags["amsgrad"] else rest
+    root = aten.sqrt.default(largest[0] if flags["amsgrad"] else square)
+    correction = numbers.low(aten.sqrt.default(1 - beta2**step))
+    step_size = numbers.low(lr / (1 - beta1**step))
+    param = param - step_size * mean / (root / correction + numbers.low(numbers.of("eps")))
+    return [param, None, mean, square, *largest, None]
+
+
+def _adamw(numbers: _Numbers, flags: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
+    return _adam(numbers, flags, values, decoupled=True)
+
+
+def _sgd(numbers: _Numbers, flags: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
+    param, grad, *buffers = values
+    grad = _decayed(numbers, grad, param)
+    if buffers:
+        momentum, fresh = numbers.low(numbers.of("momentum")), 1 - numbers.of("dampening")
+        buffer = grad if flags["is_first_step"] else buffers[0] * momentum + grad * numbers.low(fresh)
+        grad = grad + buffer * momentum if flags["nesterov"] else buffer
+        buffers = [buffer]
+    return [param - grad * numbers.low(numbers.of("lr")), None, *buffers]
+
+
+def _adagrad(numbers: _Numbers, flags: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
+    param, grad, total, step = values
+    grad = _decayed(numbers, grad, param)
+    rate = numbers.of("lr") / (1 + (step - 1) * numbers.of("lr_decay"))
+    total = total + grad * grad
+    root = aten.sqrt.default(total) + numbers.low(numbers.of("eps"))
+    return [param - numbers.low(rate) * grad / root, None, total, None]
+
+
+_RULES: dict[str, Callable[[_Numbers, Mapping[str, Any], Sequence[Any]], list[Any]]] = {
+    "aten::_fused_adam_": _adam,
+    "aten::_fused_adamw_": _adamw,
+    "aten::_fused_sgd_": _sgd,
+    "aten::_fused_adagrad_": _adagrad,
+}
+
+
+def is_fused_optimizer(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` updates lists of parameters in place, with their state, and returns nothing."""
+    return op._schema.name in _RULES
+
+
+def _lists(node: Node) -> dict[str, tuple[Value, ...]]:
+    """The lists of tensors among the operands, by name, without the empty ones."""
+    names = [argument.name for argument in node.op._schema.arguments]
+    return {name: arg for name, arg in zip(names, node.args, strict=False) if arg}
+
+
+def can_write_out(node: Node) -> bool:
+    """Whether the node is a fused optimizer on operands that its kernel takes; what it refuses is left to it."""
+    if not is_fused_optimizer(node.op):
+        return False
+    lists = _lists(node)
+    steps = lists.pop("state_steps", ())
+    params = lists["self"]
+    return (
+        all(value.meta.dtype.is_floating_point for value in params)
+        and all(len(values) == len(params) for values in (*lists.values(), *([steps] if steps else [])))
+        and all(v.meta.shape == p.meta.shape for values in lists.values() for p, v in zip(params, values, strict=True))
+        and all(v.meta.dtype == p.meta.dtype for values in lists.values() for p, v in zip(params, values, strict=True))
+        and all(step.meta.numel == 1 for step in steps)
+    )
+
+
+def write_out(
+    node: Node, read: Callable[[Value], Any], scalar: Callable[[int], Any], cast: Callable[[Any, torch.dtype], Any]
+) -> list[Any]:
+    """One result per value that the node mutates, in its dtype; None for what stays as it is.
+
+    `read`, `scalar` and `cast` as for `scalars.emit_promoted`.
+    """
+    kwargs = dict(node.kwargs)
+
+    def number(name: str) -> Any:
+        arg = kwargs[name]
+        if isinstance(arg, Constant):
+            return scalar(arg.index)
+        return _single(arg, read, cast) if isinstance(arg, Value) else arg
+
+    lists = _lists(node)
+    results: dict[Value, Any] = {}
+    for values in zip(*lists.values(), strict=True):
+        own = values[0].meta.dtype
+        dtype = torch.float32 if own in (torch.float16, torch.bfloat16) else own
+        numbers = _Numbers(number, cast, dtype)
+        before = [
+            _single(value, read, cast) if name == "state_steps" else _cast(read(value), value.meta.dtype, dtype, cast)
+            for name, value in zip(lists, values, strict=True)
+        ]
+        grad = unscaled = before[1]
+        if kwargs.get("grad_scale") is not None:
+            grad = unscaled = grad / numbers.low(number("grad_scale"))
+        if kwargs["maximize"]:
+            grad = -grad
+        after = _RULES[node.op._schema.name](numbers, kwargs, [before[0], grad, *before[2:]])
+        if unscaled is not before[1]:
+            after[1] = unscaled
+        for value, old, new in zip(values, before, after, strict=True):
+            if new is not None:
+                if kwargs.get("found_inf") is not None:  # then nothing is written
+                    new = aten.where.self(number("found_inf") == 1, old, new)
+                results[value] = _cast(new, dtype, own, cast)
+    return [results.get(value) for value in node.mutates]
+
+
+def _single(value: Value, read: Callable[[Value], Any], cast: Callable[[Any, torch.dtype], Any]) -> Any:
+    """A tensor of one element as a 0-d float64 tensor."""
+    number = cast(read(value), torch.float64)
+    return aten.reshape.default(number, []) if value.meta.shape else number
+
+
+def _cast(value: Any, dtype: torch.dtype, to: torch.dtype, cast: Callable[[Any, torch.dtype], Any]) -> Any:
+    return value if dtype == to else cast(value, to)

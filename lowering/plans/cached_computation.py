@@ -1,0 +1,88 @@
+"""A cached computation, and how a recorded path uses it.
+
+In: a canonical graph and its key. Out: `Computation` (one per key) and `CachedComputation` (one per path and live set).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.lowering.compilation.compiler import backend_name
+from lazy_backend.lowering.compilation.environment import Environment, key_parts
+from lazy_backend.lowering.ir.canonical import Parameter
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.plans.families import Family
+from lazy_backend.lowering.plans.profiling import ProfilingGraphExecutor
+from lazy_backend.lowering.plans.specialise import CompileReport
+
+_numbers = itertools.count(1)
+
+
+class Computation:
+    """One canonical graph with all its plans. Identity is equality."""
+
+    __slots__ = ("key", "hash", "executor", "number")
+
+    def __init__(
+        self,
+        key: Key,
+        graph: Graph,
+        report: Callable[[CompileReport], None],
+        find_family: Callable[[Graph], Family] | None = None,
+    ) -> None:
+        self.key = key
+        self.hash = key.hash_hex()
+        self.executor = ProfilingGraphExecutor(graph, report, key, find_family)
+        self.number = next(_numbers)
+
+    @property
+    def graph(self) -> Graph:
+        """The canonical graph; made again from its text if it was set aside."""
+        return self.executor.stored.get()
+
+    @property
+    def name(self) -> str:
+        return f"graph #{self.number} {self.hash[:8]} ({self.executor.stored.num_nodes} nodes)"
+
+    def __repr__(self) -> str:
+        return f"Computation(#{self.number}, {self.hash[:8]}, {self.executor.stored.num_nodes} nodes)"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedComputation:
+    """A computation bound to a path: which of a trace's inputs, constants and seeds it takes, in its order.
+
+    `outputs`: for each output, its place among the storages that are alive, or -1 if nobody holds it; None if all are
+    held, in order.
+    """
+
+    computation: Computation
+    parameters: tuple[Parameter, ...]
+    constants: tuple[int, ...]
+    seeds: tuple[int, ...]
+    outputs: tuple[int, ...] | None = None
+
+
+def make_key(graph: Graph, settings: Environment) -> Key:
+    """The exact key of `graph` under these settings."""
+    backend = settings[0]
+    parts = (
+        ("torch", torch.__version__),
+        ("backend", "interpreted" if backend is None else backend_name(backend)),
+        ("device", str(graph.device)),
+        ("capability", _capability(graph.device)),
+    )
+    return Key((*parts, *key_parts(settings), ("graph", graph.text())))
+
+
+def _capability(device: torch.device) -> str:
+    """What the device can do; asked for only when a graph is new."""
+    if device.type != "cuda":
+        return torch.backends.cpu.get_cpu_capability()
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.major}.{properties.minor}"

@@ -1,0 +1,259 @@
+"""Which plan runs a graph.
+
+In: a graph and the constants of one run. Out: an `ExecutionPlan`.
+A graph's first run is interpreted, so that nothing waits for a compiler. From the second sight on it is compiled, since
+only what recurs is worth a compile: in another process, while runs go on being interpreted, or not at all if the disk
+has it, or if one symbolic plan serves all shapes of the program. A compile that fails leaves the graph interpreted for
+good. What is kept of a graph only to compile it again is set aside when it has been optimized for a while. Seed:
+profiling_graph_executor_impl (profiling, optimized and fallback plan, release of the profiling graph after a delay).
+
+Note [No step pays twice]
+A step in which a graph is made is slow as it is: the program is canonicalised, printed for its key and planned, 13 ms
+of a GPT's whole step. To see which programs it is related to, to look for it on disk and to send it to the compiler
+takes another 8. So where a compile happens in the background, the run for which the graph was made does not ask for
+it; the next ones do, a piece each (`GraphCompiler._ask`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.lowering.compilation.background import worker
+from lazy_backend.lowering.compilation.compiler import runs_module_as_is
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.functional import NotFunctional, why_not_functional
+from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.portable import StoredGraph
+from lazy_backend.lowering.plans.families import Family, Member
+from lazy_backend.lowering.plans.specialise import CompilePolicy, CompileReport, GraphCompiler, compiles_elsewhere
+
+
+class ExecutionPlan(Protocol):
+    """A runnable form of a graph."""
+
+    kind: str
+    conforms: bool  # whether a run has shown that its results lie in memory as they were recorded
+
+    def execute(
+        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run once; takes ownership of `inputs`."""
+
+
+@dataclass(slots=True)
+class GraphExecutorState:
+    """What `get_debug_state` shows."""
+
+    runs: int
+    plan: str  # "profiling", "compiling", "optimized" or "fallback"
+    compiles: int
+    promoted_scalars: int
+    specialized_plans: int
+    error: str | None
+    released: bool = False  # what was kept of the graph to be compiled again is set aside
+
+
+class ProfilingGraphExecutor:
+    """Hands out the plan for each run of one graph. Safe from any thread."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        report: Callable[[CompileReport], None],
+        key: Key | None = None,
+        find_family: Callable[[Graph], Family] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stored = StoredGraph(graph)
+        self.runs = 0
+        self._report = report
+        self._key = key
+        # both are made when the graph recurs: one that does not is related to none
+        self._find_family = find_family
+        self._membership: tuple[Family, Member] | None = None
+        self._compiler = GraphCompiler(self.stored, report, key)
+        self._is_new = True
+        self._declined: NotFunctional | None = None
+        self._is_checked = False  # whether `_declined` says what is so
+        self._due: tuple[tuple[float, ...], CompilePolicy] | None = None  # see Note [No step pays twice]
+        self._profiling_plan: SerialGraphExecutor | None = None
+        self._latest = "profiling"
+        # what `ready_plan_for` gave last
+        self._ready: tuple[tuple[float, ...], ExecutionPlan] | None = None
+        self._clock = clock
+        self._release_delay = math.inf
+        self._release_at: float | None = None  # None while the latest run was interpreted
+        self._lock = threading.RLock()
+
+    @property
+    def compiles(self) -> int:
+        return self._compiler.compiles
+
+    def plan_for(self, constants: Sequence[float], policy: CompilePolicy) -> ExecutionPlan:
+        """The plan for a run with these constants. Compiles before it returns unless `policy.background`."""
+        with self._lock:
+            self.runs += 1
+            self._compiler.observe(constants)
+            plan: ExecutionPlan | None = None
+            if policy.enabled and self.runs > policy.num_profiled_runs and self.stored.num_nodes:
+                if self._is_new and policy.background and compiles_elsewhere(policy.backend, self.stored.device):
+                    self._due = tuple(constants), policy
+                else:
+                    self._due = None
+                    plan = self._compiled(constants, policy)
+            self._is_new = False
+            self._latest = "profiling" if plan is None else "optimized"
+            self._ready = None
+            is_compiling = self._is_compiling()
+            if is_compiling:
+                _compiling.add(self)
+            if plan is None:
+                plan = self._interpreted()
+                self._release_at = None
+            elif not is_compiling:
+                self._profiling_plan = None
+                self._release_delay = policy.release_delay
+                if not self.stored.is_set_aside():
+                    self._release_when_due()
+            return plan
+
+    def _compiled(self, constants: Sequence[float], policy: CompilePolicy) -> ExecutionPlan | None:
+        if self._declines(policy):
+            return None
+        if self._membership is None and self._find_family is not None:
+            self._membership = self._find_family(self.stored.get()), Member(self.stored, self._key)
+        if self._membership is None:
+            return self._compiler.plan_for(constants, policy)
+        family, member = self._membership
+        shared = family.plan_for(member, constants, self._compiler.changed, policy)
+        if shared is None and member.is_static:
+            return self._compiler.plan_for(constants, policy)
+        return shared
+
+    def _declines(self, policy: CompilePolicy) -> bool:
+        """Whether the graph is interpreted for good, since compilers would get a write wrong. Looks once."""
+        if runs_module_as_is(policy.backend):
+            return False
+        if not self._is_checked:
+            self._is_checked = True
+            graph = self.stored.get()
+            self._declined = why_not_functional(graph)
+            if self._declined is not None:
+                self._report(CompileReport(graph, "declined", error=self._declined))
+        return self._declined is not None
+
+    def _is_compiling(self) -> bool:
+        if self._due is not None or self._compiler.is_compiling():
+            return True
+        return self._membership is not None and self._membership[0].is_compiling()
+
+    def begin_due(self) -> None:
+        """Ask at once for the compile that the next runs would ask for."""
+        with self._lock:
+            due, self._due = self._due, None
+            if due is not None:
+                self._compiled(*due)
+            if self._membership is not None:
+                self._membership[0].begin_due()
+            self._compiler.begin_due()
+
+    def ready_plan_for(self, constants: tuple[float, ...]) -> ExecutionPlan | None:
+        """As `plan_for`, if a plan compiled for this graph alone is there; otherwise None, and nothing is counted."""
+        with self._lock:
+            if self._compiler.is_compiling():
+                return None
+            # the same object as last time: comparing floats bit by bit takes 1 µs for three
+            if self._ready is not None and self._ready[0] is constants:
+                plan: ExecutionPlan | None = self._ready[1]
+            else:
+                plan = self._compiler.find(constants)
+            if plan is None:
+                return None
+            self._ready = constants, plan
+            self.runs += 1
+            self._compiler.observe(constants)
+            if not self.stored.is_set_aside():
+                self._release_when_due()
+            return plan
+
+    def _release_when_due(self) -> None:
+        """Called at each run of a compiled plan while the graph is there: 0.1 µs, and less once it is set aside."""
+        now = self._clock()
+        if self._release_at is None:
+            self._release_at = now + self._release_delay
+        elif now >= self._release_at:
+            self._release_at = None
+            self.stored.set_aside()
+
+    def note_run(self, constants: Sequence[float]) -> None:
+        """The graph ran while it was recorded; that counts as a profiled run."""
+        with self._lock:
+            self.runs += 1
+            self._compiler.observe(constants)
+
+    def adopt_compiled(self) -> None:
+        """Take a compile that has ended, if there is one; otherwise the next run does."""
+        if self._membership is not None:
+            self._membership[0].adopt_compiled()
+        with self._lock:
+            self._compiler.adopt()
+
+    def is_optimized(self) -> bool:
+        return self._latest == "optimized" or bool(self._compiler.plans)
+
+    def get_debug_state(self) -> GraphExecutorState:
+        plans, error = self._compiler.plans, self._declined or self._compiler.error
+        if error is None and self._membership is not None and not self._membership[1].is_static:
+            family, member = self._membership
+            error = family.error() or member.limited
+        plan = "optimized" if self.is_optimized() else "fallback" if error else "profiling"
+        if plan == "profiling" and self._is_compiling():
+            plan = "compiling"
+        promoted = plans[-1].signature.scalars if plans else ()
+        text = None if error is None else str(error)
+        released = self.stored.is_set_aside()
+        return GraphExecutorState(self.runs, plan, self.compiles, len(promoted), len(plans), text, released)
+
+    def debug_flush_compilation_cache(self) -> None:
+        """Forget every plan and error: the next runs profile and compile anew. Seed: `debugFlushCompilationCache`."""
+        with self._lock:
+            self._compiler = GraphCompiler(self.stored, self._report, self._key)
+            if self._membership is not None:
+                family, member = self._membership
+                family.forget(member)
+            self._profiling_plan = self._ready = self._release_at = self._due = None
+            self._latest = "profiling"
+            self.runs = 0
+
+    def _interpreted(self) -> SerialGraphExecutor:
+        if self._profiling_plan is None:
+            self._profiling_plan = SerialGraphExecutor(self.stored.get())
+        return self._profiling_plan
+
+
+# Those whose graph was being compiled in the background when they ran last, or was due to be.
+_compiling: weakref.WeakSet[ProfilingGraphExecutor] = weakref.WeakSet()
+
+
+def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
+    """Wait until nothing is being compiled or due to be; False if `timeout` seconds were not enough.
+
+    `asks`: whether what is due is asked for now; otherwise it is left to runs, and not waited for.
+    """
+    with worker.awaited(timeout):
+        for executor in list(_compiling) if asks else ():
+            executor.begin_due()
+        finished = worker.wait(timeout)
+    for executor in list(_compiling):
+        executor.adopt_compiled()
+        _compiling.discard(executor)
+    return finished

@@ -1,0 +1,284 @@
+"""Serve one graph: fixed weights, many callers.
+
+In: a graph, what its inputs are (`GraphSignature`), its weights. Out: `Executor`, to be called from any thread.
+Seed: nativert Executor, whose names are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazy_backend.lowering.compilation.compiler import Backend, runs_module_as_is
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool
+from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
+from lazy_backend.lowering.interpreter.kernels import DelegateKernel, Kernel, KernelGraph, make_kernels
+from lazy_backend.lowering.interpreter.layout import LayoutPlan, MemoryMeter, last_uses, plan_layout
+from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.interpreter.task import GraphTask
+from lazy_backend.lowering.ir.aliasing import storages_of
+from lazy_backend.lowering.ir.functional import unsound_writes
+from lazy_backend.lowering.ir.graph import Graph, Value
+from lazy_backend.lowering.ir.rng import draw_seed
+from lazy_backend.lowering.serving.constant_folding import split_constants
+from lazy_backend.lowering.serving.partition import Supported, partition
+from lazy_backend.lowering.serving.weights import InputError, Weights, check_tensor, process_weights
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSignature:
+    """What a graph's inputs and outputs are to its callers.
+
+    `weights` and `user_inputs` give names, and for each which of the graph's inputs it is; a user input that the graph
+    does not use is none of them. User inputs stand in the order in which they are given.
+    `in_spec` is the tree of (args, kwargs), `out_spec` that of what a call returns, filled with the graph's outputs.
+    """
+
+    weights: tuple[tuple[str, int], ...]
+    user_inputs: tuple[tuple[str, int | None], ...]
+    in_spec: pytree.TreeSpec | None = None
+    out_spec: pytree.TreeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """How an `Executor` runs its graph.
+
+    `num_threads`: threads that work on one call, the caller's among them.
+    `backend`: compiles the regions of nodes that are `supported`; without one everything is interpreted.
+    `max_frame_age`: seconds, by `clock`, after which an unused frame is dropped.
+    """
+
+    num_threads: int = 1
+    backend: Backend | None = None
+    supported: Supported = lambda node: True
+    max_frame_age: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileMetrics:
+    """Seconds per run of each kernel by itself, in the order in which they ran. A compiled region is one kernel."""
+
+    seconds_per_node: tuple[float, ...]
+    names: tuple[str, ...]
+    peak_bytes: int  # that results and buffers took at once
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds_per_node)
+
+    @property
+    def instances_per_type(self) -> dict[str, int]:
+        return dict(Counter(self.names))
+
+    @property
+    def seconds_per_type(self) -> dict[str, float]:
+        """Most expensive first."""
+        totals: dict[str, float] = {}
+        for name, seconds in zip(self.names, self.seconds_per_node, strict=True):
+            totals[name] = totals.get(name, 0.0) + seconds
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+class Executor:
+    """Runs one graph for many callers: a frame for each run in flight, and weights that can be swapped meanwhile.
+
+    `constants` are the graph's floats. Random numbers follow `torch.manual_seed`. If the graph writes a weight, as a
+    batch norm in training does, runs take turns. Raises `InputError` for weights that do not fit.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        signature: GraphSignature,
+        weights: Mapping[str, torch.Tensor],
+        constants: Sequence[float] = (),
+        config: ExecutorConfig | None = None,
+    ) -> None:
+        self.graph = graph
+        self.graph_signature = signature
+        self.config = config or ExecutorConfig()
+        self._constants = tuple(constants)
+        self._expected = {name: graph.inputs[place] for name, place in signature.weights}
+        self._user_values = [
+            (name, None if place is None else graph.inputs[place]) for name, place in signature.user_inputs
+        ]
+        self._written = {graph.inputs[place] for place in graph.mutated_inputs()}
+        self._folder = split_constants(graph, self._expected.values(), constants)
+        self.layout: LayoutPlan | None = None
+        self._kernels = self._make_kernels(self._folder.remaining)
+        self._graph_executor = self._make_graph_executor(self._kernels)
+        self._frames = FramePool(self._new_frame, self.config.max_frame_age, self.config.clock)
+        writes_weights = not self._written.isdisjoint(self._expected.values())
+        self._turn = threading.RLock() if writes_weights else contextlib.nullcontext()
+        self._weights = self.process_weights(weights)
+
+    def _make_kernels(self, graph: Graph) -> KernelGraph:
+        backend = self.config.backend
+        if backend is None:
+            self.layout = plan_layout(graph)
+            return make_kernels(self.layout.graph)
+        refused = {node for node, _ in unsound_writes(graph)} if not runs_module_as_is(backend) else set()
+        parts = [
+            DelegateKernel(part, self._constants, backend) if isinstance(part, Graph) else part
+            for part in partition(graph, lambda node: node not in refused and self.config.supported(node))
+        ]
+        return make_kernels(graph, parts)
+
+    def _make_graph_executor(self, kernels: KernelGraph) -> GraphExecutor:
+        if self.config.num_threads > 1:
+            return ParallelGraphExecutor(kernels.graph, kernels, num_threads=self.config.num_threads)
+        return SerialGraphExecutor(kernels.graph, kernels)
+
+    def _new_frame(self) -> ExecutionFrame:
+        return ExecutionFrame(self.layout.new_buffers() if self.layout else ())
+
+    # ----- weights
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The current weights, as they were given."""
+        return self._weights.tensors
+
+    def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
+        """Check weights and compute what depends on them alone. Raises `InputError`."""
+        return process_weights(tensors, self._expected, self._written, self._folder, self._kernels.template)
+
+    def swap_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Use other weights from the next run on. See Note [Weights are swapped whole]. Raises `InputError`."""
+        self._weights = self.process_weights(tensors)
+
+    # ----- calls
+
+    def execute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run once on the user inputs, in the signature's order. Returns the graph's outputs.
+
+        Raises `InputError`, or what a kernel raises (`NodeError`, `PlanError`).
+        """
+        arguments = self.validate_inputs(inputs)
+        with self._turn, self._frames.frame() as frame:
+            self._fill(frame, arguments)
+            return self._graph_executor.execute_with_prefilled_frame(frame)
+
+    def execute_tree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run once on arguments that are trees of tensors, as `in_spec` describes them; returns a tree of `out_spec`.
+
+        Keywords may come in any order. Raises as `execute`.
+        """
+        outputs = self.execute(self._flatten(args, kwargs))
+        spec = self.graph_signature.out_spec
+        return outputs if spec is None else pytree.tree_unflatten(outputs, spec)
+
+    def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        expected = self.graph_signature.in_spec
+        if expected is None:
+            raise InputError("the signature has no in_spec to flatten arguments by\n  call execute(inputs)")
+        names: list[str] = expected.children()[1].context
+        ordered = {name: kwargs[name] for name in names} if kwargs.keys() == set(names) else dict(kwargs)
+        leaves, given = pytree.tree_flatten((tuple(args), ordered))
+        if given != expected:
+            raise InputError(f"arguments do not fit\n  expected {expected}\n  got      {given}")
+        return leaves
+
+    def validate_inputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs that the graph uses, as it wants them. Raises `InputError` for the first that does not fit."""
+        if len(inputs) != len(self._user_values):
+            names = ", ".join(name for name, _ in self._user_values)
+            raise InputError(f"expected {len(self._user_values)} inputs ({names}), got {len(inputs)}")
+        used: dict[Value, torch.Tensor] = {}
+        for (name, value), given in zip(self._user_values, inputs, strict=True):
+            if value is not None:
+                used[value] = check_tensor(
+                    f"input {name!r}", given, value.meta, self.graph.device, value in self._written
+                )
+                if value in self._written:
+                    self._require_own_memory(name, given, inputs)
+        return [used[value] for value in self.graph.inputs if value in used]
+
+    def _require_own_memory(self, name: str, given: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+        """The graph was made for inputs that share no memory. See Note [Inputs own their storage]."""
+        storages = storages_of([given])
+        others = [*inputs, *self.weights.values()]
+        if sum(not storages.isdisjoint(storages_of([other])) for other in others) > 1:
+            raise InputError(f"input {name!r} is written and shares its memory with another input or a weight")
+
+    def _fill(self, frame: ExecutionFrame, arguments: Sequence[torch.Tensor]) -> None:
+        seeds = [draw_seed() for _ in range(self.graph.num_seeds)]
+        frame.fill(self._weights.template, arguments, self._constants, seeds)
+
+    # ----- looking
+
+    @property
+    def num_execution_frames(self) -> int:
+        """Frames of runs in flight, and those kept for the next."""
+        return self._frames.num_frames
+
+    def clear_stale_execution_frames(self) -> None:
+        """Drop frames that were not used for `max_frame_age`. Every run does it, too."""
+        self._frames.clear_stale()
+
+    @property
+    def kernel_schemas(self) -> dict[str, torch.FunctionSchema]:
+        """The schema of every operator that runs, those within compiled regions too."""
+        nodes = [node for kernel in self._kernels.kernels for node in kernel.nodes]
+        return {node.op.name(): node.op._schema for node in nodes}
+
+    @property
+    def delegates(self) -> list[DelegateKernel]:
+        """The compiled regions."""
+        return [kernel for kernel in self._kernels.kernels if isinstance(kernel, DelegateKernel)]
+
+    def benchmark_nodes(self, inputs: Sequence[torch.Tensor], warmup: int, runs: int) -> ProfileMetrics:
+        """Time each kernel by itself, one after the other, over `runs` runs. Writes neither inputs nor weights."""
+        arguments = self.validate_inputs(inputs)
+        seconds = [0.0] * len(self._kernels.kernels)
+        with self._frames.frame() as frame:
+            for _ in range(warmup):
+                self._time_kernels(frame, arguments, seconds.copy())
+            peaks = [self._time_kernels(frame, arguments, seconds) for _ in range(runs)]
+        names = tuple(map(_name, self._kernels.kernels))
+        return ProfileMetrics(tuple(total / runs for total in seconds), names, max(peaks))
+
+    def _time_kernels(self, frame: ExecutionFrame, arguments: Sequence[torch.Tensor], seconds: list[float]) -> int:
+        """Run once, add each kernel's seconds to `seconds`, and return the most bytes that were taken."""
+        kernels, values = self._kernels, frame.values
+        self._fill(frame, arguments)
+        for written in self._written:
+            values[written.number] = values[written.number].clone()
+        buffers = [buffer for _, buffer in frame.buffers]
+        meter = MemoryMeter(foreign=storages_of(values) - storages_of(buffers))
+        for place, buffer in enumerate(buffers):
+            meter.hold(-1 - place, buffer)  # no slot: held all the time
+        dying = last_uses(kernels.kernels, kernels.graph.outputs)
+        with GraphTask(kernels, self._graph_executor.exec_info, frame).taken_over():
+            for place, kernel in enumerate(kernels.kernels):
+                start = time.perf_counter()
+                kernel.compute(frame)
+                _synchronize(self.graph.device)
+                seconds[place] += time.perf_counter() - start
+                for value in kernel.outputs:
+                    if value is not None:
+                        meter.hold(value.number, values[value.number])
+                for value in dying[place]:
+                    meter.release(value.number)
+                    values[value.number] = None
+        return meter.peak
+
+
+def _name(kernel: Kernel) -> str:
+    return "delegate" if isinstance(kernel, DelegateKernel) else kernel.nodes[0].name
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,76 @@
+"""The weights of a served graph.
+
+In: tensors by name. Out: `Weights`: checked, with all that depends on them alone computed, ready to start runs from.
+Seed: nativert Executor (`Weights`, `processWeights`, `atomicSwapWeights`).
+
+Note [Weights are swapped whole]
+`Weights` are never changed once they are made, and a run reads the executor's current ones exactly once, when it fills
+its frame. So a run sees the old weights or the new, folded values included, and a swap waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lazy_backend.lowering.interpreter.frame import FrameTemplate
+from lazy_backend.lowering.ir.graph import TensorMeta, Value, empty_of, meta_of
+from lazy_backend.lowering.serving.constant_folding import ConstantFolder
+
+
+class InputError(ValueError):
+    """A tensor given to an executor is not what its graph was made for. Says which, what was expected, what given."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """See Note [Weights are swapped whole]."""
+
+    tensors: Mapping[str, torch.Tensor]
+    template: FrameTemplate  # with the weights and the folded values in their slots
+
+
+def process_weights(
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, Value],
+    written: Collection[Value],
+    folder: ConstantFolder,
+    template: FrameTemplate,
+) -> Weights:
+    """Check `tensors` against the values that they are in the graph, and fold. Raises `InputError`.
+
+    The tensors themselves are kept if they lie in memory as those that the graph was made for: writing to them later
+    changes what runs compute, but not what was folded.
+    """
+    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    if missing or unexpected:
+        raise InputError(f"weights do not fit: missing {sorted(missing)}, unexpected {sorted(unexpected)}")
+    held = {
+        value: check_tensor(f"weight {name!r}", tensors[name], value.meta, folder.device, value in written)
+        for name, value in expected.items()
+    }
+    held |= folder.fold(held)
+    return Weights(dict(tensors), template.holding({value.number: tensor for value, tensor in held.items()}))
+
+
+def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.device, written: bool) -> torch.Tensor:
+    """`given` as a graph wants it: of the shape and dtype of `meta`, on its device; a copy if it lies otherwise.
+
+    A tensor that the graph writes must not be a copy. Raises `InputError`.
+    """
+    if not isinstance(given, torch.Tensor):
+        raise InputError(f"{what}: expected a tensor {meta} on {device}, got {type(given).__name__}")
+    if given.shape != meta.shape or given.dtype != meta.dtype or given.device != device:
+        raise InputError(
+            f"{what}: expected {meta.dtype} {list(meta.shape)} on {device}, "
+            f"got {given.dtype} {list(given.shape)} on {given.device}"
+        )
+    tensor = given.detach()
+    if meta_of(tensor) is meta:
+        return tensor
+    if written:
+        raise InputError(f"{what}: the graph writes it, so it must lie in memory as {meta}, got {meta_of(tensor)}")
+    with torch.no_grad():
+        return empty_of(meta, device).copy_(tensor)
