@@ -21,7 +21,7 @@ class TrieNode(Generic[T]):
     step makes hundreds of nodes: there are dicts only where they are needed.
     """
 
-    __slots__ = ("parent", "call", "depth", "next_key", "next", "shortcut", "_branches", "_bindings")
+    __slots__ = ("parent", "call", "depth", "next_key", "next", "shortcut", "_branches", "bindings")
 
     def __init__(self, parent: TrieNode[T] | None, call: T | None) -> None:
         self.parent = parent
@@ -33,14 +33,7 @@ class TrieNode(Generic[T]):
         # the part of `call` that its owner needs on a hit, if that is all it needs
         self.shortcut: Any = None
         self._branches: dict[Hashable, TrieNode[T]] | None = None  # all followers, if there are several
-        self._bindings: dict[Hashable, Any] | None = None
-
-    @property
-    def bindings(self) -> dict[Hashable, Any]:
-        """What a sync at this node found before: live outputs -> bound computation."""
-        if self._bindings is None:
-            self._bindings = {}
-        return self._bindings
+        self.bindings: Any = None  # what syncs at this node found before; theirs alone, None until there was one
 
     def branch(self, key: Hashable) -> TrieNode[T] | None:
         """The follower with this key, which is not `next_key`."""
@@ -88,7 +81,7 @@ class Trie(Generic[T]):
         """Drop every path. A cursor into the old paths is lost."""
         # the old nodes are a cycle (parent <-> followers): break it here rather than leave it to the collector
         for node in [self.root, *self]:
-            node._branches = node._bindings = node.next_key = node.next = None
+            node._branches = node.bindings = node.next_key = node.next = None
         self.root = TrieNode(None, None)
         self.size = 0
 

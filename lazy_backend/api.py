@@ -16,7 +16,7 @@ from lazy_backend.diagnostics.history import history
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution import closures
+from lazy_backend.execution import closures, reads
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.plans import profiling
 from lazy_backend.settings import config
@@ -108,7 +108,7 @@ def to_cpu(tree: Any) -> Any:
     """
     found: list[LazyTensor] = []
     tree_map_only(LazyTensor, found.append, tree)
-    copies = iter(executor.get_tensors_fused(found, "to_cpu"))
+    copies = iter(reads.get_tensors_fused(found, "to_cpu"))
     copied = tree_map_only(LazyTensor, lambda tensor: next(copies).requires_grad_(tensor.requires_grad), tree)
     return tree_map_only(
         LazySparseTensor, lambda tensor: tensor.detach().cpu().requires_grad_(tensor.requires_grad), copied
@@ -128,7 +128,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
     `run_async`: on a thread of its own, in order; at most `config.max_async_closures` wait. Its error is raised at the
     next `mark_step`, `add_step_closure` or `wait_device_ops`. After `torch/_lazy/closure.py`, which loses such errors.
     """
-    executor.check_allowed("add_step_closure")
+    executor.rules.check_allowed("add_step_closure")
     closures.runner.add(closure, args, run_async)
 
 
@@ -169,13 +169,13 @@ def step(
 
 def _limited_step(device: Device, strict: bool, max_different_graphs: int | None) -> Iterator[None]:
     mark_step(device)
-    with executor.limiting(user_site(), max_different_graphs):
+    with executor.records.limiting(user_site(), max_different_graphs):
         yield from _step(device, strict)
 
 
 def _step(device: Device, strict: bool) -> Iterator[None]:
     try:
-        with executor.strict() if strict else contextlib.nullcontext():
+        with executor.rules.strict() if strict else contextlib.nullcontext():
             yield
     except BaseException:
         metrics.increment("MarkStep")
@@ -193,7 +193,7 @@ def strict() -> contextlib.AbstractContextManager[None]:
 
     For this thread; `config.strict` holds for all. `mark_step` and other syncs that were asked for are allowed.
     """
-    return executor.strict()
+    return executor.rules.strict()
 
 
 class _Switch(contextlib.AbstractContextManager["_Switch"]):
@@ -234,12 +234,12 @@ def allow_execution(allowed: bool) -> contextlib.AbstractContextManager[Any]:
     That is `mark_step` as well as any read: for code that must only record, such as building a graph to look at. Until
     `allow_execution(True)`, or the end of a `with` block. `strict()` refuses only the cuts that nobody asked for.
     """
-    before = executor.allows_execution
+    before = executor.rules.allows_execution
     if not allowed and before:  # calls seen for the first time have run, so their trace cannot go on being recorded
         for context in contexts.get_active_devices():
             executor.end_computed(context)
-    executor.allows_execution = allowed
-    return _Switch(lambda: setattr(executor, "allows_execution", before))
+    executor.rules.allows_execution = allowed
+    return _Switch(lambda: setattr(executor.rules, "allows_execution", before))
 
 
 def is_lazy(tensor: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution import inspection
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.plans.cached_computation import Computation
 from lazy_backend.lowering.plans.profiling import GraphExecutorState
@@ -20,7 +21,7 @@ def get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
 
     Equal for equal programs in every process with the same PyTorch, backend and device.
     """
-    return executor.get_graph_hash(check_lazy(tensors))
+    return inspection.get_graph_hash(check_lazy(tensors))
 
 
 def check_lazy(tensors: Sequence[torch.Tensor]) -> list[LazyTensor]:
@@ -40,7 +41,7 @@ def what_it_is(tensor: torch.Tensor) -> str:
 @hide_internals
 def get_computation(graph_hash: str) -> Computation:
     """The cached computation of this hash, as `get_graph_hash` gives it. Raises `LookupError` if there is none."""
-    found = next((c for c in executor.get_computation_cache() if c.hash == graph_hash), None)
+    found = next((c for c in executor.computations.cache if c.hash == graph_hash), None)
     if found is None:
         raise LookupError(
             f"no cached computation has the hash {graph_hash!r}\n  get_debug_states() has those there are"
@@ -50,7 +51,7 @@ def get_computation(graph_hash: str) -> Computation:
 
 def get_cached_computations() -> list[Computation]:
     """The computations in the cache, in no particular order. Their `executor.get_debug_state()` shows their plans."""
-    return list(executor.get_computation_cache())
+    return list(executor.computations.cache)
 
 
 def get_debug_states() -> dict[str, GraphExecutorState]:

@@ -10,7 +10,7 @@ from lazy_backend.computation import check_lazy
 from lazy_backend.diagnostics.chrome_trace import export_chrome_trace
 from lazy_backend.diagnostics.difference import shown_site
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.sync import executor
+from lazy_backend.execution import inspection
 from lazy_backend.lowering.compilation.fx import to_fx
 from lazy_backend.lowering.ir.graph import Graph, Node, Value
 
@@ -46,7 +46,7 @@ def render_ir_graph(tensors: Sequence[torch.Tensor], lines: bool = False) -> str
 
 
 def _graph_of(tensors: Sequence[torch.Tensor]) -> Graph:
-    return executor.graph_of(check_lazy(tensors))
+    return inspection.graph_of(check_lazy(tensors))
 
 
 def _to_dot(graph: Graph, lines: bool) -> str:

@@ -20,7 +20,9 @@ from torch.utils import _pytree as pytree
 from lazy_backend.errors import CaptureError, CompileWarning
 from lazy_backend.errors.sites import user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.sync import SyncTensorsConfig, executor
+from lazy_backend.execution import reads
+from lazy_backend.execution.run import SyncTensorsConfig
+from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
@@ -60,7 +62,7 @@ class Served(Executor):
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        real = executor.read(tensor._data, "weights to serve") if isinstance(tensor, LazyTensor) else tensor
+        real = reads.read(tensor._data, "weights to serve") if isinstance(tensor, LazyTensor) else tensor
         # copy: whoever trains the tensor further must not change what is served
         return run_clean(lambda: real.detach().to(self.graph.device, copy=True))
 
@@ -167,7 +169,7 @@ def _record(
                     made = [_own(output, name) for output in outputs]
                     return _finish(context, names, given, made, in_spec, out_spec)
 
-                return executor.call_refusing(refuse, run)
+                return executor.rules.call_refusing(refuse, run)
         finally:
             context.new_trace()
 
@@ -205,7 +207,7 @@ def _finish(
     """The graph of what is recorded, and what each of its inputs is."""
     trace = context.trace
     pending = {storage: place for place, storage in zip(*trace.live(), strict=True)}
-    data = executor.run_post_order(context, [pending[tensor._data.storage] for tensor in made])
+    data = executor.computations.run_post_order(context, [pending[tensor._data.storage] for tensor in made])
     if rng.has_own_generators([trace.seeds[place] for place in data.seeds]):
         raise CaptureError(
             "what is to be served draws random numbers from a torch.Generator, which requests from many threads cannot "

@@ -53,7 +53,7 @@ def reset_state() -> None:
     random.seed(0)
     metrics.reset()
     history.reset()
-    executor.allows_execution = True
+    executor.rules.allows_execution = True
 
 
 def settle() -> list[BaseException]:

@@ -195,7 +195,7 @@ class Lazy(Target):
                 context.forget_paths()
                 context.new_trace()
         self.ir_cache.reset()
-        self.executor.get_computation_cache().clear()
+        self.executor.computations.cache.clear()
         self.metrics.reset()
 
     def finish(self) -> None:

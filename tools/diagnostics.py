@@ -76,11 +76,11 @@ def _mode(mode: str) -> Iterator[None]:
 
     with lazy_backend.config.patch(explain=mode == "on"):
         if mode == "without":
-            executor._begin_record = lambda *arguments: None  # type: ignore[method-assign]
+            executor.records.begin = lambda *arguments: None  # type: ignore[method-assign]
         try:
             yield
         finally:
-            executor.__dict__.pop("_begin_record", None)
+            executor.records.__dict__.pop("begin", None)
 
 
 def main(names: Sequence[str], threads: int, steps: int, show: Callable[[Table], str]) -> None:

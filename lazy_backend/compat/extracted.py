@@ -15,7 +15,10 @@ import torch
 
 from lazy_backend.computation import check_lazy
 from lazy_backend.errors import LazyBackendError
-from lazy_backend.execution.sync import conform, executor
+from lazy_backend.execution import inspection
+from lazy_backend.execution.computations import current_environment
+from lazy_backend.execution.run import conform
+from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import Graph, TensorMeta, meta_of
 from lazy_backend.lowering.plans.cached_computation import make_key
@@ -52,7 +55,7 @@ class ExtractedGraph:
 
     def hash(self) -> bytes:
         """16 bytes: equal for equal programs, equal floats among them."""
-        key = make_key(self.graph, executor.settings()).hash_hex()
+        key = make_key(self.graph, current_environment()).hash_hex()
         parts = (key, [value.hex() for value in self.constants], self.leaves, self.inputs)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
@@ -109,7 +112,7 @@ def extract(tensors: Sequence[torch.Tensor]) -> tuple[ExtractedGraph, list[Tenso
         raise ValueError("expected at least one lazy tensor")
     context = lazy[0]._data.context
     with context.lock:
-        data = executor.post_order_of(lazy)
+        data = inspection.post_order_of(lazy)
         trace = context.trace
         if rng.has_own_generators([trace.seeds[place] for place in data.seeds]):
             raise LazyBackendError(

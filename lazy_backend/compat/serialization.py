@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import warn_if_has_hooks
 
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.sync import executor
+from lazy_backend.execution import reads
 from lazy_backend.recording.storage import LazyUntypedStorage, data_ptr, untyped_storage
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.sparse_tensor import LazySparseTensor, attributes_of
@@ -41,7 +41,7 @@ def _reduce_plain(tensor: LazyTensor) -> tuple[Any, tuple[Any, ...]]:
     data = tensor._data
     if data.meta.conj or data.meta.neg:
         data = tensor.detach().clone()._data  # type: ignore[attr-defined]
-    executor.read(data.storage, "save")
+    reads.read(data.storage, "save")
     storage = LazyUntypedStorage.of(data.storage)
     meta = data.meta
     hooks: OrderedDict[str, Any] = OrderedDict()
@@ -75,12 +75,12 @@ def dlpack(tensor: LazyTensor, **options: Any) -> Any:
     """`LazyTensor.__dlpack__`: the backing tensor's memory, once it is computed. The consumer must not write to it."""
     if tensor.requires_grad:
         raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-    return executor.read(tensor._data, "dlpack").__dlpack__(**options)
+    return reads.read(tensor._data, "dlpack").__dlpack__(**options)
 
 
 def _read_backing_tensor(tensor: LazyTensor) -> torch.Tensor:
     """`LazyTensor._backing_tensor`: what `__tensor_flatten__` names. Reads, that is, cuts the graph."""
-    return executor.read(tensor._data, "inner tensor")
+    return reads.read(tensor._data, "inner tensor")
 
 
 def _location(storage: Any) -> str | None:

@@ -6,8 +6,7 @@ Nothing here is called for a sync of a known path but `note_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from lazy_backend.diagnostics.difference import (
     Difference,
@@ -27,24 +26,22 @@ from lazy_backend.lowering.plans.specialise import CompileReport
 def explain_binding(
     record: SyncRecord,
     cursor: Cursor,
-    bindings: Mapping[Hashable, Any],
+    known: Sequence[tuple[tuple[int, ...], Environment]],
     indices: tuple[int, ...],
     settings: Environment,
 ) -> None:
-    """A known path with outputs or settings that it never had: say which, against those it had last."""
-    found: list[tuple[Any, Environment]] = list(bindings)  # type: ignore[arg-type]
-    same_settings = [other for other, environment in found if environment == settings and _is_live_set(other)]
+    """A known path with outputs or settings that it never had: say which, against those it had last.
+
+    `known`: the live sets and settings that the path had, the latest last; at least one.
+    """
+    same_settings = [other for other, environment in known if environment == settings]
     record.nearest = record.program
     if same_settings:
         nearest = min(reversed(same_settings), key=lambda other: len(set(other).symmetric_difference(indices)))
         calls = [call for call in cursor.path() if isinstance(call, Call)]
         record.difference = difference_of_outputs(calls, nearest, indices)
     else:
-        record.difference = _of_settings(found[-1][1], settings)
-
-
-def _is_live_set(indices: tuple[Any, ...]) -> bool:
-    return all(isinstance(index, int) for index in indices)  # the mark of a union is none
+        record.difference = _of_settings(known[-1][1], settings)
 
 
 def _of_settings(before: Environment, now: Environment) -> Difference:

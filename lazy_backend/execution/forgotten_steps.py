@@ -51,7 +51,7 @@ class ForgottenSteps:
 
     @hide_internals
     def _see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or executor.is_refusing():  # a captured function is a step by itself
+        if torch.compiler.is_compiling() or executor.rules.is_refusing():  # a captured function is a step by itself
             return
         parameter = _lazy_parameter(optimizer)
         if parameter is None:

@@ -33,7 +33,7 @@ def run_at_once(
 ) -> Any:
     """Run a call on the backing device, after everything recorded before it. Counted with op, reason and line."""
     if reason is EAGER:
-        executor.check_allowed(f"{op} in eager mode")
+        executor.rules.check_allowed(f"{op} in eager mode")
         executor.barrier(context)
     else:
         count_fallback(op, reason)

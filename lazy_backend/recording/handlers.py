@@ -13,7 +13,7 @@ import torch
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.sync import executor
+from lazy_backend.execution import reads
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import contiguous_stride, empty_of, extent, intern_meta
 from lazy_backend.recording.at_once import run_at_once
@@ -127,7 +127,7 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
         return record(op, args, options)
     if device.type == "meta":
         return op(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
-    real = executor.read(source._data, f"copy to {device}")
+    real = reads.read(source._data, f"copy to {device}")
     if device.type != "lazy":
         return run_clean(downloaded, real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
     target = contexts.get_device_context(device.index)
@@ -140,13 +140,13 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`dst.copy_(src)`: recorded within a device; an upload if the source is real; a read if the target is."""
     target, source = args[0], args[1]
     if not isinstance(target, LazyTensor):
-        real = executor.read(source._data, f"copy to {target.device}")
+        real = reads.read(source._data, f"copy to {target.device}")
         return downloaded(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
     context = target._data.context
     if isinstance(source, LazyTensor):
         if source._data.context is context:
             return record(op, args, kwargs)
-        source = executor.read(source._data, f"copy to {context.device}")
+        source = reads.read(source._data, f"copy to {context.device}")
     copy_from_outside(context, target, source)
     return target
 
@@ -181,7 +181,7 @@ def _record_kernel(op: Op) -> Callable[..., Any]:
 
 
 def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    real = executor.read(args[0]._data, "item()")
+    real = reads.read(args[0]._data, "item()")
     return run_clean(downloaded, real.nbytes, lambda: aten._local_scalar_dense.default(real))
 
 
@@ -198,7 +198,7 @@ def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
             f"expected all tensors to be on the same device, but found {a.device} and {b.device} in aten::equal\n"
             f"  at {user_site()}\n  move one of them, as in tensor.to({str(a.device)!r})"
         )
-    one, other = executor.read(a._data, "equal"), executor.read(b._data, "equal")
+    one, other = reads.read(a._data, "equal"), reads.read(b._data, "equal")
     return bool(run_clean(op, one, other))
 
 
@@ -214,7 +214,7 @@ def _resize(op: Op, args: Args, kwargs: Kwargs) -> Any:
 def _pack_padded_sequence(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """The batch sizes it returns are on the CPU on every device."""
     data, sizes = run_at_once(args[0]._data.context, op, args, kwargs, "it reads lengths on the CPU")
-    return data, executor.read(sizes._data, "batch sizes").to("cpu", copy=True)
+    return data, reads.read(sizes._data, "batch sizes").to("cpu", copy=True)
 
 
 # ----- questions about geometry

@@ -33,7 +33,9 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import further_frames, user_site
 from lazy_backend.errors.tracebacks import hide_frames
-from lazy_backend.execution.sync import conform, executor
+from lazy_backend.execution import reads
+from lazy_backend.execution.run import conform
+from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, View
@@ -160,7 +162,7 @@ def _communicate(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
     """
     results = run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it communicates")
     for result in flat(results):
-        run_clean(torch.ops._c10d_functional.wait_tensor, executor.read(result._data, "a collective"))
+        run_clean(torch.ops._c10d_functional.wait_tensor, reads.read(result._data, "a collective"))
     return results
 
 
@@ -269,7 +271,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                         if node is None:
                             if cursor is context.eager_root:
                                 raise NotRecordable(EAGER)
-                            if trace.computed or (config.first_sight == "run" and executor.allows_execution):
+                            if trace.computed or (config.first_sight == "run" and executor.rules.allows_execution):
                                 made = _run_unseen(context, trace, changes, full_key, op, args, kwargs)
                                 trace.unfinished = interrupted
                                 return made

@@ -14,7 +14,7 @@ import torch
 from lazy_backend.errors import DeviceError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_frames, hide_internals
-from lazy_backend.execution.sync import executor
+from lazy_backend.execution import reads
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, run_at_once
 from lazy_backend.recording.describe import GIVES_SPARSE, flat
 from lazy_backend.recording.record import Handler, add_handler
@@ -90,7 +90,7 @@ def _run_elsewhere(op: Op, args: Args, kwargs: Kwargs, device: torch.device) -> 
 def read(tensor: LazySparseTensor, cause: str) -> torch.Tensor:
     """The real tensor, once what is pending has been written to it. It is its own memory: do not write to it."""
     for storage in tensor._parts.values():
-        executor.read(storage, cause)
+        reads.read(storage, cause)
     return tensor._real
 
 
@@ -183,7 +183,7 @@ def _assemble(op: Op, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(tensor, torch.Tensor) and tensor.device != context.device:
             raise mixed_devices(context, op, tensor)
     trace = context.trace
-    executor.compute(context, [tensor._data.storage for tensor in tensors], f"{op}: {GIVES_SPARSE}")
+    reads.compute(context, [tensor._data.storage for tensor in tensors], f"{op}: {GIVES_SPARSE}")
     if context.trace is not trace:
         count_fallback(op, GIVES_SPARSE)
     call = RealCall(context)

@@ -13,7 +13,7 @@ import torch
 
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.sync import executor
+from lazy_backend.execution import reads
 from lazy_backend.lowering.ir.graph import extent
 from lazy_backend.tensors.state import LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
@@ -56,7 +56,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
         if self._plain is not None:
             return self._plain
         assert self.lazy_storage is not None
-        return executor.read(self.lazy_storage, "storage").untyped_storage()
+        return reads.read(self.lazy_storage, "storage").untyped_storage()
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -143,7 +143,7 @@ def data_ptr(tensor: LazyTensor) -> int:
 
     Good for telling which tensors share memory. What is recorded later and writes the tensor writes there.
     """
-    return executor.read(tensor._data, "data_ptr").data_ptr()
+    return reads.read(tensor._data, "data_ptr").data_ptr()
 
 
 def _load_storage(plain: torch.UntypedStorage, device: str) -> LazyUntypedStorage:

@@ -30,7 +30,8 @@ from lazy_backend.diagnostics.limits import GraphLimit
 from lazy_backend.errors import CaptureError, CaptureWarning
 from lazy_backend.errors.sites import user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.sync import Async, SyncTensorsConfig, executor
+from lazy_backend.execution.run import Async, SyncTensorsConfig
+from lazy_backend.execution.sync import executor
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
 from lazy_backend.replay.recorded_call import (
@@ -157,9 +158,9 @@ class Captured(Generic[P, R]):
 
     @hide_internals
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if executor.is_refusing() or config.eager:  # within another captured function: part of its program
+        if executor.rules.is_refusing() or config.eager:  # within another captured function: part of its program
             return self._function(*args, **kwargs)
-        executor.check_allowed("a captured call")
+        executor.rules.check_allowed("a captured call")
         leaves, spec = _flatten(args, kwargs)
         key, arguments = _describe(leaves, spec)
         context = _context_of(arguments.tensors)
@@ -212,12 +213,14 @@ class Captured(Generic[P, R]):
         return found
 
     def _run_as_written(self, context: DeviceContext, args: Any, kwargs: Any) -> Any:
-        leaves, spec = executor.call_refusing(self._refuse, lambda: flatten_result(self._function(*args, **kwargs)))
+        leaves, spec = executor.rules.call_refusing(
+            self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
+        )
         self._sync(context)
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     def _sync(self, context: DeviceContext) -> Async | None:
-        with executor.limiting(self._limit, self._max_different_graphs):
+        with executor.records.limiting(self._limit, self._max_different_graphs):
             run = executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
         history.steps += 1
         return run
@@ -238,7 +241,7 @@ class Captured(Generic[P, R]):
         watch = Watch(arguments.tensors)
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
-                leaves, spec = executor.call_refusing(
+                leaves, spec = executor.rules.call_refusing(
                     self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
                 )
             record, storages = note(context, arguments, argument_data, start, watch, uploads, leaves, spec)

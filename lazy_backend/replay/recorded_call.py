@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lazy_backend.cache.trie import TrieNode
-from lazy_backend.execution.sync import executor
+from lazy_backend.execution.computations import current_environment
 from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta
@@ -238,7 +238,7 @@ def note(
         spec=spec,
         watch=watch,
         guards=guards,
-        settings=executor.settings(),
+        settings=current_environment(),
         floats=arguments.floats + tuple(value for guard in guards for value in guard.floats() or ()),
     )
     for place, data in enumerate(trace.inputs):

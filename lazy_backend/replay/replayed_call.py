@@ -20,7 +20,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lazy_backend import metrics
-from lazy_backend.execution.sync import Async, SyncTensorCollection, SyncTensorsConfig, executor
+from lazy_backend.execution.computations import current_environment
+from lazy_backend.execution.run import Async, SyncTensorCollection, SyncTensorsConfig
+from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
@@ -266,7 +268,7 @@ class CapturedProgram:
         The caller holds the context's lock, and nothing is recorded. Raises `Stale` before anything has happened.
         """
         constants = self.check(arguments)
-        if executor.settings() != self.settings:
+        if current_environment() != self.settings:
             raise Stale("the settings changed")
         if not self.context.locker.is_idle():
             return None

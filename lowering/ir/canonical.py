@@ -60,6 +60,9 @@ class PostOrderData:
     constants: tuple[int, ...]  # per graph constant, its place among the trace's constants
     seeds: tuple[int, ...]  # per graph seed, its place among the trace's seeds
 
+    def graphs(self) -> tuple[Graph, ...]:
+        return (self.graph,)
+
 
 def fresh_slots(calls: Sequence[Call]) -> list[Fresh]:
     """The results with memory of their own, in program order: what a trace counts as pending."""
@@ -72,6 +75,11 @@ def run_post_order(calls: Sequence[Call], roots: Sequence[Token], device: torch.
 
     `roots` are tokens of fresh results, in program order; they become the outputs.
     """
+    return post_order_for(calls, roots, device)
+
+
+def post_order_for(calls: Sequence[Call], roots: Sequence[Token], device: torch.device) -> PostOrderData:
+    """`run_post_order` for any tokens, also of views, which share memory: the graph is there to be looked at."""
     storages = storage_of_tokens(calls)
     kept = _live_calls(calls, roots, storages)
     builder = _GraphBuilder(calls, kept, storages)

@@ -55,7 +55,7 @@ def counted_names(file: Path) -> set[str]:
     """Literal names that `file` counts: arguments of `increment` and `observe`, keys and keywords of the others."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Dict) and file.name == "sync.py" and all(map(is_number, node.values[:1])):
+        if isinstance(node, ast.Dict) and file.parent.name == "execution" and all(map(is_number, node.values[:1])):
             names.update(key.value for key in node.keys if isinstance(key, ast.Constant))
         if not isinstance(node, ast.Call):
             continue

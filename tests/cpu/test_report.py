@@ -321,9 +321,9 @@ def test_a_report_makes_no_graph_again() -> None:
     for _ in range(3):
         x = x * 2
         lazy_backend.mark_step(wait=True)
-    computations = list(executor.get_computation_cache())
+    computations = list(executor.computations.cache)
     assert computations
     assert all(computation.executor.stored.set_aside() for computation in computations)
-    (row, *_) = executor.describe_computations()
+    (row, *_) = executor.computations.describe()
     assert (row["nodes"], row["inputs"], row["outputs"]) == (1, 1, 1)
     assert all(computation.executor.stored.is_set_aside() for computation in computations)

@@ -19,7 +19,8 @@ from torch.nn import functional
 import lazy_backend
 from lazy_backend import config
 from lazy_backend.errors.tracebacks import hide_frames
-from lazy_backend.execution.sync import LazyGraphExecutor
+from lazy_backend.execution import reads
+from lazy_backend.execution.rules import Rules
 
 ROOT = Path(lazy_backend.__file__).resolve().parent.parent
 OURS = tuple(str(ROOT / folder) + os.sep for folder in ("lazy_backend", "lowering", "cache"))
@@ -232,7 +233,7 @@ def test_an_interrupt_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = grid("lazy", 3)
     with monkeypatch.context() as patched:
-        patched.setattr(LazyGraphExecutor, "read", interrupted)
+        patched.setattr(reads, "read", interrupted)
         error = raised_by(lambda device: x.tolist(), "lazy")
     assert type(error) is KeyboardInterrupt
     assert frames(error)[-1][0] == __file__
@@ -240,7 +241,7 @@ def test_an_interrupt_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_defect_of_ours_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.delattr(LazyGraphExecutor, "check_allowed")
+        patched.delattr(Rules, "check_allowed")
         error = raised_by(lambda device: lazy_backend.mark_step(), "lazy")
     assert isinstance(error, AttributeError)
     assert frames(error)[-1][0].endswith("sync.py")

@@ -15,7 +15,7 @@ from harness import grid
 from random_programs import random_program
 
 import lazy_backend
-from lazy_backend.execution.sync import executor
+from lazy_backend.execution import inspection
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Constant, Graph, Node, Value, check_graph, intern_meta
 from lazy_backend.lowering.ir.portable import NotPortable, from_bytes, to_bytes
@@ -108,7 +108,7 @@ def test_a_float_keeps_its_bits() -> None:
 def traced(program: Callable[[], torch.Tensor | list[torch.Tensor]]) -> Graph:
     """The graph that the recorder makes of `program`."""
     made = program()
-    return executor.post_order_of(made if isinstance(made, list) else [made]).graph  # type: ignore[arg-type]
+    return inspection.post_order_of(made if isinstance(made, list) else [made]).graph  # type: ignore[arg-type]
 
 
 def written_in_place() -> torch.Tensor:
@@ -155,7 +155,7 @@ def watch_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that are recorded from here on, each of which is to survive."""
     seen: list[Graph] = []
     # every new graph is checked before it runs
-    module = sys.modules["lazy_backend.execution.sync"]
+    module = sys.modules["lazy_backend.execution.computations"]
     monkeypatch.setattr(module, "check_graph", lambda graph: seen.append(assert_survives(graph)))
     return seen
 

@@ -1,0 +1,84 @@
+"""What users are told of compiles: records, counters, warnings, progress."""
+
+from __future__ import annotations
+
+import sys
+
+from lazy_backend import metrics
+from lazy_backend.diagnostics.debug_log import tell_compile, told
+from lazy_backend.diagnostics.reasons import record_compile
+from lazy_backend.errors import CompileWarning
+from lazy_backend.errors.sites import warn_user
+from lazy_backend.execution.rules import per_thread
+from lazy_backend.lowering.compilation.background import WorkerDied
+from lazy_backend.lowering.ir.functional import NotFunctional
+from lazy_backend.lowering.plans.specialise import CompileReport
+from lazy_backend.settings import config
+
+
+class CompileReports:
+    """Takes what the compiler's side reports.
+
+    Trouble of the compiler's process is told once, until a compile succeeds.
+    """
+
+    def __init__(self) -> None:
+        self._worker_died = False
+
+    def clear(self) -> None:
+        """Tell the next trouble of the compiler's process again."""
+        self._worker_died = False
+
+    def report(self, report: CompileReport) -> None:
+        nodes = len(report.graph.nodes)
+        if config.explain:
+            found = record_compile(report)
+            record = per_thread.record
+            if record is not None and found not in record.compiles:
+                record.compiles = (*record.compiles, found)
+        if config.debug:
+            tell_compile(report)
+        if report.error is None:
+            self._tell_of_compile(report)
+            return
+        if report.stage == "limited":
+            metrics.increment("ShapeLimitPassed")
+            warn_user(str(report.error), CompileWarning)
+            return
+        if isinstance(report.error, NotFunctional):
+            self._tell_of_declined(report.error, nodes)
+            return
+        metrics.observe("CompileTime", report.seconds)
+        metrics.increment("CompileFailed")
+        if isinstance(report.error, WorkerDied):  # not the graph's fault: told once, until a compile succeeds
+            if self._worker_died:
+                return
+            self._worker_died = True
+        cause = str(report.error).strip() or type(report.error).__name__
+        warn_user(
+            f"a graph of {nodes} nodes could not be compiled with backend {config.backend!r} and is interpreted from "
+            f"now on: {type(report.error).__name__}: {cause[:500]}\n  results are the same, only slower; "
+            'lazy_backend.config.compile = "off" asks for no compiler',
+            CompileWarning,
+        )
+
+    @staticmethod
+    def _tell_of_declined(declined: NotFunctional, nodes: int) -> None:
+        metrics.increment("CompileDeclined")
+        metrics.increment(f"CompileDeclined: {declined.reason} at {declined.site}")
+        warn_user(
+            f"a graph of {nodes} nodes is not compiled but interpreted: {declined}\n"
+            "  compilers get such a write wrong; results are eager's, only slower. Write into a clone()",
+            CompileWarning,
+        )
+
+    def _tell_of_compile(self, report: CompileReport) -> None:
+        if report.stage == "compiled":
+            self._worker_died = False
+            metrics.increment("Compile")
+            metrics.observe("CompileTime", report.seconds)
+        elif report.stage == "loaded":
+            metrics.observe("LoadTime", report.seconds)
+        shown = sys.stderr.isatty() if config.progress is None else config.progress
+        if shown and not config.debug:
+            print(f"lazy_backend: {told(report)}", file=sys.stderr)

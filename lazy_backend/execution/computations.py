@@ -1,0 +1,180 @@
+"""From a path to its computation: canonical graphs, their cache, and how to compile them now.
+
+Method names follow the seed document lazy_graph_executor, in snake_case.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from lazy_backend import metrics
+from lazy_backend.cache.computation_cache import BoundedTable, ComputationCache
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.execution.bindings import FirstRun, Indices, bindings_of
+from lazy_backend.execution.disk_cache import current_store
+from lazy_backend.execution.run import SyncTensorCollection
+from lazy_backend.lowering.compilation.compiler import Backend
+from lazy_backend.lowering.compilation.environment import Environment, environment
+from lazy_backend.lowering.ir.canonical import PostOrderData, fresh_slots, run_post_order
+from lazy_backend.lowering.ir.graph import Graph, check_graph
+from lazy_backend.lowering.ir.program import Call, Cut, Token
+from lazy_backend.lowering.ir.shapes import skeleton
+from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation, make_key
+from lazy_backend.lowering.plans.families import Family
+from lazy_backend.lowering.plans.specialise import ArtefactStore, CompilePolicy, CompileReport, FusionStrategy
+from lazy_backend.settings import config
+from lazy_backend.tensors.state import DeviceContext
+
+
+# every sync asks, and settings hardly change: 0.5 µs instead of 2
+@functools.lru_cache(maxsize=1)
+def _policy(
+    backend: Backend,
+    compile: str,
+    num_profiled_runs: int,
+    max_specializations: int,
+    max_compiled_nodes: int,
+    store: ArtefactStore | None,
+    max_static_shapes: int,
+    max_dynamic_shapes: int,
+    max_symbols: int,
+    release_delay_seconds: float | None,
+    compiler_idle_seconds: float | None,
+) -> CompilePolicy:
+    """The settings that say how to compile, as the layers below take them."""
+    return CompilePolicy(
+        backend=backend,
+        enabled=compile != "off",
+        num_profiled_runs=num_profiled_runs,
+        max_specializations=max_specializations,
+        max_compiled_nodes=max_compiled_nodes,
+        background=compile == "background",
+        store=store,
+        strategy=FusionStrategy(max_static_shapes, max_dynamic_shapes, max_symbols),
+        release_delay=math.inf if release_delay_seconds is None else release_delay_seconds,
+        compiler_idle=math.inf if compiler_idle_seconds is None else compiler_idle_seconds,
+    )
+
+
+def compile_policy() -> CompilePolicy:
+    """How to compile now."""
+    return _policy(
+        config.backend,
+        config.compile,
+        config.num_profiled_runs,
+        config.max_specializations,
+        config.max_compiled_nodes,
+        current_store(),
+        config.max_static_shapes,
+        config.max_dynamic_shapes,
+        config.max_symbols,
+        config.release_delay_seconds,
+        config.compiler_idle_seconds,
+    )
+
+
+def current_environment() -> Environment:
+    """All that a key depends on beside the graph, as it is now."""
+    return environment(config.backend if config.compile != "off" else None)
+
+
+def _cache_size() -> int:
+    return int(config.computation_cache_size)
+
+
+class Computations:
+    """The computations of all devices. `report`: what is told of their compiles."""
+
+    def __init__(self, report: Callable[[CompileReport], None]) -> None:
+        self.cache: ComputationCache[Computation] = ComputationCache(_cache_size)
+        self._families: BoundedTable[Hashable, Family] = BoundedTable(_cache_size)
+        self._report = report
+
+    def clear(self) -> None:
+        """Forget every computation, and which of them differ in shapes only."""
+        self.cache.clear()
+        self._families.clear()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The cached computations for a report: name, size and what `get_debug_state` shows. Makes no graph again."""
+        return [
+            {
+                "graph": f"#{computation.number}",
+                "hash": computation.hash,
+                "nodes": computation.executor.stored.num_nodes,
+                "inputs": computation.executor.stored.num_inputs,
+                "outputs": computation.executor.stored.num_outputs,
+                **asdict(computation.executor.get_debug_state()),
+            }
+            for computation in self.cache
+        ]
+
+    def collect_roots(self, calls: Sequence[Call], indices: Sequence[int]) -> list[Token]:
+        """What a graph must compute: the values behind the pending storages at `indices`."""
+        fresh = fresh_slots(calls)
+        return [fresh[index].token for index in indices]
+
+    def run_post_order(
+        self, context: DeviceContext, indices: Sequence[int], cursor: TrieNode[Call | Cut] | None = None
+    ) -> PostOrderData:
+        """The canonical graph of what is recorded on `context`, or up to `cursor`, with the outputs `indices`."""
+        cursor = context.trace.cursor if cursor is None else cursor
+        calls = [call for call in cursor.path() if isinstance(call, Call)]
+        data = run_post_order(calls, self.collect_roots(calls, indices), context.backing)
+        if config.check_graphs:
+            check_graph(data.graph)
+        return data
+
+    def lookup_cached_compile(self, data: PostOrderData, settings: Environment) -> Computation:
+        """The computation of this graph, made if it is new."""
+        key = make_key(data.graph, settings)
+        found = self.cache.get(key)
+        if found is not None:
+            return found
+        aliased = len(data.graph.mutated_inputs())
+        metrics.observe_together({}, TensorsGraphSize=len(data.graph.nodes), InputOutputAliasCount=aliased)
+        find_family = functools.partial(self._find_family, settings)
+        return self.cache.add(key, Computation(key, data.graph, self._report, find_family))
+
+    def _find_family(self, settings: Environment, graph: Graph) -> Family:
+        return self._families.get_or_add((skeleton(graph), settings), lambda: Family(self._report))
+
+    def try_run_cached_sync(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation | None:
+        """What this path was bound to before with the same live set and settings, if it was."""
+        return bindings_of(collection.cursor).computation(collection.indices, settings)
+
+    def compile(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation:
+        """Bind a path that is new with this live set to a computation. See Note [Live sets that differ]."""
+        bindings, wanted = bindings_of(collection.cursor), collection.indices
+        covering = bindings.covering(wanted, settings)
+        bound = None if covering is None else bindings.computation(covering, settings)
+        if covering is None or bound is None:
+            covering = bindings.widen(wanted, settings)
+            first = bindings.first_run(wanted, settings)  # forgotten if it widened
+            bound = self._bind_new(collection, covering, settings, first)
+        else:
+            metrics.increment("CachedCompile")
+        if covering != wanted:
+            places = {index: place for place, index in enumerate(wanted)}
+            bound = replace(bound, outputs=tuple(places.get(index, -1) for index in covering))
+            bindings.bind(wanted, settings, bound)
+        return bound
+
+    def _bind_new(
+        self, collection: SyncTensorCollection, indices: Indices, settings: Environment, first: FirstRun | None
+    ) -> CachedComputation:
+        """Make or find the computation with the outputs `indices`, of which the collection wants some now."""
+        data = self.run_post_order(collection.context, indices, collection.cursor)
+        computation = self.lookup_cached_compile(data, settings)
+        bound = CachedComputation(computation, data.parameters, data.constants, data.seeds)
+        if first is not None:
+            computation.executor.note_run([first.constants[i] for i in bound.constants])
+        is_known = first is not None or computation.executor.runs > 0
+        collection.is_new = not is_known
+        metrics.increment("CachedCompile" if is_known else "UncachedCompile")
+        bindings_of(collection.cursor).bind(indices, settings, bound)
+        return bound

@@ -1,0 +1,97 @@
+"""What a sync leaves in the history, and the limits that its record is checked against."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from lazy_backend.diagnostics.debug_log import tell_sync
+from lazy_backend.diagnostics.history import SyncRecord, explaining, history
+from lazy_backend.diagnostics.limits import GraphLimit
+from lazy_backend.diagnostics.reasons import explain_binding, note_plan
+from lazy_backend.execution.bindings import bindings_of
+from lazy_backend.execution.rules import per_thread
+from lazy_backend.execution.run import SyncTensorCollection
+from lazy_backend.lowering.compilation.environment import Environment
+from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation
+from lazy_backend.lowering.plans.profiling import ExecutionPlan
+from lazy_backend.lowering.plans.specialise import CompilePolicy
+from lazy_backend.settings import config
+
+
+class SyncRecords:
+    """Begins and ends the records of syncs. A record is made if somebody looks: see `config.explain`."""
+
+    def __init__(self) -> None:
+        self._limit = GraphLimit("config.max_different_graphs")
+        self._limits: dict[str, GraphLimit] = {}  # of regions, by line
+
+    def clear(self) -> None:
+        """Forget what the limits have counted."""
+        self._limit = GraphLimit("config.max_different_graphs")
+        self._limits.clear()
+
+    def begin(self, collection: SyncTensorCollection, settings: Environment, is_bound: bool) -> SyncRecord | None:
+        """What a sync will be known by, and its explanation if path, live set or settings are new."""
+        if not (config.explain or config.debug or self._has_limit()):
+            return None
+        context = collection.context
+        cursor, begin = collection.cursor, context.trace.start
+        record = history.begin_sync(context.name, cursor, collection.cause, collection.site, begin)
+        bindings = bindings_of(cursor)
+        if not is_bound and len(bindings) and not bindings.has(collection.indices, settings):
+            with explaining(record):
+                explain_binding(record, cursor, bindings.known(), collection.indices, settings)
+        return record
+
+    def end(self, record: SyncRecord, times: tuple[float, float, float], computation: Computation | None) -> None:
+        """Keep the record of a sync that is done: seconds of trace, wait and sync. Raises `TooManyGraphsError`."""
+        record.trace_seconds, record.wait_seconds, record.sync_seconds = times
+        if config.debug:
+            tell_sync(record, computation)
+        if config.explain:
+            history.add(record)
+        if config.max_different_graphs is not None:
+            self._limit.check(record, config.max_different_graphs)
+        for limit, number in per_thread.limits:
+            limit.check(record, number)
+
+    def _has_limit(self) -> bool:
+        return config.max_different_graphs is not None or bool(per_thread.limits)
+
+    @contextlib.contextmanager
+    def limiting(self, limit: GraphLimit | str, number: int | None) -> Iterator[None]:
+        """Within the block this thread's syncs count against a region's limit, given itself or as the region's line."""
+        if number is None:
+            yield
+            return
+        if isinstance(limit, str):
+            limit = self._limits.setdefault(limit, GraphLimit("max_different_graphs"))
+        before = per_thread.limits
+        per_thread.limits = (*before, (limit, number))
+        try:
+            yield
+        finally:
+            per_thread.limits = before
+
+    def plan_for(
+        self,
+        bound: CachedComputation,
+        constants: Sequence[float],
+        policy: CompilePolicy,
+        collection: SyncTensorCollection,
+        record: SyncRecord | None,
+    ) -> ExecutionPlan:
+        """The plan of a run, and in the record which it is and what it took."""
+        chooser = bound.computation.executor
+        if record is None:
+            return chooser.plan_for(constants, policy)
+        was_optimized = chooser.is_optimized()
+        per_thread.record = record
+        try:
+            plan = chooser.plan_for(constants, policy)
+        finally:
+            per_thread.record = None
+        cursor = collection.cursor
+        note_plan(record, cursor, bound.computation, plan.kind, was_optimized, collection.is_new)
+        return plan

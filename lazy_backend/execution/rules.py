@@ -1,0 +1,86 @@
+"""What a thread may do: read and sync, or neither; and what strict mode forbids."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from lazy_backend.diagnostics.history import SyncRecord
+from lazy_backend.diagnostics.limits import GraphLimit
+from lazy_backend.errors import ExecutionNotAllowedError, LazyBackendError, StrictModeError
+from lazy_backend.errors.sites import user_site
+from lazy_backend.settings import config
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class PerThread(threading.local):
+    """What holds for one thread: every thread sees the defaults until it sets its own."""
+
+    refusal: Callable[[str], LazyBackendError] | None = None  # what a read or sync raises now
+    strict: bool = False
+    limits: tuple[tuple[GraphLimit, int], ...] = ()  # of the regions that the thread is in
+    record: SyncRecord | None = None  # of the sync whose plan is being chosen
+
+
+per_thread = PerThread()
+
+
+class Rules:
+    """Whether reads and syncs are allowed."""
+
+    def __init__(self) -> None:
+        self.allows_execution = True
+
+    def call_refusing(
+        self, refusal: Callable[[str], LazyBackendError], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call `function`. This thread may neither read nor sync in it: it raises what `refusal` makes of the cause."""
+        # twice, and plain stores: see Note [Interruption]
+        try:
+            try:
+                per_thread.refusal = refusal
+                return function(*args, **kwargs)
+            finally:
+                per_thread.refusal = None
+        finally:
+            per_thread.refusal = None
+
+    def is_refusing(self) -> bool:
+        """Whether this thread is in `call_refusing`."""
+        return per_thread.refusal is not None
+
+    def check_allowed(self, cause: str) -> None:
+        """Raise if `cause`, a read or a sync, comes within `call_refusing` or while nothing may run."""
+        refusal = per_thread.refusal
+        if refusal is not None:
+            raise refusal(cause)
+        if not self.allows_execution:
+            raise ExecutionNotAllowedError(
+                f"{cause} would run what is pending, which allow_execution(False) does not allow\n  at {user_site()}\n"
+                "  lazy_backend.allow_execution(True) allows it again"
+            )
+
+    def is_strict(self) -> bool:
+        """Whether a cut raises: in this thread, or everywhere."""
+        return per_thread.strict or bool(config.strict)
+
+    def check_not_strict(self, what: str, advice: str) -> None:
+        """Raise `StrictModeError` in strict mode. `what` says what would cut the graph, `advice` what to do."""
+        if self.is_strict():
+            raise StrictModeError(f"{what}\n  at {user_site()}\n  {advice}")
+
+    @contextlib.contextmanager
+    def strict(self) -> Iterator[None]:
+        """Within the block this thread's cuts raise."""
+        before = per_thread.strict
+        per_thread.strict = True
+        try:
+            yield
+        finally:
+            per_thread.strict = before

@@ -1,0 +1,234 @@
+"""One scheduled run: what it was cut from, what it gives to whom, what became of it.
+
+Note [Where a run happens]
+On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU that
+thread would have an OpenMP team of its own beside the main thread's: with more threads than cores, libgomp sleeps
+between parallel regions, and a GPT's step took twice as long (30 against 15 ms, two cores), far more than overlapping
+it with recording gains. So unless operators use one thread, a CPU run happens within the call that synced. So does one
+that the caller waits for, as of a read: there is nothing to overlap with, and two switches of threads make a step of an
+MLP a tenth longer. Locks, errors and poisoning are the same; `config.run_in_background` decides.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.cache.trie import TrieNode
+from lazy_backend.diagnostics.debug_log import tell_run
+from lazy_backend.diagnostics.history import SyncRecord, history
+from lazy_backend.errors import ExecutionError, LazyBackendError, PoisonedTensorError
+from lazy_backend.lowering.interpreter.kernels import NodeError
+from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
+from lazy_backend.lowering.ir.program import Call, Cut
+from lazy_backend.lowering.ir.ranges import is_profiling, profiled
+from lazy_backend.lowering.plans.cached_computation import CachedComputation
+from lazy_backend.lowering.plans.profiling import ExecutionPlan
+from lazy_backend.settings import config
+from lazy_backend.tensors.locks import DeviceRun, Work
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
+from lazy_backend.tensors.tensor import backing_tensor
+from lazy_backend.tensors.thread_state import run_clean
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTensorsConfig:
+    """How a sync behaves.
+
+    `force_ltc_data`: wait until the data is there (a read) rather than return once the run is scheduled. The seed's
+    second flag, `sync_ltc_data`, has no use here: a synced tensor always becomes plain data.
+    """
+
+    force_ltc_data: bool = False
+
+
+@dataclass(slots=True)
+class SyncTensorCollection:
+    """What one sync of one device is about.
+
+    What is prepared rests on `cursor`, not on the context's trace, which a signal handler or a finalizer may replace.
+    """
+
+    config: SyncTensorsConfig
+    context: DeviceContext
+    cursor: TrieNode[Call | Cut]  # where the trace ends
+    indices: tuple[int, ...]  # places of the live storages among the pending ones
+    storages: list[LazyStorage]  # the same, held strongly from here on
+    cause: str
+    site: str
+    hash: str = ""  # of the computation's key, once it is known
+    is_new: bool = False  # whether neither the path nor its graph was known with this live set
+
+
+@dataclass(slots=True, eq=False)
+class Async(Work):
+    """One scheduled run. Done by the device's thread, or by whoever waits for it first. See Note [Interruption].
+
+    `deliveries`: what is to stand for a result from now on, each with how it is told; the latest first.
+    """
+
+    collection: SyncTensorCollection
+    parameters_data: list[tuple[TensorData, bool]]  # each with whether its base is wanted rather than itself
+    tensors_data: list[LazyStorage | None]  # per output; None where nobody holds it
+    constants: Sequence[float]
+    seeds: list[int]
+    cached_computation: CachedComputation
+    plan: ExecutionPlan
+    record: SyncRecord | None = None
+    in_background: bool = False
+    deliveries: list[tuple[Callable[[TensorData, Any], None], TensorData]] = field(default_factory=list)
+    delivered: bool = False
+    below: DeviceRun | None = None
+    error: BaseException | None = None
+    interruption: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        Work.__init__(self)
+
+    def makes(self, storage: object) -> bool:
+        """Whether the value of `storage` comes from this run."""
+        return any(one is storage for one in self.tensors_data)
+
+    def start(self) -> None:
+        """From here on the run is under way. May be interrupted, and called again."""
+        while latest := self.deliveries[-1:]:
+            deliver, data = latest[0]
+            deliver(data, self)
+            if self.deliveries and self.deliveries[-1][1] is data:  # no signal handler did all of it
+                self.deliveries.pop()
+        self.delivered = True
+        context = self.collection.context
+        context.locker.lock(self)
+        if self.in_background:
+            context.queue.add(self.do)
+            self.leave_to_queue()
+
+    def wait(self) -> None:
+        """Wait for this run. Raises what it raised, without taking it from the device's lock."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def perform(self) -> None:
+        """Compute and hand out the results.
+
+        An exception is never raised here, so that it surfaces in the same way wherever the run happens; but Ctrl-C is.
+        """
+        start = perf_counter()
+        # finalizers on this thread would find results that are not there yet; they run when this is over
+        pauses = not self.in_background and gc.isenabled()
+        try:
+            if pauses:
+                gc.disable()
+            if is_profiling():
+                with profiled("run"), profiled(f"{self.cached_computation.computation.name}, {self.plan.kind}"):
+                    run_clean(self._execute)
+            else:
+                run_clean(self._execute)
+        except Exception as raised:
+            self.error = self._describe(raised)
+        except BaseException as raised:
+            self.interruption = raised
+        finally:
+            if pauses:
+                gc.enable()
+        self._report(start, perf_counter() - start)
+        if self.interruption is not None:
+            raise self.interruption
+
+    def finish(self) -> None:
+        """Nothing waits for this run any more, and it keeps no tensor alive. What it did not compute is poisoned."""
+        for storage in self.tensors_data:
+            if storage is not None and storage.tensor is None and storage.error is None:
+                storage.error = self.error or self._was_interrupted()
+        self.parameters_data.clear()
+        self.tensors_data.clear()
+        self.collection.storages.clear()
+        self.collection.context.locker.unlock(self, self.error)
+
+    def _execute(self) -> None:
+        inputs = [_resolve(data, base) for data, base in self.parameters_data]
+        self.parameters_data.clear()
+        plan = self.plan
+        outputs = plan.execute(inputs, self.constants, self.seeds)
+        # a compiled plan has fixed shapes, and results that lie alike in every run; asking takes 0.4 µs each
+        is_known = plan.conforms
+        conforms = plan.kind == "compiled"
+        for place, storage in enumerate(self.tensors_data):
+            if storage is not None:
+                storage.tensor = outputs[place] if is_known else conform(outputs[place], storage.meta)
+            conforms = conforms and (is_known or (storage is not None and storage.tensor is outputs[place]))
+            outputs[place] = None  # type: ignore[call-overload]
+        plan.conforms = conforms
+
+    def _report(self, start: float, seconds: float) -> None:
+        failed = self.error is not None or self.interruption is not None
+        counted = {"ExecuteComputation": 1, "ExecuteFailed": 1} if failed else {"ExecuteComputation": 1}
+        metrics.observe_in_run(counted, ExecuteTime=seconds)
+        if self.record is not None:
+            history.ran(self.record, start, seconds)
+        if config.debug >= 2:
+            device, computation = str(self.collection.context.device), self.cached_computation.computation
+            tell_run(device, computation, self.plan.kind, seconds, self.error or self.interruption)
+
+    def _describe(self, raised: Exception) -> BaseException:
+        if isinstance(raised, PoisonedTensorError):
+            return raised
+        error = ExecutionError(f"{raised}\n  in {self._whereabouts()}")
+        # a NodeError's text is in this one's
+        error.__cause__ = raised.__cause__ if isinstance(raised, NodeError) else raised
+        return error
+
+    def _was_interrupted(self) -> BaseException:
+        error = ExecutionError(
+            f"the run was interrupted by {type(self.interruption or KeyboardInterrupt()).__name__}\n"
+            f"  in {self._whereabouts()}"
+        )
+        error.__cause__ = self.interruption
+        return error
+
+    def _whereabouts(self) -> str:
+        collection, computation = self.collection, self.cached_computation.computation
+        return (
+            f"{computation!r}, {self.plan.kind}, on {collection.context.device}\n"
+            f"  synced at {collection.site or 'an unknown line'} ({collection.cause})"
+        )
+
+
+def held_outputs(bound: CachedComputation, storages: Sequence[LazyStorage]) -> list[LazyStorage | None]:
+    """The storage behind each output of a computation; None where nobody holds it."""
+    if bound.outputs is None:
+        return list(storages)
+    return [storages[place] if place >= 0 else None for place in bound.outputs]
+
+
+def _resolve(data: TensorData, base: bool) -> torch.Tensor:
+    return backing_tensor(data.storage if base else data)
+
+
+def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """`tensor` with exactly the geometry that was recorded: users saw it, and views are made from it.
+
+    Kernels and their fake versions agree on shapes; on strides they may differ, and then the tensor is copied.
+    """
+    if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+        raise LazyBackendError(
+            f"internal error: a result was recorded as {meta} and computed as {tensor.dtype} {list(tensor.shape)}\n"
+            "  a custom operator's fake kernel may be wrong; otherwise please report this with the program"
+        )
+    if tensor.stride() == meta.stride and tensor.storage_offset() == meta.storage_offset and not tensor.is_conj():
+        return tensor
+    return empty_of(meta, tensor.device).copy_(tensor)
+
+
+def runs_in_background(context: DeviceContext, is_awaited: bool = False) -> bool:
+    """Whether a run happens on the device's thread. See Note [Where a run happens]."""
+    if config.run_in_background == "auto":
+        return context.backing.type != "cpu" or (torch.get_num_threads() == 1 and not is_awaited)
+    return bool(config.run_in_background == "always")
