@@ -30,6 +30,28 @@ reason what must be put back is put back by plain stores or C functions in a `fi
 Locks that a signal handler or a finalizer may need are reentrant. Nobody waits for a run while holding a context's
 lock, since a finalizer may need that lock on the thread of the run; only what interrupts a call does, as it cannot
 release what that call holds.
+
+Note [Lock order]
+Whoever holds a lock takes only locks of later lines, or the same one again; so nobody waits in a circle. Every lock of
+this package is here, as class or module and attribute (tests/test_lock_order.py looks for others, and watches the order
+while programs train, replay, compile and serve):
+
+1. `DeviceContext.lock`: what a device records.
+2. `Work.turn`: who does a run. Kernels run beneath it; a finalizer that runs there may want line 1, which is why nobody
+   waits for a run while holding that line.
+3. `Executor._turn`: runs of a served graph that writes its weights, one at a time.
+4. `ProfilingGraphExecutor._lock`: the plans of one graph.
+5. `Family._lock`: the plans that graphs of one form share.
+6. `CompileWorker._lock`: the compiler's process.
+7. `DataCacheArena._lock`, `disk_cache._lock`: which cache a device or the process has.
+8. `BoundedTable._lock`, `ComputationCache._lock`, `DataCache._lock`, `DiskCache._counting`, `FramePool._lock`,
+   `GraphTask.lock`, `ClosureRunner._lock`, `_Watches._lock`, `DeviceContextArena._lock`, `History._lock`: one table
+   each.
+9. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`: nothing is called beneath them that takes a lock.
+
+All are reentrant but `GraphTask.lock`, which threads of one run take for a few stores, where no code of users runs and
+no finalizer can want the same run. `Work.ended` and `ClosureRunner.done` are no locks in this sense: they are made
+held, and released when something ends.
 """
 
 from __future__ import annotations
