@@ -253,7 +253,8 @@ def test_a_column_of_times_has_one_unit(open_page: Open, many: Path) -> None:
 def test_nothing_is_wider_than_the_window(open_page: Open, many: Path, width: int) -> None:
     page = open_page(many)
     page.set_viewport_size({"width": width, "height": 1000})
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # charts follow the window's size a frame later
+    page.wait_for_function(f"document.documentElement.scrollWidth <= {width}", timeout=10_000)
 
 
 def test_light_and_dark(open_page: Open, small: Path) -> None:
