@@ -15,6 +15,7 @@ from harness import reset_state, settle
 
 import lazy_backend
 from lazy_backend import metrics
+from lazy_backend.lowering.ir.passes import check_passes
 from lazy_backend.metrics.names import entry_of
 from lazy_backend.tensors.contexts import contexts
 
@@ -24,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    check_passes()
     config.addinivalue_line("markers", "slow: takes more than a few seconds; run with --runslow")
     # one compiler cache for the run, new each time: neither compiles twice nor profits from an earlier run
     folder = tempfile.TemporaryDirectory(prefix="lazy_backend_inductor_")

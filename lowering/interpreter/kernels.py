@@ -218,7 +218,7 @@ class KernelGraph:
 def make_kernels(graph: Graph, parts: Sequence[Node | DelegateKernel] | None = None) -> KernelGraph:
     """The kernels of `graph`: one per node, in program order; or one for each of `parts`, some of them compiled."""
     made = [value.number for node in graph.nodes for value in node.outputs if value is not None]
-    num_values = 1 + max([value.number for value in graph.inputs] + made, default=-1)
+    num_values = 1 + max([value.number for value in (*graph.inputs, *graph.held)] + made, default=-1)
     slots = _SlotTable(graph, num_values)
     kernels = tuple(
         part if isinstance(part, DelegateKernel) else OpKernel(part, slots, graph.device)

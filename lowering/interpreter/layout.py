@@ -5,11 +5,12 @@ bytes that both take, planned and measured.
 Seed: nativert Executor (`LayoutPlanner`).
 
 Note [Planned buffers]
-A node with an `out=` variant can be told where to write. The planner rewrites it: `%3 = aten.mm(%1, %2)` becomes
-`aten.mm.out(%1, %2, out=%3)`, with `%3` a piece of a buffer that the frame owns. Values that share a buffer get the
-buffer's storage number, so the effect edges of the new graph hold back a write until the last reader of what was there
-before, in any order a run may choose. A storage is placed only if nothing can see it after its last use: not if it is
-an output's or an input's, nor if an operator outside PyTorch reads it, which may return it in spite of its schema.
+A node with an `out=` variant can be told where to write. The planner rewrites it: `%3 = aten.mm(%1, %2)` becomes `%3 =
+aten.mm.out(%1, %2, out=%3)`, with `%3` held by the graph: a piece of a buffer that the frame owns. Values that share a
+buffer get the buffer's storage number, so the effect edges of the new graph hold back a write until the last reader of
+what was there before, in any order a run may choose. A storage is placed only if nothing can see it after its last use:
+not if it is an output's or an input's, nor if an operator outside PyTorch reads it, which may return it in spite of its
+schema.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def storage_lifetimes(graph: Graph) -> dict[int, tuple[int, int]]:
     return lifetimes
 
 
-def peak_bytes(graph: Graph, elsewhere: Iterable[Value] = ()) -> int:
+def peak_bytes(graph: Graph) -> int:
     """The most bytes that results of `graph` take at once, if each has memory of its own until its last use.
 
-    Not counted: what lies in the memory of the inputs, or of `elsewhere`.
+    Not counted: what lies in the memory of inputs or of what is held.
     """
-    foreign = {value.storage for value in (*graph.inputs, *elsewhere)}
+    foreign = {value.storage for value in (*graph.inputs, *graph.held)}
     outputs = {value.storage for value in graph.outputs}
     sizes: dict[int, int] = {}
     for node in graph.nodes:
@@ -103,7 +104,10 @@ class LayoutPlan:
     @property
     def peak_bytes(self) -> int:
         """The buffers, and the most that all other results take at once."""
-        return self.planned_bytes + peak_bytes(self.graph, (value for value, _ in self.placed))
+        return self.planned_bytes + peak_bytes(self.graph)
+
+    def graphs(self) -> tuple[Graph, ...]:
+        return (self.graph,)
 
     def new_buffers(self) -> list[tuple[int, torch.Tensor]]:
         """Memory for one frame: for each placed value its slot and its tensor."""
@@ -144,7 +148,7 @@ def plan_layout(graph: Graph, min_bytes: int = MIN_PLANNED_BYTES) -> LayoutPlan:
 
 def _visible_storages(graph: Graph) -> set[int]:
     """Storages that somebody may see after their last use in the graph, by what schemas promise or beyond."""
-    visible = {value.storage for value in (*graph.inputs, *graph.outputs)}
+    visible = {value.storage for value in (*graph.inputs, *graph.held, *graph.outputs)}
     for node in graph.nodes:
         if node.op.namespace not in ("aten", "prims"):
             visible.update(value.storage for value in node.inputs())
@@ -178,7 +182,7 @@ class _Buffers:
 
 def _rewritten(graph: Graph, placed: dict[int, int], buffers: _Buffers) -> LayoutPlan:
     storages = [value.storage for node in graph.nodes for value in node.outputs if value is not None]
-    first_new = 1 + max([value.storage for value in graph.inputs] + storages, default=-1)
+    first_new = 1 + max([value.storage for value in (*graph.inputs, *graph.held)] + storages, default=-1)
     moved: dict[Value, Value] = {}
 
     def move(arg: Arg) -> Arg:
@@ -199,7 +203,8 @@ def _rewritten(graph: Graph, placed: dict[int, int], buffers: _Buffers) -> Layou
             new = _writing_out(new, graph.device)
             homes.append((move(result), placed[result.storage]))
         nodes.append(new)
-    return LayoutPlan(replace(graph, nodes=tuple(nodes)), tuple(buffers.sizes), tuple(homes))
+    held = (*graph.held, *(value for value, _ in homes))
+    return LayoutPlan(replace(graph, nodes=tuple(nodes), held=held), tuple(buffers.sizes), tuple(homes))
 
 
 def _with_values(node: Node, move: Callable[[Arg], Arg]) -> Node:

@@ -245,6 +245,10 @@ class Graph:
 
     A run takes one tensor per input, `num_constants` floats and `num_seeds` seeds, and gives the `outputs`, each of
     which owns its storage: views are made again from their base by whoever holds them.
+
+    `held`: what is there before a run without being brought by it, in a graph that a pass has rewritten: memory to
+    write into (Note [Planned buffers]) and values that weights alone decide (Note [What is folded]). These may lie in
+    one storage with each other and with inputs.
     """
 
     inputs: tuple[Value, ...]
@@ -253,6 +257,7 @@ class Graph:
     num_constants: int
     num_seeds: int
     device: torch.device  # the backing device: where it runs
+    held: tuple[Value, ...] = ()
 
     def __repr__(self) -> str:
         return f"Graph({len(self.inputs)} inputs, {len(self.nodes)} nodes, {len(self.outputs)} outputs)"
@@ -267,7 +272,10 @@ class Graph:
 
     def _printed(self, suffix: Callable[[Node], str]) -> str:
         heads = [f"{value!r}: {value.meta}" for value in self.inputs]
-        lines = [f"graph({', '.join(heads)}; {self.num_constants} constants, {self.num_seeds} seeds) on {self.device}:"]
+        counts = f"{self.num_constants} constants, {self.num_seeds} seeds"
+        held = ", ".join(f"{value!r}: {value.meta}" for value in self.held)
+        counts += f"; held {held}" if held else ""
+        lines = [f"graph({', '.join(heads)}; {counts}) on {self.device}:"]
         lines += [f"  {node}{suffix(node)}" for node in self.nodes]
         lines.append(f"  return {', '.join(map(repr, self.outputs))}")
         return "\n".join(lines)
@@ -342,13 +350,13 @@ class MalformedGraph(AssertionError):
 def check_graph(graph: Graph) -> Graph:
     """Return `graph` if it is well formed, else raise `MalformedGraph` with the rule and the node.
 
-    - Every operand is an input or the result of an earlier node.
+    - Every operand is an input, held, or the result of an earlier node.
     - Numbers of results rise in program order, and no number is used twice.
     - A mutated value is an operand of its node.
     - No two inputs share a storage; outputs are results of nodes, and no two share a storage.
     - Constants and seeds are within the declared counts.
     """
-    known = set(graph.inputs)
+    known = {*graph.inputs, *graph.held}
     highest = -1
     _require(len({v.storage for v in graph.inputs}) == len(graph.inputs), "two inputs share a storage", graph)
     for node in graph.nodes:
@@ -366,7 +374,7 @@ def check_graph(graph: Graph) -> Graph:
         highest = max([highest, *numbers])
         known.update(results)
         _require(node.seed is None or node.seed < graph.num_seeds, f"a seed is out of range:\n  {node}", graph)
-    own = {v for v in known if v not in graph.inputs}
+    own = known.difference(graph.inputs, graph.held)
     _require(own.issuperset(graph.outputs), "an output is no result of a node", graph)
     storages = [v.storage for v in graph.outputs]
     _require(len(set(storages)) == len(storages), "two outputs share a storage", graph)

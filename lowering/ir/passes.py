@@ -7,8 +7,10 @@ and after each. A pass runs for what is new, so asking whether anybody watches c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+from lazy_backend.lowering.ir.graph import Graph, check_graph
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,9 +21,37 @@ Watcher = Callable[[str, str, Any], None]
 _watchers: list[Watcher] = []
 
 
+@runtime_checkable
+class HasGraphs(Protocol):
+    """What a pass makes, if it is more than a graph."""
+
+    def graphs(self) -> Sequence[Graph]:
+        """The graphs in it, each of which is well formed."""
+
+
 def watch_passes(watcher: Watcher) -> None:
     """Have `watcher` called for every pass from now on."""
     _watchers.append(watcher)
+
+
+def check_passes() -> None:
+    """From now on, see that every graph that a pass gets or makes keeps the rules of `check_graph`. For tests."""
+    if _check not in _watchers:
+        watch_passes(_check)
+
+
+def _check(name: str, when: str, what: Any) -> None:
+    for graph in graphs_in(what):
+        check_graph(graph)
+
+
+def graphs_in(what: Any) -> Sequence[Graph]:
+    """The graphs in what a pass gets or makes: itself, those of its parts, or none if it is a program."""
+    if isinstance(what, Graph):
+        return (what,)
+    if isinstance(what, HasGraphs):
+        return what.graphs()
+    return [part for part in what if isinstance(part, Graph)] if isinstance(what, list) else ()
 
 
 def graph_pass(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

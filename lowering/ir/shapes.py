@@ -265,6 +265,9 @@ class SymbolicGraph:
     hints: tuple[int, ...]
     inputs: tuple[Geometry, ...]
 
+    def graphs(self) -> tuple[Graph, ...]:
+        return (self.graph,)
+
 
 @graph_pass("write sizes as symbols")
 def symbolic_graph(graph: Graph, sizes: Sizes) -> SymbolicGraph:

@@ -6,7 +6,9 @@ which computes the rest from a set of weights. Seed: nativert Executor (`Constan
 Note [What is folded]
 A node is folded if all its operands are weights or folded, and running it once is as good as each time: it draws no
 random numbers, writes nothing, returns something, and nobody writes what it reads or makes. Results that are outputs
-stay: they belong to the caller, who may write them.
+stay: they belong to the caller, who may write them. The graph that is left holds the values that it takes from folded
+nodes; one of them may be a view of a weight, so they are no inputs, which own their storages. Where regions are
+compiled, views are left to them as well: a region then takes the weight itself, once, however many views it has.
 """
 
 from __future__ import annotations
@@ -17,20 +19,25 @@ from dataclasses import dataclass, replace
 import torch
 
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
+from lazy_backend.lowering.interpreter.kernels import make_kernels
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
-from lazy_backend.lowering.interpreter.task import GraphTask
+from lazy_backend.lowering.interpreter.task import GraphTask, everything
 from lazy_backend.lowering.ir.graph import Graph, Node, Value
 from lazy_backend.lowering.ir.passes import graph_pass
+from lazy_backend.lowering.serving.partition import makes_views
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstantFolder:
-    """A graph split in two. `remaining` takes the values of `folded` as further inputs."""
+    """A graph split in two. `remaining` holds the values `folded`, which the other part computes."""
 
     remaining: Graph
     folded: tuple[Value, ...]
     _folding: SerialGraphExecutor
     _constants: tuple[float, ...]
+
+    def graphs(self) -> tuple[Graph, ...]:
+        return self.remaining, self._folding.graph
 
     @property
     def device(self) -> torch.device:
@@ -48,21 +55,30 @@ class ConstantFolder:
 
 
 @graph_pass("fold constants")
-def split_constants(graph: Graph, weights: Iterable[Value], constants: Iterable[float]) -> ConstantFolder:
-    """Split `graph`. See Note [What is folded]."""
+def split_constants(
+    graph: Graph, weights: Iterable[Value], constants: Iterable[float], leaves_views: bool = False
+) -> ConstantFolder:
+    """Split `graph`. See Note [What is folded]. `leaves_views`: whether what is left makes its views itself."""
     weight_values = tuple(weights)
     fixed = _foldable_nodes(graph, weight_values)
     folding = [node for node in graph.nodes if node in fixed]
-    left = [node for node in graph.nodes if node not in fixed]
-    made = [value for node in folding for value in node.outputs if value is not None]
+    gone = {node for node in folding if not (leaves_views and makes_views(node))}
+    left = [node for node in graph.nodes if node not in gone]
+    made = [value for node in gone for value in node.outputs if value is not None]
     wanted = {value for node in left for value in node.inputs()}
-    folded = tuple(value for value in made if value in wanted)
+    folded = tuple(sorted(wanted.intersection(made), key=lambda value: value.number))
     return ConstantFolder(
-        remaining=replace(graph, inputs=graph.inputs + folded, nodes=tuple(left)),
+        remaining=replace(graph, nodes=tuple(left), held=graph.held + folded),
         folded=folded,
-        _folding=SerialGraphExecutor(replace(graph, inputs=weight_values, nodes=tuple(folding), outputs=folded)),
+        _folding=_keeping(folded, replace(graph, inputs=weight_values, nodes=tuple(folding), outputs=())),
         _constants=tuple(constants),
     )
+
+
+def _keeping(values: tuple[Value, ...], graph: Graph) -> SerialGraphExecutor:
+    """Runs all of `graph` and leaves `values` in the frame. They are no outputs, which own their storages."""
+    kernels = make_kernels(graph)
+    return SerialGraphExecutor(graph, kernels, replace(everything(kernels), outputs=values))
 
 
 def _foldable_nodes(graph: Graph, weights: tuple[Value, ...]) -> set[Node]:

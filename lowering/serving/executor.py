@@ -114,7 +114,8 @@ class Executor:
             (name, None if place is None else graph.inputs[place]) for name, place in signature.user_inputs
         ]
         self._written = {graph.inputs[place] for place in graph.mutated_inputs()}
-        self._folder = split_constants(graph, self._expected.values(), constants)
+        is_compiled = self.config.backend is not None
+        self._folder = split_constants(graph, self._expected.values(), constants, leaves_views=is_compiled)
         self.layout: LayoutPlan | None = None
         self._kernels = self._make_kernels(self._folder.remaining)
         self._graph_executor = self._make_graph_executor(self._kernels)

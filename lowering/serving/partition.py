@@ -134,6 +134,7 @@ class _Parts:
         return replace(
             self._graph,
             inputs=tuple(taken),
+            held=(),
             nodes=tuple(nodes),
             outputs=tuple(sorted((made & wanted) - self._views.keys(), key=lambda value: value.number)),
             num_constants=self._graph.num_constants if any(map(constants_of, nodes)) else 0,

@@ -77,7 +77,7 @@ def test_a_planned_node_writes_where_it_is_told() -> None:
     assert_expected_inline(
         str(plan_layout(graph, min_bytes=0).graph),
         """\
-graph(%0: f32[2, 2]; 0 constants, 0 seeds) on cpu:
+graph(%0: f32[2, 2]; 0 constants, 0 seeds; held %1: f32[2, 2]) on cpu:
   %1: f32[2, 2] = aten.mm.out(%0, %0, out=%1)  # step.py:1
   %2: f32[2, 2] = aten.tanh(%1)  # step.py:2
   return %2""",
