@@ -11,7 +11,7 @@ from lazy_backend.diagnostics.chrome_trace import export_chrome_trace
 from lazy_backend.diagnostics.difference import shown_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import inspection
-from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.compilation.fx import Signature, to_fx
 from lazy_backend.lowering.ir.graph import Graph, Node, Value
 
 __all__ = ["dump_ir", "export_chrome_trace", "render_ir_graph"]
@@ -32,7 +32,7 @@ def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
     if format == "dot":
         return _to_dot(graph, False)
     # floats as arguments: their values belong to a run, not to the program
-    module, _ = to_fx(graph, [0.0] * graph.num_constants, frozenset(), numbers=True)
+    module = to_fx(graph, [0.0] * graph.num_constants, Signature.of(graph, numbers=True))
     return str(module.code)
 
 

@@ -17,9 +17,9 @@ from lazy_backend.diagnostics.difference import (
 from lazy_backend.diagnostics.history import CompileRecord, Cursor, SyncRecord, history
 from lazy_backend.lowering.compilation.compiler import backend_name
 from lazy_backend.lowering.compilation.environment import ENVIRONMENT_NAMES, Environment
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.lowering.plans.cached_computation import Computation
-from lazy_backend.lowering.plans.families import SizedPlan
 from lazy_backend.lowering.plans.specialise import CompileReport
 
 
@@ -53,19 +53,19 @@ def _of_settings(before: Environment, now: Environment) -> Difference:
 
 
 def note_plan(
-    record: SyncRecord, cursor: Cursor, computation: Computation, kind: str, was_optimized: bool, is_new: bool
+    record: SyncRecord, cursor: Cursor, computation: Computation, kind: PlanKind, was_optimized: bool, is_new: bool
 ) -> None:
     """Which plan a sync of `cursor` got, and with it how much of the work was there."""
-    record.plan = kind
+    record.plan = str(kind)
     is_plain = record.outcome == "hit, level 1" and not record.compiles and record.difference is None
-    if is_plain and record.graph and (was_optimized or kind != SizedPlan.kind):
+    if is_plain and record.graph and (was_optimized or not kind.is_generalised):
         return  # nearly always
     if not record.graph:
         record.graph = history.name_graph(cursor, computation.number)
     if record.difference is not None or record.outcome == "miss":
         record.outcome = "miss" if is_new else "hit, level 2"
     stages = [compiled.outcome for compiled in record.compiles]
-    if kind == SizedPlan.kind and not was_optimized:
+    if kind.is_generalised and not was_optimized:
         record.outcome = "generalised hit"
     elif "loaded" in stages:
         record.outcome = "disk hit"

@@ -17,15 +17,16 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.bindings import FirstRun, Indices, bindings_of
 from lazy_backend.execution.disk_cache import current_store
 from lazy_backend.execution.run import SyncTensorCollection
-from lazy_backend.lowering.compilation.compiler import Backend
 from lazy_backend.lowering.compilation.environment import Environment, environment
+from lazy_backend.lowering.compilation.request import Backend
 from lazy_backend.lowering.ir.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.ir.graph import Graph, check_graph
 from lazy_backend.lowering.ir.program import Call, Cut, Token
 from lazy_backend.lowering.ir.shapes import skeleton
 from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation, make_key
 from lazy_backend.lowering.plans.families import Family
-from lazy_backend.lowering.plans.specialise import ArtefactStore, CompilePolicy, CompileReport, FusionStrategy
+from lazy_backend.lowering.plans.policy import ArtefactStore, CompilePolicy, FusionStrategy
+from lazy_backend.lowering.plans.specialise import CompileReport
 from lazy_backend.settings import config
 from lazy_backend.tensors.state import DeviceContext
 

@@ -14,8 +14,8 @@ from lazy_backend.execution.rules import per_thread
 from lazy_backend.execution.run import SyncTensorCollection
 from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation
+from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.profiling import ExecutionPlan
-from lazy_backend.lowering.plans.specialise import CompilePolicy
 from lazy_backend.settings import config
 
 

@@ -33,6 +33,7 @@ from lazy_backend.execution.run import (
     held_outputs,
     runs_in_background,
 )
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
@@ -254,7 +255,7 @@ class LazyGraphExecutor:
         record: SyncRecord | None = None
         if config.explain or config.debug:
             number = bound.computation.number
-            record = history.add_replay(context.name, number, plan.kind, collection.site, begin)
+            record = history.add_replay(context.name, number, str(plan.kind), collection.site, begin)
             if config.debug:
                 tell_sync(record, bound.computation)
         context.paths.create(len(storages))
@@ -326,7 +327,7 @@ class LazyGraphExecutor:
         times = {"TraceTime": start - trace.start, "SyncTime": seconds, "ExecuteTime": trace.run_seconds}
         metrics.observe_together(counted, **times)
         if record is not None:
-            record.plan = "as recorded"
+            record.plan = str(PlanKind.AS_RECORDED)
             record.outcome = "hit, level 1" if is_known else "miss"
             self.records.end(record, (start - trace.start, 0.0, seconds), None)
 

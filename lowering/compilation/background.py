@@ -45,7 +45,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -62,9 +62,8 @@ from lazy_backend.lowering.compilation.environment import (
     process_state,
     wants_compiler_caches,
 )
-from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import to_bytes
-from lazy_backend.lowering.ir.shapes import Sizes
 
 # Seconds between two looks of who waits.
 _NAP = 0.005
@@ -142,32 +141,23 @@ class CompileWorker:
         self._ring()
 
     def submit(
-        self,
-        graph: Graph,
-        constants: Sequence[float],
-        promoted: frozenset[int],
-        sizes: Sizes | None = None,
-        idle_seconds: float = math.inf,
-        keep: tuple[Place, Key] | None = None,
+        self, request: CompileRequest, idle_seconds: float = math.inf, keep: tuple[Place, Key] | None = None
     ) -> Job:
-        """Have `graph` compiled. The job is done some time later, whatever happens. Raises `NotPortable`.
+        """Have a graph compiled. The job is done some time later, whatever happens. Raises `NotPortable`.
 
-        `sizes`: compile it for all numbers that fit them, `graph` being one sample. `idle_seconds`: how long the
-        process waits for the next request before it is ended. `keep`: where to put the artefact on disk as well, which
-        waits for locks and for the disk.
+        `idle_seconds`: how long the process waits for the next request before it is ended. `keep`: where to put the
+        artefact on disk as well, which waits for locks and for the disk.
         """
         number = next(self._ids)
-        request = {
+        header = {
             "id": number,
             "state": process_state(),
             "settings": compiler_settings(),
             "caches": wants_compiler_caches(),
-            "constants": [constant.hex() for constant in constants],
-            "promoted": sorted(promoted),
-            "sizes": None if sizes is None else sizes.to_json(),
+            "request": request.to_json(),
             "keep": None if keep is None else {**asdict(keep[0]), "key": keep[1].parts},
         }
-        job = Job(number, lifeline.encode(request, to_bytes(graph)))
+        job = Job(number, lifeline.encode(header, to_bytes(request.stored.get())))
         self._idle_seconds = idle_seconds
         self._jobs[number] = job
         self._ring()

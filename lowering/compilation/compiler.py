@@ -1,6 +1,6 @@
 """Compile a graph with a torch.compile backend.
 
-In: a graph, its constants at compile time, a backend by name or callable. Out: `CompiledPlan`.
+In: a `CompileRequest`. Out: `CompiledPlan`.
 The backend is called directly with an FX module of aten calls. `torch.compile` would put Dynamo in front of it, which
 traces Python and guards every argument of every call; here there is no Python to trace, and the key is the guard.
 """
@@ -10,22 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
 
 from lazy_backend.lowering.compilation.artefact import boxed, load
-from lazy_backend.lowering.compilation.examples import static_examples, symbolic_examples
-from lazy_backend.lowering.compilation.fx import Signature, to_fx
+from lazy_backend.lowering.compilation.fx import to_fx
 from lazy_backend.lowering.compilation.input_copies import with_copies_of_overwritten_inputs
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
+from lazy_backend.lowering.compilation.request import Backend, CompileRequest
 from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.ir.graph import Graph, Node
-from lazy_backend.lowering.ir.portable import StoredGraph
-from lazy_backend.lowering.ir.shapes import Sizes, symbolic_graph
-
-Backend: TypeAlias = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
-
+from lazy_backend.lowering.ir.shapes import symbolic_graph
 
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -63,11 +60,6 @@ def backend_name(backend: Backend) -> str:
     return f"{getattr(backend, '__module__', '')}.{getattr(backend, '__qualname__', repr(backend))}"
 
 
-def runs_module_as_is(backend: Backend) -> bool:
-    """Whether the backend calls the module itself, so that Python floats can be arguments."""
-    return backend == "eager"
-
-
 class PlanError(RuntimeError):
     """A compiled graph failed while it ran. Names the calls that can fail at run time, as it cannot tell which did."""
 
@@ -91,22 +83,19 @@ def may_fail_at_run_time(node: Node) -> bool:
 class CompiledPlan:
     """A compiled graph. Holds for the constants it was compiled with, but for those that are inputs."""
 
-    kind = "compiled"
+    kind = PlanKind.COMPILED
 
     def __init__(
         self,
-        stored: StoredGraph,
-        signature: Signature,
-        specialised: dict[int, float],
+        request: CompileRequest,
         call: Callable[[list[Any]], Sequence[torch.Tensor]],
-        sizes: Sizes | None = None,
         guards: str | None = None,
     ) -> None:
-        self._stored = stored
-        self._sizes = sizes
-        self._device = stored.device
-        self.signature = signature
-        self.specialised = specialised
+        self._stored = request.stored
+        self._sizes = request.sizes
+        self._device = request.stored.device
+        self.signature = request.signature
+        self.specialised = request.specialised()
         self._call = call
         # the compiler's conditions on symbols, in its own words: over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
@@ -116,13 +105,12 @@ class CompiledPlan:
     @property
     def graph(self) -> Graph:
         """What was compiled, symbolic sizes included."""
-        return _lowered(self._stored.get(), self._sizes)
+        graph = self._stored.get()
+        return graph if self._sizes is None else symbolic_graph(graph, self._sizes).graph
 
     def code(self, constants: Sequence[float]) -> str:
         """The FX module, as the backend got it, for constants this plan accepts."""
-        signature = self.signature
-        promoted = frozenset(signature.scalars)
-        return str(to_fx(self.graph, constants, promoted, signature.numbers, signature.sizes)[0].code)
+        return str(to_fx(self.graph, constants, self.signature).code)
 
     def accepts(self, constants: Sequence[float]) -> bool:
         """Whether every constant that was compiled in has the same bits now."""
@@ -172,51 +160,22 @@ def _same(a: float, b: float) -> bool:
     return a.hex() == b.hex()
 
 
-def compile_graph(
-    graph: Graph,
-    constants: Sequence[float],
-    promoted: frozenset[int],
-    backend: Backend,
-    sizes: Sizes | None = None,
-    stored: StoredGraph | None = None,
-) -> CompiledPlan:
-    """Compile `graph`; with `sizes` for all numbers that fit them. Raises whatever the backend raises.
-
-    `stored`: where the plan finds `graph` later, if somebody sets it aside.
-    """
-    stored = stored or StoredGraph(graph)
-    numbers = runs_module_as_is(backend)
-    symbolic = None if sizes is None else symbolic_graph(graph, sizes)
-    lowered = graph if symbolic is None else symbolic.graph
-    module, signature = to_fx(lowered, constants, promoted, numbers, 0 if symbolic is None else len(symbolic.hints))
-    specialised = {} if numbers else _specialised(constants, promoted)
-    if numbers:
-        return CompiledPlan(stored, signature, specialised, _run_as_it_is(module), sizes)
-    examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
-    is_inductor = backend == "inductor"
-    passes = with_copies_of_overwritten_inputs() if is_inductor else contextlib.nullcontext()
+def compile_graph(request: CompileRequest) -> CompiledPlan:
+    """Compile here, in this process. Raises whatever the backend raises."""
+    module = request.module()
+    if request.signature.numbers:
+        return CompiledPlan(request, _run_as_it_is(module))
+    examples = request.examples()
+    passes = with_copies_of_overwritten_inputs() if request.backend == "inductor" else contextlib.nullcontext()
     with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing(), passes:
-        call = boxed(lookup_backend(backend)(module, examples.arguments))
-    return CompiledPlan(stored, signature, specialised, call, sizes, examples.guards())
+        call = boxed(lookup_backend(request.backend)(module, examples.arguments))
+    return CompiledPlan(request, call, examples.guards())
 
 
-def load_graph(
-    data: bytes, stored: StoredGraph, constants: Sequence[float], promoted: frozenset[int], sizes: Sizes | None = None
-) -> CompiledPlan:
-    """The plan whose artefact was made from these. Raises `BadArtefact`."""
-    graph = stored.get()
-    num_symbols = 0 if sizes is None else len(sizes.symbols)
-    signature = Signature(tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=False, sizes=num_symbols)
-    call, guards = load(data, graph)
-    return CompiledPlan(stored, signature, _specialised(constants, promoted), call, sizes, guards)
-
-
-def _lowered(graph: Graph, sizes: Sizes | None) -> Graph:
-    return graph if sizes is None else symbolic_graph(graph, sizes).graph
-
-
-def _specialised(constants: Sequence[float], promoted: frozenset[int]) -> dict[int, float]:
-    return {place: value for place, value in enumerate(constants) if place not in promoted}
+def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
+    """The plan whose artefact was made from an equal request. Raises `BadArtefact`."""
+    call, guards = load(data, request.stored.get())
+    return CompiledPlan(request, call, guards)
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

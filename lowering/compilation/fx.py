@@ -7,7 +7,7 @@ Mutating and view ops are written as they are: AOTAutograd functionalises them, 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,29 +38,27 @@ class Signature:
     numbers: bool
     sizes: int = 0
 
+    @classmethod
+    def of(cls, graph: Graph, promoted: Iterable[int] = (), numbers: bool = False, sizes: int = 0) -> Signature:
+        """The signature of `graph` with the floats at the places `promoted` as inputs; with `numbers`, all of them."""
+        return cls(() if numbers else tuple(sorted(promoted)), graph.num_seeds > 0, numbers, sizes)
 
-def to_fx(
-    graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool, sizes: int = 0
-) -> tuple[fx.GraphModule, Signature]:
-    """Lower `graph`. Constants outside `promoted` become literals, unless `numbers` makes all of them inputs.
 
-    `sizes`: the number of symbols in the arguments of a symbolic graph.
-    """
-    writer = _FxWriter(graph, constants, promoted, numbers, sizes)
+def to_fx(graph: Graph, constants: Sequence[float], signature: Signature) -> fx.GraphModule:
+    """Lower `graph`. Constants that are no inputs become literals."""
+    writer = _FxWriter(graph, constants, signature)
     for node in graph.nodes:
         writer.add(node)
     return writer.finish()
 
 
 class _FxWriter:
-    def __init__(
-        self, graph: Graph, constants: Sequence[float], promoted: frozenset[int], numbers: bool, sizes: int
-    ) -> None:
+    def __init__(self, graph: Graph, constants: Sequence[float], signature: Signature) -> None:
         self.graph = graph
         self.constants = constants
         self.fx_graph = fx.Graph()
         self.tracer = fx.proxy.GraphAppendingTracer(self.fx_graph)
-        symbols = [self.fx_graph.placeholder(f"s{place}") for place in range(sizes)]
+        symbols = [self.fx_graph.placeholder(f"s{place}") for place in range(signature.sizes)]
         self.symbols = [fx.Proxy(symbol, self.tracer) for symbol in symbols]
         self.sizes: dict[Size, fx.Proxy] = {}
         self.values: dict[Value, fx.Node] = {
@@ -70,12 +68,11 @@ class _FxWriter:
         self.base_dtypes: dict[int, torch.dtype] = {}
         for value in (*graph.inputs, *made):
             self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # the base comes first
-        self.signature = Signature(
-            scalars=() if numbers else tuple(sorted(promoted)), seeds=graph.num_seeds > 0, numbers=numbers, sizes=sizes
-        )
+        self.signature = signature
         self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
         self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
-        self.numbers = [self.fx_graph.placeholder(f"c{i}") for i in range(graph.num_constants)] if numbers else []
+        numbers = range(graph.num_constants) if signature.numbers else ()
+        self.numbers = [self.fx_graph.placeholder(f"c{i}") for i in numbers]
 
     def add(self, node: Node) -> None:
         promoted = self.signature.scalars and not set(self.signature.scalars).isdisjoint(constants_of(node))
@@ -162,7 +159,6 @@ class _FxWriter:
                 assert output is not None
                 self.values[output] = result.node
 
-    def finish(self) -> tuple[fx.GraphModule, Signature]:
+    def finish(self) -> fx.GraphModule:
         self.fx_graph.output(tuple(self.values[value] for value in self.graph.outputs))
-        module = fx.GraphModule(torch.nn.Module(), self.fx_graph)
-        return module, self.signature
+        return fx.GraphModule(torch.nn.Module(), self.fx_graph)

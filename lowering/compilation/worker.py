@@ -14,19 +14,16 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import fx
 
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCache, DiskCounts
 from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.compilation.build import compile_to_bytes
 from lazy_backend.lowering.compilation.environment import follow_state
-from lazy_backend.lowering.compilation.examples import static_examples, symbolic_examples
-from lazy_backend.lowering.compilation.fx import Signature, to_fx
 from lazy_backend.lowering.compilation.instructions import try_instructions
 from lazy_backend.lowering.compilation.lifeline import Lifeline
+from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import from_bytes
-from lazy_backend.lowering.ir.shapes import Sizes, symbolic_graph
 
 # A compiled graph is serialised by the code that keeps it in inductor's caches. Where they are switched off, a compile
 # has caches of its own.
@@ -67,17 +64,7 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
     follow_state(data["state"])
     if data["keep"] is not None:
         try_instructions(data["keep"]["directory"])
-    graph = from_bytes(graph_bytes)
-    constants = [float.fromhex(constant) for constant in data["constants"]]
-    promoted = frozenset(data["promoted"])
-    symbolic = None if data["sizes"] is None else symbolic_graph(graph, Sizes.from_json(data["sizes"]))
-    lowered = graph if symbolic is None else symbolic.graph
-    num_symbols = 0 if symbolic is None else len(symbolic.hints)
-
-    def make_module() -> fx.GraphModule:
-        return to_fx(lowered, constants, promoted, False, num_symbols)[0]
-
-    signature = Signature(tuple(sorted(promoted)), graph.num_seeds > 0, numbers=False, sizes=num_symbols)
+    request = CompileRequest.from_json(data["request"], from_bytes(graph_bytes), "inductor")
     threads = {"cpp.threads": torch.get_num_threads()}
     # cpp.threads: without it, where it equals the number of cores, parallel regions have as many threads as the process
     # that *runs* them, while their arrays of partial sums have as many places as the one that compiled
@@ -86,8 +73,7 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
         stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
         if not data["caches"]:
             stack.enter_context(fresh_cache())
-        examples = static_examples(graph, signature) if symbolic is None else symbolic_examples(symbolic, signature)
-        return compile_to_bytes(make_module, examples)
+        return compile_to_bytes(request.module, request.examples())
 
 
 def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]]) -> dict[str, Any]:

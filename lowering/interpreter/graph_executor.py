@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.kernels import KernelGraph, make_kernels
 from lazy_backend.lowering.interpreter.task import ExecInfo, GraphTask, GraphTaskGuard, everything
@@ -21,7 +22,7 @@ from lazy_backend.lowering.ir.graph import Graph
 class GraphExecutor(ABC):
     """Runs the kernels of one graph. Holds no state between runs, which may overlap."""
 
-    kind = "interpreted"
+    kind = PlanKind.INTERPRETED
 
     def __init__(self, graph: Graph, kernels: KernelGraph | None = None, info: ExecInfo | None = None) -> None:
         self.graph = graph

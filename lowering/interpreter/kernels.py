@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lazy_backend.lowering.compilation.compiler import Backend, compile_graph
+from lazy_backend.lowering.compilation.compiler import compile_graph
+from lazy_backend.lowering.compilation.request import Backend, CompileRequest
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FrameTemplate
 from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Step, Value, empty_of
 from lazy_backend.lowering.ir.rng import run_seeded
@@ -166,7 +167,7 @@ class DelegateKernel:
 
     def __init__(self, region: Graph, constants: Sequence[float], backend: Backend) -> None:
         self.region = region
-        self.plan = compile_graph(region, constants if region.num_constants else (), frozenset(), backend)
+        self.plan = compile_graph(CompileRequest.of(region, constants if region.num_constants else (), backend))
         self.mutates: tuple[Value, ...] = tuple(region.inputs[place] for place in region.mutated_inputs())
 
     @property

@@ -13,9 +13,11 @@ import torch
 
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.shapes import Sizes, generalise, input_sizes, numbers_of
-from lazy_backend.lowering.plans.specialise import CompilePolicy, CompileReport, FusionStrategy, GraphCompiler
+from lazy_backend.lowering.plans.policy import CompilePolicy, FusionStrategy
+from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
 
 # Samples a guess is made from; the oldest stay, since every guess has to hold for the first shapes too.
 _MAX_SAMPLES = 16
@@ -31,7 +33,7 @@ class TooManyShapes(RuntimeError):
 class SizedPlan:
     """A symbolic plan with the values of its symbols."""
 
-    kind = "compiled for many shapes"
+    kind = PlanKind.COMPILED_FOR_SHAPES
 
     def __init__(self, plan: CompiledPlan, sizes: tuple[int, ...]) -> None:
         self.plan = plan

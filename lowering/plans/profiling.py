@@ -11,7 +11,7 @@ Note [No step pays twice]
 A step in which a graph is made is slow as it is: the program is canonicalised, printed for its key and planned, 13 ms
 of a GPT's whole step. To see which programs it is related to, to look for it on disk and to send it to the compiler
 takes another 8. So where a compile happens in the background, the run for which the graph was made does not ask for
-it; the next ones do, a piece each (`GraphCompiler._ask`).
+it; the next ones do, a piece each (`PendingCompile.advance`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ import torch
 
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.compilation.background import worker
-from lazy_backend.lowering.compilation.compiler import runs_module_as_is
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
+from lazy_backend.lowering.compilation.request import runs_module_as_is
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.functional import NotFunctional, why_not_functional
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.plans.families import Family, Member
-from lazy_backend.lowering.plans.specialise import CompilePolicy, CompileReport, GraphCompiler, compiles_elsewhere
+from lazy_backend.lowering.plans.pending_compile import compiles_elsewhere
+from lazy_backend.lowering.plans.policy import CompilePolicy
+from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
 
 
 class ExecutionPlan(Protocol):
     """A runnable form of a graph."""
 
-    kind: str
+    kind: PlanKind
     conforms: bool  # whether a run has shown that its results lie in memory as they were recorded
 
     def execute(

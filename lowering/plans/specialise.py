@@ -12,71 +12,18 @@ the graph is interpreted.
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 
 from lazy_backend.cache.computation_cache import Key
-from lazy_backend.cache.disk import DiskCounts, Place
-from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
-from lazy_backend.lowering.compilation.compiler import Backend, CompiledPlan, compile_graph, load_graph, lookup_backend
-from lazy_backend.lowering.compilation.environment import disk_key_parts
+from lazy_backend.lowering.compilation.compiler import CompiledPlan
+from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.compilation.scalars import can_promote
 from lazy_backend.lowering.ir.graph import Graph, constants_of
-from lazy_backend.lowering.ir.portable import NotPortable, StoredGraph
-from lazy_backend.lowering.ir.ranges import profiled
+from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.shapes import Sizes
-
-
-class ArtefactStore(Protocol):
-    """Where compiled graphs outlive the process."""
-
-    def get(self, key: Key) -> bytes | None: ...
-
-    def put(self, key: Key, payload: bytes) -> bool: ...
-
-    def place(self) -> Place | None: ...
-
-    def count_elsewhere(self, counts: DiskCounts, last_error: str | None) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FusionStrategy:
-    """How many plans the shapes of one program get. Seed: profiling_graph_executor_impl, `FusionStrategy`.
-
-    `static`: plans for one shape each, before a symbolic one is tried; `dynamic`: symbolic ones, a wrong guess counted
-    with the others; `symbols`: sizes that may vary independently.
-    """
-
-    static: int = 1
-    dynamic: int = 3
-    symbols: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class CompilePolicy:
-    """When and with what a graph is compiled. Arrives as an argument, so that nothing here reads settings."""
-
-    backend: Backend
-    enabled: bool
-    num_profiled_runs: int
-    max_specializations: int
-    max_compiled_nodes: int
-    background: bool = False
-    store: ArtefactStore | None = None
-    strategy: FusionStrategy = FusionStrategy()
-    release_delay: float = math.inf  # seconds a graph is optimized before it is set aside
-    compiler_idle: float = math.inf  # seconds the compiler's process waits for more before it is ended
-
-
-class GraphTooLarge(RuntimeError):
-    """A graph above the bound: compilers take far more than linear time, so a forgotten mark_step would hang."""
+from lazy_backend.lowering.plans.pending_compile import PendingCompile
+from lazy_backend.lowering.plans.policy import CompilePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +41,6 @@ class CompileReport:
     error: Exception | None = None
     symbolic: bool = False  # for many shapes
     changed: tuple[tuple[int, float, float], ...] = ()  # constants that no plan had: place, value before, value now
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A compile under way, and what it was asked for."""
-
-    job: Job
-    constants: tuple[float, ...]
-    promoted: frozenset[int]
-    policy: CompilePolicy
 
 
 class GraphCompiler:
@@ -129,8 +66,7 @@ class GraphCompiler:
         self._seen: tuple[float, ...] | None = None
         self.changed: set[int] = set()
         self._promotable: frozenset[int] | None = None
-        self._request: _Request | None = None
-        self._beginning: Iterator[None] | None = None  # a compile that is being asked for, see `_ask`
+        self._pending: PendingCompile | None = None
         self._changed_values: tuple[tuple[int, float, float], ...] = ()
 
     @property
@@ -138,32 +74,73 @@ class GraphCompiler:
         return self.stored.get()
 
     def plan_for(self, constants: Sequence[float], policy: CompilePolicy) -> CompiledPlan | None:
-        """A plan for these constants, if there is one; has one made otherwise, unless there are too many."""
+        """A plan for these constants, if there is one; has one made otherwise, unless there are too many.
+
+        In the background each call does a piece of what there is to do. See Note [No step pays twice].
+        """
         self.adopt()
         plan = self.find(constants)
-        if self._beginning is not None:
-            self._begin_further()
-            plan = plan or self.find(constants)
-        elif plan is None and self._wants_another(policy):
-            self._compile(constants, policy)
+        if self._pending is None and plan is None and self._wants_another(policy):
+            self._pending = self._begin(constants, policy)
+            self._go_on(waits=not policy.background)
             plan = self.find(constants)
+        elif self._pending is not None and not self._pending.is_sent:
+            self._go_on()
+            plan = plan or self.find(constants)
         return plan
 
     def _wants_another(self, policy: CompilePolicy) -> bool:
-        return self.error is None and self._request is None and len(self.plans) < policy.max_specializations
+        return self.error is None and len(self.plans) < policy.max_specializations
 
     def is_compiling(self) -> bool:
-        return self._request is not None or self._beginning is not None
+        return self._pending is not None
 
     def begin_due(self) -> None:
         """Ask at once for the compile that is being asked for."""
-        while self._beginning is not None:
-            self._begin_further()
+        while self._pending is not None and not self._pending.is_sent:
+            self._go_on()
 
-    def _begin_further(self) -> None:
-        assert self._beginning is not None
-        if next(self._beginning, self) is self:
-            self._beginning = None
+    def adopt(self) -> None:
+        """Turn a compile that has ended into a plan."""
+        if self._pending is not None and self._pending.is_sent:
+            self._pending.poll()
+            self._settle(self._pending)
+
+    def _begin(self, constants: Sequence[float], policy: CompilePolicy) -> PendingCompile:
+        promoted = self._promotable_constants()
+        if not self.plans:
+            promoted &= self.changed
+        self._changed_values = self.plans[-1].refused(constants) if self.plans else ()
+        request = CompileRequest(self.stored, tuple(constants), promoted, policy.backend, self.sizes)
+        return PendingCompile(request, policy, self.key)
+
+    def _go_on(self, waits: bool = False) -> None:
+        """Do the next piece of the compile that is pending, or all of it and wait for the answer."""
+        pending = self._pending
+        assert pending is not None
+        if waits:
+            pending.advance_to_the_end()
+        else:
+            pending.advance()
+        if pending.is_sent:
+            self._tell("started")
+            if waits:
+                pending.wait()
+        self._settle(pending)
+
+    def _settle(self, pending: PendingCompile) -> None:
+        """Take what became of a compile that is over."""
+        if not pending.is_over:
+            return
+        self._pending = None
+        plan = pending.plan
+        if plan is None:
+            self.error = pending.error
+        else:
+            self.compiles += pending.stage == "compiled"
+            # a plan with more inputs serves what the older ones did
+            self.plans = [p for p in self.plans if not _covers(plan, p)] + [plan]
+        self._tell(pending.stage, pending.seconds, plan, pending.error)
 
     def find(self, constants: Sequence[float]) -> CompiledPlan | None:
         return next((plan for plan in self.plans if plan.accepts(constants)), None)
@@ -176,119 +153,6 @@ class GraphCompiler:
             # != also holds for a constant that is NaN: it is promoted, which is right if not cheap
             self.changed.update(i for i, (a, b) in enumerate(zip(self._seen, constants, strict=True)) if a != b)
             self._seen = tuple(constants)
-
-    def _compile(self, constants: Sequence[float], policy: CompilePolicy) -> None:
-        """Add a plan for these constants, or begin to: from disk, in the compiler's process, or here."""
-        promoted = self._promotable_constants()
-        if not self.plans:
-            promoted &= self.changed
-        self._changed_values = self.plans[-1].refused(constants) if self.plans else ()
-        elsewhere = compiles_elsewhere(policy.backend, self.stored.device)
-        if not elsewhere:
-            lookup_backend(policy.backend)  # a misspelt name is the user's error, not the compiler's
-        nodes = len(self.graph.nodes)
-        if nodes > policy.max_compiled_nodes:
-            bound = f"it has more nodes than config.max_compiled_nodes = {policy.max_compiled_nodes}"
-            self._fail(GraphTooLarge(bound), 0.0)
-        elif not elsewhere:
-            self._compile_here(constants, promoted, policy)
-        else:
-            self._beginning = self._ask(tuple(constants), promoted, policy)
-            if policy.background:
-                self._begin_further()
-            else:
-                with worker.awaited():
-                    self.begin_due()
-
-    def _ask(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> Iterator[None]:
-        """Have a plan from elsewhere, in pieces of a millisecond: in the background each run does one of them."""
-        if self._load(constants, promoted, policy):
-            return
-        yield
-        worker.start(policy.compiler_idle)
-        yield
-        self._begin(constants, promoted, policy)
-
-    def _compile_here(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> None:
-        start = time.perf_counter()
-        try:
-            with profiled("compile"):
-                plan = compile_graph(self.graph, constants, promoted, policy.backend, self.sizes, self.stored)
-        except Exception as error:
-            self._fail(error, time.perf_counter() - start)
-        else:
-            self._add(plan, "compiled", time.perf_counter() - start)
-
-    def _load(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> bool:
-        """Take the plan from disk, if it is there."""
-        if policy.store is None or self.key is None:
-            return False
-        start = time.perf_counter()
-        data = policy.store.get(self._artefact_key(constants, promoted))
-        if data is None:
-            return False
-        try:
-            plan = load_graph(data, self.stored, constants, promoted, self.sizes)
-        except Exception:
-            return False  # made by a version that wrote something else: the compiler makes a new one
-        self._add(plan, "loaded", time.perf_counter() - start)
-        return True
-
-    def _begin(self, constants: Sequence[float], promoted: frozenset[int], policy: CompilePolicy) -> None:
-        """Have the compiler's process compile. See Note [Compiles happen elsewhere]."""
-        place = None if policy.store is None or self.key is None else policy.store.place()
-        keep = None if place is None else (place, self._artefact_key(constants, promoted))
-        try:
-            job = worker.submit(self.graph, constants, promoted, self.sizes, policy.compiler_idle, keep)
-        except NotPortable:
-            self._compile_here(constants, promoted, policy)
-            return
-        self._request = _Request(job, tuple(constants), promoted, policy)
-        self._tell("started")
-        if not policy.background:
-            with profiled("compile"):
-                worker.wait_for(job)
-                self.adopt()
-
-    def adopt(self) -> None:
-        """Turn a compile that has ended into a plan."""
-        request = self._request
-        if request is None:
-            return
-        worker.poll()
-        job = request.job
-        if not job.done:
-            return
-        self._request = None
-        if request.policy.store is not None and job.kept is not None:
-            request.policy.store.count_elsewhere(*job.kept)
-        if isinstance(job.error, NotPortableThere):
-            self._compile_here(request.constants, request.promoted, request.policy)
-        elif job.error is not None:
-            self._fail(job.error, job.seconds)
-        elif job.result is not None:
-            self._take(job.result, request)
-
-    def _take(self, data: bytes, request: _Request) -> None:
-        try:
-            plan = load_graph(data, self.stored, request.constants, request.promoted, self.sizes)
-        except Exception as error:
-            self._fail(error, request.job.seconds)
-            return
-        self._add(plan, "compiled", request.job.seconds)
-        store = request.policy.store
-        if store is not None and self.key is not None and request.job.kept is None:  # a readonly one: it says so
-            store.put(self._artefact_key(request.constants, request.promoted), data)
-
-    def _add(self, plan: CompiledPlan, stage: str, seconds: float) -> None:
-        self.compiles += stage == "compiled"
-        # a plan with more inputs serves what the older ones did
-        self.plans = [p for p in self.plans if not _covers(plan, p)] + [plan]
-        self._tell(stage, seconds, plan)
-
-    def _fail(self, error: Exception, seconds: float) -> None:
-        self.error = error
-        self._tell("failed", seconds, error=error)
 
     def _tell(
         self, stage: str, seconds: float = 0.0, plan: CompiledPlan | None = None, error: Exception | None = None
@@ -304,22 +168,6 @@ class GraphCompiler:
             self._promotable = frozenset(range(self.graph.num_constants)) - fixed
         return self._promotable
 
-    def _artefact_key(self, constants: Sequence[float], promoted: frozenset[int]) -> Key:
-        """The exact key of a compiled graph: the graph's own, what was compiled in, and what it was compiled with."""
-        assert self.key is not None
-        literals = [f"{place}={value.hex()}" for place, value in enumerate(constants) if place not in promoted]
-        parts = (
-            ("inputs", ", ".join(map(str, sorted(promoted)))),
-            ("literals", ", ".join(literals)),
-            ("sizes", "" if self.sizes is None else json.dumps(self.sizes.to_json())),
-        )
-        return Key((*self.key.parts, *parts, *disk_key_parts()))
-
 
 def _covers(new: CompiledPlan, old: CompiledPlan) -> bool:
     return new.specialised.items() <= old.specialised.items()
-
-
-def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
-    """Whether the compiler's process compiles for this backend: the one whose results can be sent."""
-    return backend == "inductor" and device.type == "cpu" and hasattr(os, "register_at_fork")

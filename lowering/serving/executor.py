@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lazy_backend.lowering.compilation.compiler import Backend, runs_module_as_is
+from lazy_backend.lowering.compilation.request import Backend, runs_module_as_is
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
 from lazy_backend.lowering.interpreter.kernels import DelegateKernel, Kernel, KernelGraph, make_kernels

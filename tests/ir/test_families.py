@@ -11,7 +11,8 @@ from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.plans.families import Family, Member, TooManyShapes
-from lazy_backend.lowering.plans.specialise import CompilePolicy, CompileReport, FusionStrategy
+from lazy_backend.lowering.plans.policy import CompilePolicy, FusionStrategy
+from lazy_backend.lowering.plans.specialise import CompileReport
 
 POLICY = CompilePolicy("eager", enabled=True, num_profiled_runs=1, max_specializations=4, max_compiled_nodes=1000)
 

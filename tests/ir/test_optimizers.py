@@ -9,7 +9,7 @@ import pytest
 import torch
 from builder import Program, aten
 
-from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.compilation.fx import Signature, to_fx
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.optimizers import can_write_out
 
@@ -62,7 +62,8 @@ def program_of(case: str, lists: list[list[torch.Tensor]], overload: str, kwargs
 
 def written_out(graph: Graph, inputs: list[torch.Tensor], constants: list[float], promoted: frozenset[int]) -> str:
     """Run the graph as a compiler gets it. Returns its code."""
-    module, signature = to_fx(graph, constants, promoted, numbers=False)
+    signature = Signature.of(graph, promoted)
+    module = to_fx(graph, constants, signature)
     packed = [torch.tensor([constants[place] for place in signature.scalars], dtype=torch.float64)] if promoted else []
     module(*inputs, *packed)
     return str(module.code)
@@ -126,13 +127,13 @@ def test_without_decay_an_infinite_weight_adds_nothing() -> None:
 def test_gradients_that_stay_are_not_written() -> None:
     lists = operands("sgd")
     graph = program_of("sgd", lists, "default", CASES["sgd"][3])
-    code = to_fx(graph, [0.0] * graph.num_constants, frozenset(), numbers=False)[0].code
+    code = to_fx(graph, [0.0] * graph.num_constants, Signature.of(graph)).code
     assert code.count("aten.copy_.default(") == len(SHAPES)
 
 
 def test_a_backend_that_takes_numbers_gets_the_call_itself() -> None:
     graph = program_of("adam", operands("adam"), "default", ADAM)
-    assert "_fused_adam_" in to_fx(graph, [0.0] * graph.num_constants, frozenset(), numbers=True)[0].code
+    assert "_fused_adam_" in to_fx(graph, [0.0] * graph.num_constants, Signature.of(graph, numbers=True)).code
 
 
 def test_what_the_kernel_refuses_is_left_to_it() -> None:

@@ -14,7 +14,9 @@ from expecttest import assert_expected_inline
 from harness import as_bytes, assert_same
 
 from lazy_backend.lowering.compilation.compiler import PlanError, compile_graph, lookup_backend
-from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.compilation.fx import Signature, to_fx
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
+from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.compilation.scalars import can_promote
 from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
@@ -72,7 +74,7 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
 
 
 def code_of(graph: Graph, constants: list[float], promoted: set[int], numbers: bool = False) -> str:
-    module, _ = to_fx(graph, constants, frozenset(promoted), numbers)
+    module = to_fx(graph, constants, Signature.of(graph, promoted, numbers))
     return "\n".join(line.split(";")[0].rstrip() for line in module.code.strip().splitlines())
 
 
@@ -109,18 +111,18 @@ def forward(self, input_0, c0):
 
 
 def test_a_compiled_plan_holds_for_its_literals() -> None:
-    plan = compile_graph(scaled()[0], [2.0], frozenset(), "aot_eager")
+    plan = compile_graph(CompileRequest.of(scaled()[0], [2.0], "aot_eager"))
     assert plan.accepts([2.0])
     assert not plan.accepts([2.5])
 
 
 @pytest.mark.parametrize(("compiled", "accepted"), [(float("nan"), float("nan")), (float("inf"), float("inf"))])
 def test_literals_are_compared_bit_by_bit(compiled: float, accepted: float) -> None:
-    assert compile_graph(scaled()[0], [compiled], frozenset(), "aot_eager").accepts([accepted])
+    assert compile_graph(CompileRequest.of(scaled()[0], [compiled], "aot_eager")).accepts([accepted])
 
 
 def test_minus_zero_is_not_zero() -> None:
-    assert not compile_graph(scaled()[0], [0.0], frozenset(), "aot_eager").accepts([-0.0])
+    assert not compile_graph(CompileRequest.of(scaled()[0], [0.0], "aot_eager")).accepts([-0.0])
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
@@ -156,7 +158,8 @@ def promoted_run(
     """Run the program with every constant promoted, as `scalars` in an FX module that runs as it is."""
     graph = program.graph(*wanted)
     assert all(can_promote(node) for node in graph.nodes)
-    module, signature = to_fx(graph, [float("nan")] * graph.num_constants, frozenset(range(graph.num_constants)), False)
+    signature = Signature.of(graph, range(graph.num_constants))
+    module = to_fx(graph, [float("nan")] * graph.num_constants, signature)
     packed = torch.tensor([constants[place] for place in signature.scalars], dtype=torch.float64)
     return list(module(*inputs, packed))
 
@@ -365,7 +368,7 @@ class Runs:
         self.executor = ProfilingGraphExecutor(graph, self.reports.append, clock=lambda: self.now)
 
     def kinds(self, *constants: float, policy: CompilePolicy = POLICY) -> list[str]:
-        return [self.executor.plan_for([value], policy).kind for value in constants]
+        return [self.executor.plan_for([value], policy).kind.value for value in constants]
 
 
 def not_promotable() -> Graph:
@@ -507,7 +510,7 @@ def test_replays_set_aside_too() -> None:
 def test_a_graph_set_aside_is_compiled_again() -> None:
     runs, x = released(scaled()[0]), torch.arange(4.0)
     plan = runs.executor.plan_for([3.0], RELEASING)
-    assert plan.kind == "compiled"
+    assert plan.kind is PlanKind.COMPILED
     assert [report.stage for report in runs.reports] == ["compiled"] * 2
     assert_same(plan.execute([x.clone()], [3.0], []), [x * 3])
 
@@ -526,7 +529,7 @@ def test_a_graph_set_aside_is_interpreted_again() -> None:
     runs, x = released(not_promotable()), torch.arange(4.0)
     runs.kinds(2.0, policy=RELEASING)
     plan = runs.executor.plan_for([3.0], RELEASING)
-    assert plan.kind == "interpreted"
+    assert plan.kind is PlanKind.INTERPRETED
     assert_same(plan.execute([x.clone()], [3.0], []), [torch.div(x, 3.0, rounding_mode="floor")])
 
 

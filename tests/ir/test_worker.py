@@ -29,10 +29,12 @@ from lazy_backend.cache.disk import DiskCache
 from lazy_backend.lowering.compilation import background
 from lazy_backend.lowering.compilation.background import CompileWorker, Job
 from lazy_backend.lowering.compilation.environment import compiler_settings
+from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.portable import StoredGraph
-from lazy_backend.lowering.plans import specialise
-from lazy_backend.lowering.plans.specialise import CompilePolicy, CompileReport, GraphCompiler
+from lazy_backend.lowering.plans import pending_compile
+from lazy_backend.lowering.plans.policy import CompilePolicy
+from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
 
 # Answers each request with its header, after as many seconds as its constants say.
 ECHO = """
@@ -40,7 +42,7 @@ import json, os, time
 line.put({"ready": True})
 while True:
     request, graph = line.get()
-    time.sleep(sum(map(float.fromhex, request["constants"])))
+    time.sleep(sum(map(float.fromhex, request["request"]["constants"])))
     line.put({"id": request["id"], "seconds": 0.0}, json.dumps({**request, "process": os.getpid()}).encode())
 """
 
@@ -71,7 +73,7 @@ def some_graph() -> Graph:
 
 
 def submit(worker: CompileWorker, idle_seconds: float = math.inf, takes: float = 0.0) -> Job:
-    return worker.submit(some_graph(), [takes], frozenset(), idle_seconds=idle_seconds)
+    return worker.submit(CompileRequest.of(some_graph(), [takes], "inductor"), idle_seconds)
 
 
 def pid(worker: CompileWorker) -> int:
@@ -313,7 +315,7 @@ import os, time
 line.put({"ready": True})
 while True:
     request, graph = line.get()
-    time.sleep(sum(map(float.fromhex, request["constants"])))
+    time.sleep(sum(map(float.fromhex, request["request"]["constants"])))
     try:
         open(os.environ["TMPDIR"] + "/file", "w").close()
         line.put({"id": request["id"], "seconds": 0.0}, b"made")
@@ -419,7 +421,7 @@ def test_an_interrupted_wait_loses_nothing(worker: CompileWorker) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 3e-3))
                 worker.start(1000.0)
-                job = worker.submit(graph, [0.0], frozenset())
+                job = worker.submit(CompileRequest.of(graph, [0.0], "inductor"))
                 worker.poll()
                 worker.wait_for(job)
                 worker.close()
@@ -539,7 +541,7 @@ line.put({"id": request["id"], "seconds": 0.0, "error": "Niceness", "message": s
 line.get()
 """
     monkeypatch.setattr(background, "_program", echoing(background._program.__wrapped__, code))
-    monkeypatch.setattr(specialise, "worker", worker)
+    monkeypatch.setattr(pending_compile, "worker", worker)
     reports: list[CompileReport] = []
     compiler = GraphCompiler(StoredGraph(some_graph()), reports.append)
     policy = CompilePolicy("inductor", True, 0, 1, 100, background=in_background)
@@ -606,7 +608,7 @@ line.put({"id": request["id"], "seconds": 0.0, "kept": kept, "last_error": None}
 line.get()
 """
     monkeypatch.setattr(background, "_program", echoing(background._program.__wrapped__, code))
-    monkeypatch.setattr(specialise, "worker", worker)
+    monkeypatch.setattr(pending_compile, "worker", worker)
     store = DiskCache(tmp_path / "cache", 1 << 20)
     reports: list[CompileReport] = []
     compiler = GraphCompiler(StoredGraph(some_graph()), reports.append, Key((("graph", "exp"),)))

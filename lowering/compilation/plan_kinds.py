@@ -1,0 +1,30 @@
+"""The kinds of plans that a graph can run by, and what distinguishes them to those above.
+
+A further kind of plan is one more member here, and whatever hands out plans of that kind (`plans/profiling.py`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class PlanKind(Enum):
+    """How a run computes its graph. The value is what users read."""
+
+    AS_RECORDED = "as recorded"  # each call ran when it was recorded; there is no plan yet
+    INTERPRETED = "interpreted"
+    COMPILED = "compiled"
+    COMPILED_FOR_SHAPES = "compiled for many shapes"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def lays_out_alike(self) -> bool:
+        """Whether results lie in memory alike in every run, so that one look at them holds for all."""
+        return self is PlanKind.COMPILED
+
+    @property
+    def is_generalised(self) -> bool:
+        """Whether the plan was made for other numbers too, so that the first run of a graph may find it."""
+        return self is PlanKind.COMPILED_FOR_SHAPES

@@ -1,0 +1,56 @@
+"""When and with what graphs are compiled, as the layers above say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCounts, Place
+from lazy_backend.lowering.compilation.request import Backend
+
+
+class ArtefactStore(Protocol):
+    """Where compiled graphs outlive the process."""
+
+    def get(self, key: Key) -> bytes | None: ...
+
+    def put(self, key: Key, payload: bytes) -> bool: ...
+
+    def place(self) -> Place | None: ...
+
+    def count_elsewhere(self, counts: DiskCounts, last_error: str | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FusionStrategy:
+    """How many plans the shapes of one program get. Seed: profiling_graph_executor_impl, `FusionStrategy`.
+
+    `static`: plans for one shape each, before a symbolic one is tried; `dynamic`: symbolic ones, a wrong guess counted
+    with the others; `symbols`: sizes that may vary independently.
+    """
+
+    static: int = 1
+    dynamic: int = 3
+    symbols: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CompilePolicy:
+    """When and with what a graph is compiled. Arrives as an argument, so that nothing here reads settings."""
+
+    backend: Backend
+    enabled: bool
+    num_profiled_runs: int
+    max_specializations: int
+    max_compiled_nodes: int
+    background: bool = False
+    store: ArtefactStore | None = None
+    strategy: FusionStrategy = FusionStrategy()
+    release_delay: float = math.inf  # seconds a graph is optimized before it is set aside
+    compiler_idle: float = math.inf  # seconds the compiler's process waits for more before it is ended
+
+
+class GraphTooLarge(RuntimeError):
+    """A graph above the bound: compilers take far more than linear time, so a forgotten mark_step would hang."""
