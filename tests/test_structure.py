@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -107,6 +108,16 @@ def test_every_room_says_what_comes_in_and_what_goes_out() -> None:
         if file.name == "__init__.py" and name not in PUBLIC_PACKAGES:
             text = ast.get_docstring(ast.parse(file.read_text())) or ""
             assert [word for word in ("In: ", "Out: ", "Imports ") if word not in text] == [], name
+
+
+def test_the_design_page_says_where_each_promise_stands() -> None:
+    """Rows of the table of Notes: a Note that is there, and the file that has it."""
+    rows = re.findall(r"^\| ([^|`]+?) \| `([\w/]+\.py)` \|", (ROOT / "docs" / "design.md").read_text(), flags=re.M)
+    assert len(rows) > 40
+    places = [
+        (ROOT / place if (ROOT / place).exists() else ROOT / "lazy_backend" / place, name) for name, place in rows
+    ]
+    assert [name for file, name in places if f"Note [{name}]\n" not in file.read_text()] == []
 
 
 def test_the_page_names_every_room() -> None:
