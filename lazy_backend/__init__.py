@@ -43,7 +43,7 @@ from lazy_backend.api import (
     wait_for_compiles,
 )
 from lazy_backend.compat import torch_lazy
-from lazy_backend.compat.device_module import install
+from lazy_backend.compat.installation import install
 from lazy_backend.compat.pytorch import redirect_torch_lazy
 from lazy_backend.diagnostics.difference import Difference
 from lazy_backend.diagnostics.explanation import Explanation, explain

@@ -69,6 +69,19 @@ def test_no_import_of_ours_inside_a_function(module: str) -> None:
             assert not [n.module for n in inner if (n.module or "").startswith("lazy_backend")], module
 
 
+def test_an_import_registers_nothing() -> None:
+    """What is told to whom is decided in compat/installation.py, not by who happens to be imported."""
+    found = []
+    for name, file in MODULES.items():
+        for node in ast.parse(file.read_text()).body:
+            call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+            if call is not None and name not in ("lazy_backend", "lazy_backend.report", "lazy_backend.dynamo"):
+                found.append(f"{name}: {ast.unparse(call)}")
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            found += [f"{name}: {ast.unparse(t)}" for t in targets if isinstance(t, ast.Attribute | ast.Subscript)]
+    assert found == []
+
+
 def test_no_folder_has_more_than_15_modules() -> None:
     counts = Counter(file.parent for file in MODULES.values())
     assert {folder.name: count for folder, count in counts.items() if count > 15} == {}

@@ -20,7 +20,6 @@ from lazy_backend.diagnostics.history import SyncRecord
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.interpreter.layout import LayoutPlan
 from lazy_backend.lowering.ir.canonical import PostOrderData
-from lazy_backend.lowering.ir.passes import watch_passes
 from lazy_backend.lowering.ir.program import Call, print_program
 from lazy_backend.lowering.ir.shapes import SymbolicGraph
 from lazy_backend.lowering.plans.cached_computation import Computation
@@ -94,7 +93,7 @@ def _code_of(plan: CompiledPlan) -> str:
     return plan.code([plan.specialised.get(place, 0.0) for place in range(plan.graph.num_constants)])
 
 
-def _tell_pass(name: str, stage: str, found: Any) -> None:
+def tell_pass(name: str, stage: str, found: Any) -> None:
     if config.debug >= 3:
         write(f"{stage} {name}:\n{_text_of(found)}")
 
@@ -130,6 +129,3 @@ def _(found: ConstantFolder) -> str:
 @_text_of.register
 def _(found: LayoutPlan) -> str:
     return f"{found.graph}\n  {len(found.placed)} results in {len(found.buffer_bytes)} buffers"
-
-
-watch_passes(_tell_pass)

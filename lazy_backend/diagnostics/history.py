@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from lazy_backend import metrics
 from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.diagnostics.difference import Difference, difference, similarity
@@ -437,4 +436,3 @@ class History:
 
 
 history = History()
-metrics.add_source(metrics.Source(Counter, history.clear))

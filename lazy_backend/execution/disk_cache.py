@@ -12,11 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lazy_backend import metrics
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.cache.folder import CacheRefused, default_directory
 from lazy_backend.cache.process_locks import process_lock
-from lazy_backend.diagnostics.history import history
 from lazy_backend.errors import CacheWarning
 from lazy_backend.errors.sites import warn_user
 from lazy_backend.settings import config
@@ -91,18 +89,15 @@ def _counts_of_store() -> Counter[str]:
 _before: Counter[str] = Counter()
 
 
-def _read_counters() -> Counter[str]:
+def read_counters() -> Counter[str]:
     counted = _counters()
     counted.subtract(_before)
     return counted
 
 
-def _reset_counters() -> None:
+def reset_counters() -> None:
     _before.clear()
     _before.update(_counters())
-
-
-metrics.add_source(metrics.Source(_read_counters, _reset_counters))
 
 
 def describe() -> dict[str, Any] | None:
@@ -115,6 +110,3 @@ def describe() -> dict[str, Any] | None:
         return found | {"entries": sum(1 for _ in store), "bytes": store.total_bytes()}
     except (CacheRefused, OSError) as error:
         return found | {"error": str(error)}
-
-
-history.sources["disk cache"] = describe

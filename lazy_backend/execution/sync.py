@@ -431,4 +431,3 @@ class LazyGraphExecutor:
 
 
 executor = LazyGraphExecutor()
-history.sources["computations"] = executor.computations.describe

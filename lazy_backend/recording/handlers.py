@@ -1,6 +1,6 @@
 """Operators that are not recorded as they arrive: aliases, copies between devices, reads, factories.
 
-In: the same calls as `record`. Out: `install_handlers` and `install_factories`, called once by `device_module`.
+In: the same calls as `record`. Out: `install_handlers` and `install_factories`, called once by `installation`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from lazy_backend import metrics
-from lazy_backend.diagnostics.history import history
 from lazy_backend.diagnostics.memory import Alive
 from lazy_backend.errors import DeviceError
 from lazy_backend.lowering.ir import rng
@@ -126,10 +124,6 @@ class DeviceContextArena:
 
 
 contexts = DeviceContextArena()
-history.alive = contexts.alive
-history.alive_by_line = contexts.live_by_line
-history.sources["live tensors"] = contexts.all_live_by_line
-metrics.add_source(metrics.Source(contexts.read_counters, contexts.reset_counters))
 
 
 def context_of(device: Device) -> DeviceContext:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lazy_backend import metrics
 from lazy_backend.cache.constants import ConstantKey, DataCacheArena
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
@@ -52,18 +51,15 @@ data_cache: DataCacheArena[torch.Tensor] = DataCacheArena(config.constants_cache
 _counted_before: Counter[str] = Counter()
 
 
-def _data_cache_counters() -> Counter[str]:
+def read_counters() -> Counter[str]:
     hits, misses = data_cache.counts()
     counted = Counter(DeviceDataCacheHit=hits, DeviceDataCacheMiss=misses)
     counted.subtract(_counted_before)
     return counted
 
 
-def _reset_data_cache_counters() -> None:
-    _counted_before.update(_data_cache_counters())
-
-
-metrics.add_source(metrics.Source(_data_cache_counters, _reset_data_cache_counters))
+def reset_counters() -> None:
+    _counted_before.update(read_counters())
 
 
 def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,6 @@ lost weighs more than what is won.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import math
@@ -576,6 +575,3 @@ def _program(to_child: int, from_child: int, lock: int, folder: Path) -> str:
 
 
 worker = CompileWorker()
-atexit.register(worker.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=worker.reset_after_fork)

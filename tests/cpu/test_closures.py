@@ -102,7 +102,7 @@ def test_a_stuck_closure_does_not_keep_the_interpreter_from_exiting(tmp_path: Pa
     code = """
 import sys, threading
 import torch, lazy_backend
-lazy_backend.compat.device_module._EXIT_TIMEOUT = 1.0
+lazy_backend.compat.installation._EXIT_TIMEOUT = 1.0
 sys.stderr = sys.stdout
 lazy_backend.add_step_closure(threading.Event().wait, run_async=True)
 lazy_backend.mark_step()

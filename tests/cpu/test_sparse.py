@@ -504,7 +504,7 @@ def test_a_captured_step_with_sparse_gradients_is_refused_with_the_line() -> Non
 
 def test_memory_is_accounted_for() -> None:
     lazy_backend.mark_step()
-    context = lazy_backend.compat.device_module.context_of("lazy")
+    context = lazy_backend.tensors.contexts.context_of("lazy")
     before = context.alive().bytes
     held = torch.eye(100).to_sparse().to("lazy")
     assert context.alive().bytes - before == 100 * (2 * 8 + 4)

@@ -1,0 +1,178 @@
+"""The composition root: puts the package into PyTorch, and connects its rooms. Called once, by `import lazy_backend`.
+
+In: nothing. Out: `device="lazy"` works; what is told to whom; what happens at exit and around a fork. Importing a
+module of this package registers nothing anywhere: what is registered is registered here, in this order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.cache import process_locks
+from lazy_backend.compat import pytorch
+from lazy_backend.compat.device_module import DeviceModule
+from lazy_backend.compat.serialization import install_serialization
+from lazy_backend.diagnostics.debug_log import tell_pass
+from lazy_backend.diagnostics.history import history
+from lazy_backend.execution import closures, disk_cache
+from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.compilation.background import worker
+from lazy_backend.lowering.ir.passes import watch_passes
+from lazy_backend.recording import handlers, record
+from lazy_backend.recording.attention import install_attention
+from lazy_backend.recording.recurrent import install_recurrent
+from lazy_backend.recording.sparse_operators import install_sparse
+from lazy_backend.settings import config
+from lazy_backend.tensors import outside
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.generators import LazyGenerator
+from lazy_backend.tensors.tensor import LazyTensor
+
+# Seconds that interpreter exit waits for a run under way before it abandons it.
+_EXIT_TIMEOUT = 30.0
+
+_library: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Make `device="lazy"` work. Called once, by `import lazy_backend`."""
+    if _library:
+        return
+    pytorch.refuse_second_backend()
+    _library.append(torch.library.Library("aten", "IMPL"))
+    LazyTensor.__torch_dispatch__ = staticmethod(record.dispatch)  # type: ignore[method-assign, assignment]
+    handlers.install_handlers()
+    handlers.install_factories(_library[0])
+    install_attention(_library[0])
+    install_recurrent(_library[0])
+    install_sparse(_library[0])
+    install_serialization()
+    pytorch.support_foreach()
+    pytorch.support_generators(LazyGenerator)
+    pytorch.support_fused_optimizers()
+    pytorch.support_capturable_optimizers()
+    pytorch.export_to_dlpack()
+    pytorch.norm_as_on_the_cpu()
+    pytorch.pad_encoded_as_on_the_cpu()
+    pytorch.collate_by_stacking()
+    pytorch.keep_parameters_when_moved()
+    pytorch.make_uninitialized_on_device()
+    pytorch.finish_before_default_dtype_changes(_finish_everything)
+    pytorch.explain_autocast()
+    contexts.prepare = _prepare
+    config.watch("force_fallback", _forget_all_paths)
+    torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
+    _wire()
+    atexit.register(worker.close)
+    atexit.register(_at_exit)  # runs before the line above: what is registered last runs first
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+        )
+
+
+def _wire() -> None:
+    """Connect the rooms that must not know each other: who counts, who is shown in reports, who watches passes."""
+    for source in (
+        metrics.Source(Counter, history.clear),
+        metrics.Source(contexts.read_counters, contexts.reset_counters),
+        metrics.Source(outside.read_counters, outside.reset_counters),
+        metrics.Source(disk_cache.read_counters, disk_cache.reset_counters),
+    ):
+        metrics.add_source(source)
+    history.alive = contexts.alive
+    history.alive_by_line = contexts.live_by_line
+    history.sources["computations"] = executor.computations.describe
+    history.sources["live tensors"] = contexts.all_live_by_line
+    history.sources["disk cache"] = disk_cache.describe
+    watch_passes(tell_pass)
+
+
+def _finish_everything() -> None:
+    executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause="torch.set_default_dtype")
+
+
+def _prepare() -> None:
+    """Before the first lazy device is made: whoever imports this package and uses none is not to pay for it."""
+    record.prepare()
+    forgotten_steps.watch()
+
+
+def _forget_all_paths() -> None:
+    """Finish what was recorded and start afresh: the paths of a trie rest on which operators are recorded."""
+    devices = contexts.get_active_devices()
+    executor.sync_live_tensors_graph(devices, wait=False, cause="config.force_fallback")
+    for context in devices:
+        with context.lock:
+            context.new_trace()
+
+
+def _at_exit() -> None:
+    """Finish what was scheduled, report what nobody was told of, never hang."""
+    _refuse_while_shutting_down()
+    closures.runner.close(_EXIT_TIMEOUT)
+    for context in contexts.get_active_devices():
+        if not context.queue.close(_EXIT_TIMEOUT):
+            print(
+                f"lazy_backend: a run on {context.device} did not finish within {_EXIT_TIMEOUT:.0f} s and was "
+                "abandoned",
+                file=sys.stderr,
+            )
+        error = context.locker.take_exception()
+        if error is not None:
+            print(f"lazy_backend: the last run on {context.device} failed:", file=sys.stderr)
+            traceback.print_exception(error)
+
+
+def _refuse_while_shutting_down() -> None:
+    """From when the interpreter takes its modules apart, a lazy operator, as of a finalizer, raises.
+
+    What it needs is no longer there, and PyTorch aborts the process where Python code fails in its midst then.
+    """
+
+    def dispatch(
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        is_finalizing: Callable[[], bool] = sys.is_finalizing,  # globals are gone by then
+        original: Callable[..., Any] = LazyTensor.__torch_dispatch__,
+    ) -> Any:
+        if is_finalizing():
+            raise RuntimeError(
+                "the interpreter is shutting down, and lazy tensors cannot be computed any more\n"
+                "  do it before, as in a function that is registered by atexit"
+            )
+        return original(func, types, args, kwargs)
+
+    LazyTensor.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[method-assign, assignment]
+
+
+def _before_fork() -> None:
+    """Let runs finish, and hold what locks there are: the child would wait forever for a thread that stayed behind."""
+    for context in contexts.get_active_devices():
+        context.hold_idle()
+    process_locks.hold_all()
+
+
+def _after_fork_in_parent() -> None:
+    process_locks.release_all()
+    for context in contexts.get_active_devices():
+        context.lock.release()
+
+
+def _after_fork_in_child() -> None:
+    worker.reset_after_fork()
+    process_locks.release_all()
+    contexts.reset_after_fork()
+    closures.runner.reset_after_fork()
