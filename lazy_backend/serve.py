@@ -9,18 +9,18 @@ whole].
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
-from lazy_backend.errors import CaptureError, CompileWarning
-from lazy_backend.errors.sites import user_site, warn_user
+from lazy_backend.errors import CaptureError
+from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
+from lazy_backend.execution.computations import compile_policy
 from lazy_backend.execution.run import SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
@@ -74,7 +74,9 @@ def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads:
     `example_inputs`: the arguments of a call, a tuple of (trees of) tensors, or one tensor; requests have their shapes
     and dtypes. A module on the CPU is copied to the lazy device to be recorded; training mode is as it is, so call
     `module.eval()` first. Weights have the names of the module's `state_dict`; what a function uses otherwise is fixed.
-    `num_threads` work on one request. `config.backend` compiles the graph, unless `config.compile` is "off".
+    `num_threads` work on one request. The graph is compiled as those of steps are: `config.backend` compiles it in the
+    background, while requests are interpreted (`wait_for_compiles` waits), unless the disk has it from an earlier
+    process, or `config.compile` says otherwise.
 
     The result takes and returns tensors of the backing device, as in `served(torch.randn(1, 8))`;
     `served.swap_weights(module.state_dict())` holds from the next request on. Designed after
@@ -100,20 +102,10 @@ def make_executor(
     constants: Sequence[float],
     num_threads: int = 1,
 ) -> E:
-    """An executor that is compiled as the settings ask, or interpreted, with a warning, if that fails."""
-    made = functools.partial(kind, graph, signature, weights, constants)
-    backend = None if config.compile == "off" else config.backend
-    try:
-        return made(ExecutorConfig(num_threads=num_threads, backend=backend))
-    except Exception as error:
-        if backend is None:
-            raise
-        warn_user(
-            f"a graph to serve could not be compiled with backend {backend!r} and is interpreted: "
-            f"{type(error).__name__}: {str(error).strip()[:500]}",
-            CompileWarning,
-        )
-    return made(ExecutorConfig(num_threads=num_threads))
+    """An executor that is compiled as the settings ask, when it is made and for every run."""
+    policy = replace(compile_policy(), num_profiled_runs=0) if config.compile != "off" else None
+    made = ExecutorConfig(num_threads=num_threads, policy=policy, report=executor.compile_reports.report)
+    return kind(graph, signature, weights, constants, made)
 
 
 def _on_lazy_device(function: Callable[..., Any]) -> Callable[..., Any]:

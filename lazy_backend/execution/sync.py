@@ -63,15 +63,15 @@ class LazyGraphExecutor:
     def __init__(self) -> None:
         self.rules = Rules()
         self.records = SyncRecords()
-        self._compile_reports = CompileReports()
-        self.computations = Computations(self._compile_reports.report)
+        self.compile_reports = CompileReports()
+        self.computations = Computations(self.compile_reports.report)
         self._trim_warned = False
 
     def clear_computations(self) -> None:
         """Forget every computation, which of them differ in shapes only, and how many a limit has counted."""
         self.computations.clear()
         self.records.clear()
-        self._compile_reports.clear()
+        self.compile_reports.clear()
 
     # ----- what a sync collects
 

@@ -1,8 +1,8 @@
 """Nodes made ready to run.
 
 In: a graph. Out: `KernelGraph`: its kernels in an order that may run, and what a frame holds before a run.
-A kernel is one aten call (`OpKernel`) or a compiled region (`DelegateKernel`); whatever runs kernels asks for no more.
-Seed: nativert Executor (`OpKernel`, `KernelFactory`, `DelegateExecutor`).
+A kernel is one aten call (`OpKernel`), or a part of the graph that the caller made one of (`serving/regions.py`).
+Executors know nothing else of kernels. Seed: nativert Executor (`OpKernel`, `KernelFactory`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lazy_backend.lowering.compilation.compiler import compile_graph
-from lazy_backend.lowering.compilation.request import Backend, CompileRequest
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FrameTemplate
-from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Step, Value, empty_of
+from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Step, Value
 from lazy_backend.lowering.ir.rng import run_seeded
 
 
@@ -156,57 +154,6 @@ class _SlotTable:
         return slot
 
 
-class DelegateKernel:
-    """A region of a graph, compiled: one call that stands for many nodes. `region` is a graph of its own.
-
-    Its floats are compiled in: `constants` are those of the whole graph. Raises what the backend raises.
-    Seed: nativert `DelegateExecutor`.
-    """
-
-    __slots__ = ("region", "plan", "mutates")
-
-    def __init__(self, region: Graph, constants: Sequence[float], backend: Backend) -> None:
-        self.region = region
-        self.plan = compile_graph(CompileRequest.of(region, constants if region.num_constants else (), backend))
-        self.mutates: tuple[Value, ...] = tuple(region.inputs[place] for place in region.mutated_inputs())
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        return self.region.nodes
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return self.region.outputs
-
-    def inputs(self) -> Sequence[Value]:
-        return self.region.inputs
-
-    def compute(self, frame: ExecutionFrame) -> None:
-        values = frame.values
-        operands = [_as_recorded(values[value.number], value) for value in self.region.inputs]
-        copied = [
-            (values[value.number], operand)
-            for value, operand in zip(self.region.inputs, operands, strict=True)
-            if value in self.mutates and operand is not values[value.number]
-        ]
-        constants = frame.constants if self.region.num_constants else ()
-        results = self.plan.execute(operands, constants, frame.seeds)
-        for original, written in copied:
-            original.copy_(written)
-        for value, result in zip(self.region.outputs, results, strict=True):
-            values[value.number] = result
-
-    def describe(self, error: Exception) -> Exception:
-        return error  # a `PlanError`, which names the calls that may have failed
-
-
-def _as_recorded(tensor: torch.Tensor, value: Value) -> torch.Tensor:
-    """`tensor` with the strides that a region was compiled for: kernels and their fake versions may differ there."""
-    if tensor.stride() == value.meta.stride:
-        return tensor
-    return empty_of(value.meta, tensor.device).copy_(tensor)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelGraph:
     """A graph as kernels, in an order that may run."""
@@ -216,13 +163,13 @@ class KernelGraph:
     template: FrameTemplate
 
 
-def make_kernels(graph: Graph, parts: Sequence[Node | DelegateKernel] | None = None) -> KernelGraph:
-    """The kernels of `graph`: one per node, in program order; or one for each of `parts`, some of them compiled."""
+def make_kernels(graph: Graph, parts: Sequence[Node | Kernel] | None = None) -> KernelGraph:
+    """The kernels of `graph`: one per node, in program order; or one for each of `parts`, some of which are kernels."""
     made = [value.number for node in graph.nodes for value in node.outputs if value is not None]
     num_values = 1 + max([value.number for value in (*graph.inputs, *graph.held)] + made, default=-1)
     slots = _SlotTable(graph, num_values)
     kernels = tuple(
-        part if isinstance(part, DelegateKernel) else OpKernel(part, slots, graph.device)
+        OpKernel(part, slots, graph.device) if isinstance(part, Node) else part
         for part in (graph.nodes if parts is None else parts)
     )
     template = FrameTemplate(slots.values, tuple(value.number for value in graph.inputs), slots.first_constant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +51,11 @@ class CompilePolicy:
     strategy: FusionStrategy = FusionStrategy()
     release_delay: float = math.inf  # seconds a graph is optimized before it is set aside
     compiler_idle: float = math.inf  # seconds the compiler's process waits for more before it is ended
+
+
+def at_once(backend: Backend) -> CompilePolicy:
+    """Compile with `backend` before the first run, in this process, whatever the size; keep nothing."""
+    return CompilePolicy(backend, True, num_profiled_runs=0, max_specializations=1, max_compiled_nodes=sys.maxsize)
 
 
 class GraphTooLarge(RuntimeError):

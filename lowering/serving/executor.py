@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lazy_backend.lowering.compilation.request import Backend, runs_module_as_is
+from lazy_backend.lowering.compilation.request import runs_module_as_is
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
-from lazy_backend.lowering.interpreter.kernels import DelegateKernel, Kernel, KernelGraph, make_kernels
+from lazy_backend.lowering.interpreter.kernels import Kernel, KernelGraph, make_kernels
 from lazy_backend.lowering.interpreter.layout import LayoutPlan, MemoryMeter, last_uses, plan_layout
 from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
@@ -29,8 +29,11 @@ from lazy_backend.lowering.ir.aliasing import storages_of
 from lazy_backend.lowering.ir.functional import unsound_writes
 from lazy_backend.lowering.ir.graph import Graph, Value
 from lazy_backend.lowering.ir.rng import draw_seed
+from lazy_backend.lowering.plans.policy import CompilePolicy
+from lazy_backend.lowering.plans.specialise import CompileReport
 from lazy_backend.lowering.serving.constant_folding import split_constants
 from lazy_backend.lowering.serving.partition import Supported, partition
+from lazy_backend.lowering.serving.regions import DelegateKernel
 from lazy_backend.lowering.serving.weights import InputError, Weights, check_tensor, process_weights
 
 
@@ -54,12 +57,14 @@ class ExecutorConfig:
     """How an `Executor` runs its graph.
 
     `num_threads`: threads that work on one call, the caller's among them.
-    `backend`: compiles the regions of nodes that are `supported`; without one everything is interpreted.
+    `policy`: when and with what regions of nodes that are `supported` are compiled, and `report` is told of it; without
+    one everything is interpreted.
     `max_frame_age`: seconds, by `clock`, after which an unused frame is dropped.
     """
 
     num_threads: int = 1
-    backend: Backend | None = None
+    policy: CompilePolicy | None = None
+    report: Callable[[CompileReport], None] = lambda report: None
     supported: Supported = lambda node: True
     max_frame_age: float = 600.0
     clock: Callable[[], float] = time.monotonic
@@ -114,7 +119,7 @@ class Executor:
             (name, None if place is None else graph.inputs[place]) for name, place in signature.user_inputs
         ]
         self._written = {graph.inputs[place] for place in graph.mutated_inputs()}
-        is_compiled = self.config.backend is not None
+        is_compiled = self.config.policy is not None
         self._folder = split_constants(graph, self._expected.values(), constants, leaves_views=is_compiled)
         self.layout: LayoutPlan | None = None
         self._kernels = self._make_kernels(self._folder.remaining)
@@ -125,13 +130,13 @@ class Executor:
         self._weights = self.process_weights(weights)
 
     def _make_kernels(self, graph: Graph) -> KernelGraph:
-        backend = self.config.backend
-        if backend is None:
+        policy, report = self.config.policy, self.config.report
+        if policy is None:
             self.layout = plan_layout(graph)
             return make_kernels(self.layout.graph)
-        refused = {node for node, _ in unsound_writes(graph)} if not runs_module_as_is(backend) else set()
+        refused = {node for node, _ in unsound_writes(graph)} if not runs_module_as_is(policy.backend) else set()
         parts = [
-            DelegateKernel(part, self._constants, backend) if isinstance(part, Graph) else part
+            DelegateKernel(part, self._constants, policy, report) if isinstance(part, Graph) else part
             for part in partition(graph, lambda node: node not in refused and self.config.supported(node))
         ]
         return make_kernels(graph, parts)

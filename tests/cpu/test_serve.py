@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import assert_same
+from harness import assert_same, count
 from torch import nn
 
 import lazy_backend
-from lazy_backend import CaptureError, serve
+from lazy_backend import CaptureError, config, serve
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.serving.weights import InputError
 
 SIZE = 8
@@ -163,6 +165,71 @@ def test_a_graph_that_does_not_compile_is_interpreted() -> None:
     with pytest.warns(lazy_backend.CompileWarning, match="no compiler here"):
         served = serve(lambda x: x + 1, torch.zeros(3))
     assert_same(served(torch.zeros(3)), torch.ones(3))
+
+
+# ----- compiled as steps are
+
+
+def kinds(served: lazy_backend.Served) -> list[PlanKind]:
+    return [region.plan.kind for region in served.delegates]
+
+
+def test_requests_are_answered_while_the_graph_is_compiled() -> None:
+    config.compile, config.backend = "background", "inductor"
+    network, x = model(), torch.randn(4, SIZE)
+    expected = network(x).detach()
+    served = serve(network, x)
+    answers = [served(x) for _ in range(3)]
+    assert kinds(served) == [PlanKind.INTERPRETED]  # the compiler takes seconds
+    assert lazy_backend.wait_for_compiles(300)
+    assert kinds(served) == [PlanKind.COMPILED]
+    for answer in (*answers, served(x)):
+        torch.testing.assert_close(answer, expected)
+
+
+def test_a_graph_that_was_served_before_is_on_disk(tmp_path: Path) -> None:
+    config.compile, config.backend = "foreground", "inductor"
+    config.cache, config.cache_dir = True, str(tmp_path)
+    network, x = model(), torch.randn(4, SIZE)
+    with count("Compile") as compiles, count("DiskCacheHit") as hits:
+        for _ in range(2):
+            served = serve(network, x)
+            assert kinds(served) == [PlanKind.COMPILED]
+            torch.testing.assert_close(served(x), network(x).detach())
+    assert (compiles(), hits()) == (1, 1)
+
+
+def test_threads_go_on_while_a_compiled_plan_comes_in() -> None:
+    config.compile, config.backend = "background", "inductor"
+    network, x = model(), torch.randn(4, SIZE)
+    expected, served, wrong = network(x).detach(), serve(network, x), []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                torch.testing.assert_close(served(x), expected)
+            except BaseException as error:
+                wrong.append(error)
+                return
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert lazy_backend.wait_for_compiles(300)
+        assert kinds(served) == [PlanKind.COMPILED]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_misspelt_backend_is_told_when_serving_begins() -> None:
+    config.compile, config.backend = "foreground", "inducktor"
+    with pytest.raises(ValueError, match="unknown backend 'inducktor'"):
+        serve(lambda x: x + 1, torch.zeros(3))
 
 
 class Versioned(nn.Module):

@@ -11,17 +11,19 @@ from harness import assert_same
 
 from lazy_backend.lowering.compilation.compiler import PlanError
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
-from lazy_backend.lowering.interpreter.kernels import DelegateKernel, make_kernels
+from lazy_backend.lowering.interpreter.kernels import make_kernels
 from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Graph, Node, check_graph, meta_of
 from lazy_backend.lowering.ir.program import Fresh, Token
+from lazy_backend.lowering.plans.policy import at_once
 from lazy_backend.lowering.serving.partition import Supported, makes_views, partition
+from lazy_backend.lowering.serving.regions import DelegateKernel
 
 
 def compiled_parts(program: Built, supported: Supported, backend: str = "aot_eager") -> list[DelegateKernel | Node]:
     return [
-        DelegateKernel(part, program.constants, backend) if isinstance(part, Graph) else part
+        DelegateKernel(part, program.constants, at_once(backend)) if isinstance(part, Graph) else part
         for part in partition(program.graph, supported)
     ]
 

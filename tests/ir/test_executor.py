@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.ir.program import Token
+from lazy_backend.lowering.plans.policy import at_once
 from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
 from lazy_backend.lowering.serving.weights import InputError
 
@@ -21,8 +22,8 @@ SIZE, BATCH = 64, 32  # large enough for results to be planned
 CONFIGS = [
     ExecutorConfig(),
     ExecutorConfig(num_threads=2),
-    ExecutorConfig(backend="aot_eager"),
-    ExecutorConfig(num_threads=2, backend="aot_eager", supported=lambda node: node.name != "aten.tanh"),
+    ExecutorConfig(policy=at_once("aot_eager")),
+    ExecutorConfig(num_threads=2, policy=at_once("aot_eager"), supported=lambda node: node.name != "aten.tanh"),
 ]
 configs = pytest.mark.parametrize("config", CONFIGS, ids=["serial", "parallel", "compiled", "parallel regions"])
 

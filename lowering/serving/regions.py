@@ -1,0 +1,90 @@
+"""Compiled regions: parts of a served graph, each run as one kernel.
+
+In: a region, which is a graph of its own, and when and with what graphs are compiled. Out: `DelegateKernel`.
+Seed: nativert `DelegateExecutor`.
+
+Note [Regions compile as steps do]
+The plans of a region are a `ProfilingGraphExecutor`'s, as a step's are: from disk, if a process compiled the region
+before; otherwise from the compiler's process, while requests are interpreted; and interpreted for good, with a report,
+if the compiler fails. A region is there to be run again, so its compile is asked for when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lazy_backend.lowering.compilation.environment import environment
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame
+from lazy_backend.lowering.ir.graph import Graph, Node, Value, empty_of
+from lazy_backend.lowering.plans.cached_computation import make_key
+from lazy_backend.lowering.plans.policy import CompilePolicy
+from lazy_backend.lowering.plans.profiling import ExecutionPlan, ProfilingGraphExecutor
+from lazy_backend.lowering.plans.specialise import CompileReport
+
+
+class DelegateKernel:
+    """A region of a graph: one call that stands for many nodes. See Note [Regions compile as steps do].
+
+    Its floats are compiled in: `constants` are those of the whole graph.
+    """
+
+    __slots__ = ("region", "mutates", "_chooser", "_policy", "_constants")
+
+    def __init__(
+        self,
+        region: Graph,
+        constants: Sequence[float],
+        policy: CompilePolicy,
+        report: Callable[[CompileReport], None] = lambda report: None,
+    ) -> None:
+        self.region = region
+        self.mutates: tuple[Value, ...] = tuple(region.inputs[place] for place in region.mutated_inputs())
+        self._policy = policy
+        self._constants = tuple(constants) if region.num_constants else ()
+        key = None if policy.store is None else make_key(region, environment(policy.backend))
+        self._chooser = ProfilingGraphExecutor(region, report, key)
+        self._chooser.plan_for(self._constants, policy)
+        self._chooser.begin_due()
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What runs the region now: compiled, or interpreted until it is."""
+        ready = self._chooser.ready_plan_for(self._constants)
+        return self._chooser.plan_for(self._constants, self._policy) if ready is None else ready
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.region.nodes
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return self.region.outputs
+
+    def inputs(self) -> Sequence[Value]:
+        return self.region.inputs
+
+    def compute(self, frame: ExecutionFrame) -> None:
+        values = frame.values
+        operands = [_as_recorded(values[value.number], value) for value in self.region.inputs]
+        copied = [
+            (values[value.number], operand)
+            for value, operand in zip(self.region.inputs, operands, strict=True)
+            if value in self.mutates and operand is not values[value.number]
+        ]
+        results = self.plan.execute(operands, self._constants, frame.seeds)
+        for original, written in copied:
+            original.copy_(written)
+        for value, result in zip(self.region.outputs, results, strict=True):
+            values[value.number] = result
+
+    def describe(self, error: Exception) -> Exception:
+        return error  # a `PlanError`, which names the calls that may have failed, or a `NodeError`
+
+
+def _as_recorded(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+    """`tensor` with the strides that a region was compiled for: kernels and their fake versions may differ there."""
+    if tensor.stride() == value.meta.stride:
+        return tensor
+    return empty_of(value.meta, tensor.device).copy_(tensor)
