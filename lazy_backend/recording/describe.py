@@ -17,7 +17,8 @@ from lazy_backend.errors.sites import further_frames, user_site
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import Constant, TensorMeta, intern_meta, meta_of
 from lazy_backend.lowering.ir.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
-from lazy_backend.lowering.ir.schema import Operand, OpSchema, schema_of
+from lazy_backend.lowering.ir.schema import OpSchema
+from lazy_backend.recording.arguments import mutated_arguments, operand_at, path_of, path_to
 from lazy_backend.recording.operators import INDEX_OPS, NotRecordable, Traits, float_shaped_ops, traits_of
 from lazy_backend.settings import config
 from lazy_backend.tensors.outside import mixed_devices, quantized_error
@@ -106,20 +107,6 @@ def describe(
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-def mutated_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call writes."""
-    operands = schema_of(op).mutates
-    if not operands:
-        return []
-    return flat([args[o.place] if o.place < len(args) else kwargs.get(o.name) for o in operands])
-
-
-def flat(arg: Any) -> list[Any]:
-    if isinstance(arg, list | tuple):
-        return [leaf for item in arg for leaf in flat(item)]
-    return [arg]
-
-
 class _Converter:
     """Arguments of a call as they stand in a `Call`: tokens, constants in order, literals, lists as tuples."""
 
@@ -175,7 +162,7 @@ def _describe_results(
         alias = schema.returns[0 if schema.returns_list else place]
         if alias.kind == "same":
             assert alias.operand is not None
-            path = _path_of(alias.operand, args)
+            path = path_of(alias.operand, args)
             results.append(Same(operand_at(path, args, kwargs)._data.token, path))
             continue
         if given.layout in SPARSE_LAYOUTS:
@@ -190,7 +177,7 @@ def _describe_results(
             meta = _base_meta(given)
             results.append(Fresh(SLOTS[slot], meta, wrapper_arguments(context, meta)))
         else:
-            path = _path_to(source, args, kwargs)
+            path = path_to(source, args, kwargs)
             assert source.token is not None
             meta = meta_of(given)
             results.append(View(SLOTS[slot], meta, source.token, path, wrapper_arguments(context, meta)))
@@ -206,29 +193,3 @@ def num_slots_of(cursor: TrieNode[Call | Cut]) -> int:
 
 def _base_meta(fake: torch.Tensor) -> TensorMeta:
     return intern_meta(tuple(fake.shape), tuple(fake.stride()), 0, fake.dtype)
-
-
-def _path_of(operand: Operand, args: Sequence[Any]) -> tuple[int | str, ...]:
-    return (operand.place,) if operand.place < len(args) else (operand.name,)
-
-
-def _path_to(data: TensorData, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
-    """Where among the arguments `data` stands."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for head, arg in places:
-        if isinstance(arg, LazyTensor) and arg._data is data:
-            return (head,)
-        if isinstance(arg, list | tuple):
-            for place, item in enumerate(arg):
-                if isinstance(item, LazyTensor) and item._data is data:
-                    return (head, place)
-    raise LazyBackendError("internal error: a result shares memory with no operand\n  please report the program")
-
-
-def operand_at(path: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The argument at `path`: a place or a name, then a place in a list."""
-    head = path[0]
-    found = args[head] if head.__class__ is int else kwargs[head]  # type: ignore[index]
-    for place in path[1:]:
-        found = found[place]
-    return found

@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -24,7 +23,7 @@ from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
 from lazy_backend.lowering.ir.overlap import overlap, overlaps_itself
 from lazy_backend.lowering.ir.schema import schema_of
 from lazy_backend.recording import probe
-from lazy_backend.recording.describe import flat, mutated_arguments
+from lazy_backend.recording.arguments import StandIns, flat, mutated_arguments, with_leaves
 from lazy_backend.recording.operators import NotRecordable
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -36,7 +35,7 @@ class Inference:
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
-        self.fakes: list[tuple[TensorData, FakeTensor]] = []
+        self.fakes: StandIns[TensorData] = StandIns()
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the call gives. Raises `NotRecordable`, or eager's error."""
@@ -72,7 +71,7 @@ class Inference:
             meta = torch.device("meta")
             for arg in (*args, *kwargs.values()):
                 if isinstance(arg, LazyTensor):
-                    self.fakes.append((arg._data, _make_fake(arg._data.meta, meta)))
+                    self.fakes.add(arg._data, _make_fake(arg._data.meta, meta))
             known = {id(data): fake for data, fake in self.fakes}
 
             def convert(arg: Any) -> Any:
@@ -129,34 +128,30 @@ class Inference:
             data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
             return self._fake_of(data, cached=id(arg) not in mutated)
         if isinstance(arg, list | tuple):
-            return [self._fake(item, mutated) for item in arg]
+            return with_leaves(lambda item: self._fake(item, mutated), arg)
         if isinstance(arg, torch.device):
             return self.context.backing if arg.type == "lazy" else arg
         return arg
 
-    def _fake_of(self, data: TensorData, cached: bool) -> FakeTensor:
+    def _fake_of(self, data: TensorData, cached: bool) -> torch.Tensor:
         """A fake of the same geometry. Kept per geometry (making one costs 25 µs), but used once in a call."""
-        for known, held in self.fakes:
-            if known is data:
-                return held
+        known = self.fakes.of(data)
+        if known is not None:
+            return known
         fakes = self.context.fakes
         fake = fakes.get(data.meta) if cached else None
-        if fake is None or any(fake is used for _, used in self.fakes):
+        if fake is None or self.fakes.is_used(fake):
             fake = _make_fake(data.meta, self.context.backing)
             if cached:
                 if len(fakes) > 4096:
                     fakes.clear()
                 fakes.setdefault(data.meta, fake)
-        self.fakes.append((data, fake))
+        self.fakes.add(data, fake)
         return fake
 
     def source_of(self, fake: torch.Tensor) -> TensorData | None:
         """The operand whose memory a fake result shares, if any."""
-        place = fake.untyped_storage()._cdata
-        for data, operand in self.fakes:
-            if operand.untyped_storage()._cdata == place:
-                return data
-        return None
+        return self.fakes.source_of(fake)
 
 
 def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:

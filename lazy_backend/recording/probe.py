@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent
+from lazy_backend.recording.arguments import flat, with_leaves
 from lazy_backend.recording.operators import INDEX_OPS, NotRecordable
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -47,7 +48,7 @@ def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 def try_ones(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> bool:
     """Call `op` on ones of the operands' geometry, unless they are large: then False. Raises what eager raises."""
-    metas = [item for leaf in _leaves((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
+    metas = [item for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
     small = sum(meta.numel for meta, _ in metas) <= _MAX_NUMEL
     if small:
         _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _ones))
@@ -73,7 +74,7 @@ def try_zeros(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     """Call one of these operators on zeros, unless they would be large. Raises what eager raises."""
     if op._schema.name not in _CHECKED_ON_ZEROS:
         return
-    metas = [item[0] for leaf in _leaves((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
+    metas = [item[0] for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
     if op._schema.name in INDEX_OPS and any(meta.dtype in (torch.bool, torch.uint8) for meta in metas[1:]):
         return  # how much a mask selects depends on its values
     if sum(meta.numel for meta in metas) <= _MAX_NUMEL:
@@ -140,14 +141,9 @@ def _call(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], convert: Callable[[Any], Any]
 ) -> Any:
     def call() -> Any:
-        return op(*(_map(convert, arg) for arg in args), **{name: _map(convert, arg) for name, arg in kwargs.items()})
+        return op(
+            *(with_leaves(convert, arg) for arg in args),
+            **{name: with_leaves(convert, arg) for name, arg in kwargs.items()},
+        )
 
     return run_clean(call)
-
-
-def _map(convert: Callable[[Any], Any], arg: Any) -> Any:
-    return [_map(convert, item) for item in arg] if isinstance(arg, list | tuple) else convert(arg)
-
-
-def _leaves(arg: Any) -> list[Any]:
-    return [leaf for item in arg for leaf in _leaves(item)] if isinstance(arg, list | tuple) else [arg]

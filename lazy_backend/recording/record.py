@@ -39,15 +39,9 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, View
+from lazy_backend.recording.arguments import flat, mutated_arguments, operand_at
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, draw_seed_for, run_at_once
-from lazy_backend.recording.describe import (
-    check_recordable,
-    describe,
-    flat,
-    mutated_arguments,
-    num_slots_of,
-    operand_at,
-)
+from lazy_backend.recording.describe import check_recordable, describe, num_slots_of
 from lazy_backend.recording.inference import Inference
 from lazy_backend.recording.operators import (
     HOST_OPERAND_OPS,

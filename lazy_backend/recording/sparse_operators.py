@@ -15,8 +15,9 @@ from lazy_backend.errors import DeviceError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_frames, hide_internals
 from lazy_backend.execution import reads
+from lazy_backend.recording.arguments import flat
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, run_at_once
-from lazy_backend.recording.describe import GIVES_SPARSE, flat
+from lazy_backend.recording.describe import GIVES_SPARSE
 from lazy_backend.recording.record import Handler, add_handler
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import mixed_devices, quantized_error
