@@ -1,12 +1,13 @@
-"""The values of one run, and where they are kept between runs.
+"""Frames, which hold the values of one run, and the pool that keeps frames between runs.
 
-In: a template, and what one run brings. Out: `ExecutionFrame`; `FramePool`, with one frame per run in flight.
+In: a template, and the inputs, constants and seeds of one run. Out: `ExecutionFrame`; `FramePool`, with one frame per
+run in flight.
 Seed: nativert Executor (`ExecutionFrame`, `getExecutorFrameFromPool`, `clearStaleExecutionFrames`).
 
 Note [Slots]
-A frame is one list. Its first slots hold the graph's values by their numbers, then come the constants, then the literal
-arguments of all kernels: so a kernel gathers its arguments with one call, whatever they are. Literals and constants
-stay for the whole run; a value's slot is emptied after its last use.
+A frame is one list. Its first slots hold the graph's values by number, then come the constants, then the literal
+arguments of all kernels. So a kernel gathers its arguments with one call, whatever their kinds. Literals and constants
+stay for the whole run; a value's slot is emptied after the value's last use.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameTemplate:
-    """What every run of a graph starts from. See Note [Slots]."""
+    """The initial contents of a frame, the same for every run of a graph. See Note [Slots]."""
 
-    values: list[Any]  # never written once the template is made
-    inputs: tuple[int, ...]  # slots of the tensors that a run brings
+    values: list[Any]  # never written after construction
+    inputs: tuple[int, ...]  # slots of the tensors that are passed to a run
     first_constant: int
 
     def holding(self, held: Mapping[int, torch.Tensor]) -> FrameTemplate:
-        """This template with tensors in some slots, which a run then need not bring."""
+        """This template with tensors in some slots; a run is then not passed those tensors."""
         values = self.values.copy()
         for slot, tensor in held.items():
             values[slot] = tensor
@@ -38,7 +39,7 @@ class FrameTemplate:
 
 
 class ExecutionFrame:
-    """The values of one run, by slot. `buffers` are memory of its own, each with the slot it is wanted in."""
+    """The values of one run, by slot. `buffers`: memory that the frame owns, as pairs of slot and tensor."""
 
     __slots__ = ("values", "constants", "seeds", "buffers")
 
@@ -55,7 +56,7 @@ class ExecutionFrame:
         constants: Sequence[float],
         seeds: Sequence[int],
     ) -> None:
-        """Make ready for a run: `inputs` go to the template's input slots, in that order."""
+        """Prepare for a run: `inputs` fill the template's input slots, in that order."""
         values = self.values
         values[:] = template.values
         for slot, tensor in zip(template.inputs, inputs, strict=True):
@@ -67,14 +68,14 @@ class ExecutionFrame:
         self.seeds = seeds
 
     def clear(self) -> None:
-        """Let go of everything but the buffers."""
+        """Release all values except the buffers."""
         self.values.clear()
 
 
 class FramePool:
-    """The frames of one executor: one per run in flight, kept for the next and dropped when unused for `max_age`.
+    """The frames of one executor: one per run in flight, reused by later runs and dropped when unused for `max_age`.
 
-    `clock` gives seconds. Safe from any thread.
+    `max_age` and `clock` are in seconds. Safe to use from any thread.
     """
 
     def __init__(self, new_frame: Callable[[], ExecutionFrame], max_age: float, clock: Callable[[], float]) -> None:
@@ -83,18 +84,18 @@ class FramePool:
         self._clock = clock
         self._lock = threading.RLock()
         self._num_in_use = 0
-        # the frame used last is taken first, so that the others grow stale: the oldest stand on the left
+        # the most recently used frame is taken first, so that the others become stale; the oldest are on the left
         self._idle: deque[tuple[float, ExecutionFrame]] = deque()
 
     @property
     def num_frames(self) -> int:
-        """Frames in use and idle."""
+        """Number of frames, in use and idle."""
         with self._lock:
             return self._num_in_use + len(self._idle)
 
     @contextmanager
     def frame(self) -> Iterator[ExecutionFrame]:
-        """A frame for one run. After an error it is dropped: a kernel under way elsewhere may still write to it."""
+        """A frame for one run. After an error it is dropped: a kernel still running elsewhere may write to it."""
         with self._lock:
             self._num_in_use += 1
             taken = self._idle.pop()[1] if self._idle else None
@@ -111,7 +112,7 @@ class FramePool:
         self.clear_stale()
 
     def clear_stale(self) -> None:
-        """Drop the frames that nobody used for `max_age` seconds."""
+        """Drop the frames that have been idle for more than `max_age` seconds."""
         with self._lock:
             oldest_kept = self._clock() - self._max_age
             while self._idle and self._idle[0][0] < oldest_kept:

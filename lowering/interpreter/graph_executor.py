@@ -1,6 +1,6 @@
 """What the serial and the parallel executor share.
 
-In: the kernels of a graph, and what a run is to do. Out: `GraphExecutor`, an `ExecutionPlan`.
+In: the kernels of a graph, and what a run must compute (`ExecInfo`). Out: `GraphExecutor`, an `ExecutionPlan`.
 Seed: nativert `GraphExecutorBase`.
 """
 
@@ -20,7 +20,7 @@ from lazy_backend.lowering.ir.graph import Graph
 
 
 class GraphExecutor(ABC):
-    """Runs the kernels of one graph. Holds no state between runs, which may overlap."""
+    """Runs the kernels of one graph. Keeps no values between runs; runs may overlap."""
 
     kind = PlanKind.INTERPRETED
 
@@ -35,7 +35,7 @@ class GraphExecutor(ABC):
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run once. Takes ownership of `inputs` (the list is emptied), so that what dies in the run is freed early.
+        """Run once. Takes ownership of `inputs` (empties the list), so that an input dying in the run is freed early.
 
         Raises `NodeError`, which names the operator and the user's line.
         """
@@ -45,11 +45,11 @@ class GraphExecutor(ABC):
         return self.execute_with_prefilled_frame(frame)
 
     def execute_with_prefilled_frame(self, frame: ExecutionFrame) -> list[torch.Tensor]:
-        """Run once on what `frame.fill` put there."""
+        """Run once on a frame that `frame.fill` has prepared."""
         return self.run(GraphTask(self.kernels, self.exec_info, frame))
 
     def run(self, task: GraphTask) -> list[torch.Tensor]:
-        """Run `task` to its end, on this thread and perhaps others. Returns the outputs, which own their memory."""
+        """Run `task` to completion, on this thread and perhaps others. Returns the outputs, which own their memory."""
         frame = task.frame
         taken = {} if self._aliases.is_known() else watched_storages(frame.values)
         with GraphTaskGuard(task):
@@ -64,4 +64,4 @@ class GraphExecutor(ABC):
 
     @abstractmethod
     def run_kernels(self, task: GraphTask) -> None:
-        """Compute all that the task needs; its outputs are then in the frame."""
+        """Compute everything that the task needs, and leave the task's outputs in the frame."""

@@ -20,7 +20,7 @@ from lazy_backend.lowering.ir.rng import run_seeded
 
 
 class NodeError(RuntimeError):
-    """An operator failed while a graph ran. `__cause__` is what it raised."""
+    """An operator failed while a graph ran. `__cause__` is the operator's own error."""
 
     def __init__(self, node: Node, cause: BaseException) -> None:
         super().__init__(f"{cause}\n  while running {node}\n  recorded at {node.site or 'an unknown line'}")
@@ -28,20 +28,20 @@ class NodeError(RuntimeError):
 
 
 class Kernel(Step, Protocol):
-    """What a run calls. Holds no state of a run, so that many may use it at once."""
+    """One step of a run. A kernel holds no state of a run, so concurrent runs may share it."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """What it computes."""
+        """The nodes that the kernel computes."""
 
     def compute(self, frame: ExecutionFrame) -> None:
-        """Read the operands' slots and write the results'."""
+        """Read the operands from their slots and write the results to theirs."""
 
     def describe(self, error: Exception) -> Exception:
-        """`error`, raised by `compute`, with the user's line."""
+        """`error`, which `compute` raised, with the user's line added."""
 
 
-# What may differ from run to run, or hold such: all other arguments are literals.
+# Types of arguments that may differ from run to run, or contain such arguments; all others are literals.
 _PER_RUN = (Value, Constant, tuple)
 
 
@@ -102,14 +102,14 @@ class OpKernel:
                 values[slot] = result[i]
 
     def _call(self, frame: ExecutionFrame) -> Any:
-        """Call the operator with lists or keywords made for this run, or with a seed."""
+        """Call the operator with lists or keywords built for this run, or with a seed."""
         values = frame.values
         for slot, elements in self._lists:
             values[slot] = [values[element] for element in elements]
         args = self._arguments(values)
         kwargs = self._kwargs | {name: values[slot] for name, slot in self._kwarg_slots}
         for slot, _ in self._lists:
-            values[slot] = None  # or the list would keep its tensors alive
+            values[slot] = None  # otherwise the list would keep its tensors alive
         seed = self.node.seed
         if seed is None:
             return self._op(*args, **kwargs)
@@ -120,7 +120,7 @@ class OpKernel:
 
 
 def _getter(slots: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Gathers slots in a tuple. An itemgetter of several takes 50 ns, a comprehension 250."""
+    """A function that gathers slots in a tuple. An `itemgetter` of several takes 50 ns, a comprehension 250."""
     if len(slots) > 1:
         return operator.itemgetter(*slots)
     if not slots:
@@ -130,14 +130,14 @@ def _getter(slots: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 class _SlotTable:
-    """Hands out the slots of one graph. See Note [Slots]."""
+    """Assigns the slots of one graph. See Note [Slots]."""
 
     def __init__(self, graph: Graph, num_values: int) -> None:
         self.first_constant = num_values
         self.values: list[Any] = [None] * (num_values + graph.num_constants)
 
     def place(self, arg: Arg, operands: dict[Value, None], lists: list[tuple[int, list[int]]]) -> int:
-        """The slot of an argument. Notes the values in it, and the lists that have to be made anew for each run."""
+        """The slot of an argument. Adds its values to `operands`, and lists that each run must rebuild to `lists`."""
         if isinstance(arg, Value):
             operands[arg] = None
             return arg.number
@@ -156,7 +156,7 @@ class _SlotTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelGraph:
-    """A graph as kernels, in an order that may run."""
+    """A graph as kernels, in a valid order."""
 
     graph: Graph
     kernels: tuple[Kernel, ...]

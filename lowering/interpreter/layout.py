@@ -1,16 +1,16 @@
-"""How long values live, and which memory they share.
+"""Lifetimes of values, and the memory they share.
 
-In: a graph. Out: `last_uses` (what dies where), `plan_layout` (a graph whose results share a few buffers), and the
-bytes that both take, planned and measured.
+In: a graph. Out: `last_uses` (which values die at which step), `plan_layout` (a graph whose results share a few
+buffers), and the bytes that results take with and without such a plan, planned and measured.
 Seed: nativert Executor (`LayoutPlanner`).
 
 Note [Planned buffers]
-A node with an `out=` variant can be told where to write. The planner rewrites it: `%3 = aten.mm(%1, %2)` becomes `%3 =
-aten.mm.out(%1, %2, out=%3)`, with `%3` held by the graph: a piece of a buffer that the frame owns. Values that share a
-buffer get the buffer's storage number, so the effect edges of the new graph hold back a write until the last reader of
-what was there before, in any order a run may choose. A storage is placed only if nothing can see it after its last use:
-not if it is an output's or an input's, nor if an operator outside PyTorch reads it, which may return it in spite of its
-schema.
+A node whose operator has an `out=` variant can write its result to given memory. The planner rewrites such a node:
+`%3 = aten.mm(%1, %2)` becomes `%3 = aten.mm.out(%1, %2, out=%3)`, where the graph holds `%3`: a piece of a buffer that
+the frame owns. Values that share a buffer get the buffer's storage number, so the effect edges of the new graph delay a
+write until the last reader of the buffer's old contents, in any order a run may choose. A storage is placed only if
+nothing can see it after its last use: not if it belongs to an output or an input, nor if an operator outside PyTorch
+reads it, since such an operator may return its operand in spite of its schema.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Step, Value, extent, map_arg
 from lazy_backend.lowering.ir.passes import graph_pass
 
-# Small results come from the allocator's own caches faster than a call with `out=` is made.
+# Smaller results come from the allocator's own caches faster than a call with `out=` is made.
 MIN_PLANNED_BYTES = 4096
 _ALIGNMENT = 64  # bytes, a cache line
 
 
 def last_uses(steps: Sequence[Step], kept: Iterable[Value]) -> list[list[Value]]:
-    """For each step, the values that are not used after it; never those in `kept`."""
+    """For each step, the values that die there: no later step uses them, and they are not in `kept`."""
     last_use: dict[Value, int] = {}
     for place, step in enumerate(steps):
         for value in step.inputs():
@@ -48,7 +48,7 @@ def last_uses(steps: Sequence[Step], kept: Iterable[Value]) -> list[list[Value]]
 
 
 def storage_lifetimes(graph: Graph) -> dict[int, tuple[int, int]]:
-    """For each storage, the places of the first and the last node that touches it."""
+    """For each storage, the positions of the first and the last node that touch it."""
     lifetimes: dict[int, tuple[int, int]] = {}
     for place, node in enumerate(graph.nodes):
         for value in (*node.inputs(), *(out for out in node.outputs if out is not None)):
@@ -58,9 +58,9 @@ def storage_lifetimes(graph: Graph) -> dict[int, tuple[int, int]]:
 
 
 def peak_bytes(graph: Graph) -> int:
-    """The most bytes that results of `graph` take at once, if each has memory of its own until its last use.
+    """The most bytes that results of `graph` take at once, if each has its own memory until its last use.
 
-    Not counted: what lies in the memory of inputs or of what is held.
+    Results in the memory of inputs or of held values do not count.
     """
     foreign = {value.storage for value in (*graph.inputs, *graph.held)}
     outputs = {value.storage for value in graph.outputs}
@@ -90,7 +90,7 @@ def _bytes_of(value: Value) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutPlan:
-    """See Note [Planned buffers]. `placed`: the values that live in buffers, each with its buffer's place."""
+    """See Note [Planned buffers]. `placed`: the values that live in buffers, each with its buffer's index."""
 
     graph: Graph
     buffer_bytes: tuple[int, ...]
@@ -98,19 +98,19 @@ class LayoutPlan:
 
     @property
     def planned_bytes(self) -> int:
-        """What a frame holds: all buffers together."""
+        """Bytes of all buffers together, which every frame holds."""
         return sum(self.buffer_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The buffers, and the most that all other results take at once."""
+        """Bytes of the buffers, plus the most bytes that all other results take at once."""
         return self.planned_bytes + peak_bytes(self.graph)
 
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,)
 
     def new_buffers(self) -> list[tuple[int, torch.Tensor]]:
-        """Memory for one frame: for each placed value its slot and its tensor."""
+        """Buffers for one frame: the slot and the tensor of each placed value."""
         device = self.graph.device
         buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in self.buffer_bytes]
         return [(value.number, _piece(buffers[place], value)) for value, place in self.placed]
@@ -123,7 +123,7 @@ def _piece(buffer: torch.Tensor, value: Value) -> torch.Tensor:
 
 @graph_pass("plan buffers")
 def plan_layout(graph: Graph, min_bytes: int = MIN_PLANNED_BYTES) -> LayoutPlan:
-    """Give results of at least `min_bytes` their places in as few buffers as lifetimes allow."""
+    """Place results of at least `min_bytes` in as few buffers as their lifetimes allow."""
     lifetimes = storage_lifetimes(graph)
     visible = _visible_storages(graph)
     buffers = _Buffers()
@@ -147,7 +147,7 @@ def plan_layout(graph: Graph, min_bytes: int = MIN_PLANNED_BYTES) -> LayoutPlan:
 
 
 def _visible_storages(graph: Graph) -> set[int]:
-    """Storages that somebody may see after their last use in the graph, by what schemas promise or beyond."""
+    """Storages that may be read after their last use in the graph, whether or not a schema says so."""
     visible = {value.storage for value in (*graph.inputs, *graph.held, *graph.outputs)}
     for node in graph.nodes:
         if node.op.namespace not in ("aten", "prims"):
@@ -157,7 +157,7 @@ def _visible_storages(graph: Graph) -> set[int]:
 
 @dataclass(slots=True)
 class _Buffers:
-    """Buffers by size: a result takes the smallest free one that it fits in, or enlarges the largest."""
+    """Buffers by size: a result takes the smallest free buffer that it fits in, or enlarges the largest free one."""
 
     sizes: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
@@ -230,7 +230,7 @@ def _writing_out(node: Node, device: torch.device) -> Node:
 
 
 def out_variant(node: Node, device: torch.device) -> torch._ops.OpOverload | None:
-    """The form of the node's operator that writes into a given tensor, if it has a kernel of its own for that."""
+    """The `out=` variant of the node's operator, if that variant has a kernel of its own on `device`."""
     if node.mutates or node.seed is not None or len(node.outputs) != 1 or node.returns_list:
         return None
     return _out_variant(node.op, "CUDA" if device.type == "cuda" else "CPU")
@@ -250,7 +250,7 @@ def _out_variant(op: torch._ops.OpOverload, key: str) -> torch._ops.OpOverload |
 
 
 def _writes_result_of(op: torch._ops.OpOverload, candidate: torch._ops.OpOverload) -> bool:
-    """Whether `candidate` is `op` with one further argument, the tensor to write."""
+    """Whether `candidate` is `op` with one further argument, the tensor to write to."""
     arguments = candidate._schema.arguments
     given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
     return given == [(a.name, str(a.type)) for a in op._schema.arguments] and len(arguments) == len(given) + 1
@@ -261,13 +261,13 @@ def _writes_result_of(op: torch._ops.OpOverload, candidate: torch._ops.OpOverloa
 
 @dataclass(slots=True)
 class MemoryMeter:
-    """Bytes of distinct storages that slots hold, and the most there were. Those at `foreign` addresses are free."""
+    """Bytes of the distinct storages that slots hold, now and at the peak, except those at `foreign` addresses."""
 
     foreign: frozenset[int]
     current: int = 0
     peak: int = 0
     _held: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> address, bytes
-    _holders: Counter[int] = field(default_factory=Counter)  # address -> slots
+    _holders: Counter[int] = field(default_factory=Counter)  # address -> number of slots
 
     def hold(self, slot: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

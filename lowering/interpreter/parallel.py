@@ -1,13 +1,13 @@
-"""Run the kernels of a graph on several threads, each as soon as what it needs is there.
+"""Run the kernels of a graph on several threads, each kernel as soon as its dependencies have run.
 
-In: the kernels of a checked graph. Out: a plan that computes the same as the serial one, bit for bit.
+In: the kernels of a checked graph. Out: a plan with the same results as the serial plan, bit for bit.
 Seed: parallel_graph_executor. Its concurrent queue is a `SimpleQueue` here, its atomic counts are lists under a lock.
 
 Note [Order of a parallel run]
-A kernel runs when the makers of its operands have run, and all that must come before it by the effect edges (Note
-[Program order and effects]). A thread that finishes a kernel goes on with one of those that became ready, and leaves
-the others to whoever comes first; so a chain stays on one thread. A value is freed when every kernel that touches it
-has run. Operators release the GIL while they compute, and that is when others get to run.
+A kernel runs once the makers of its operands and its predecessors by effect edges (Note [Program order and effects])
+have run. A thread that finishes a kernel continues with one of the kernels that became ready and leaves the others to
+the next free thread, so a chain stays on one thread. A value is freed when every kernel that touches it has run.
+Operators release the GIL while they compute, and that is when other threads run.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from lazy_backend.lowering.ir.graph import Graph, Value, dependencies
 
 @dataclass(slots=True, eq=False, repr=False)
 class WorkUnit:
-    """A kernel of a run (the seed's `node` is the kernel's), and the units that wait for it. Shared by all runs."""
+    """A kernel (with the `node` of the seed's work unit), and the units that wait for it. Shared by all runs."""
 
     place: int
     kernel: Kernel
     users: list[WorkUnit]
-    dependencies: int  # units it waits for
-    touches: tuple[int, ...]  # slots to count down, and to empty after the last use
+    dependencies: int  # number of units this one waits for
+    touches: tuple[int, ...]  # slots whose uses are counted down; a slot is emptied after its last use
     captures: tuple[int, ...]
 
     def run(self, task: GraphTask) -> list[WorkUnit]:
-        """Compute, and return the units that are now ready. An error is noted in the task; after one nothing starts."""
+        """Compute, and return the units that are now ready. An error is stored in the task; then no unit starts."""
         if task.has_error:
             return self._finish(task)
         try:
@@ -85,18 +85,18 @@ class WorkUnit:
 
 
 class ThreadPoolExecutor:
-    """Threads that take up work units of any run. The thread that starts a run works on it, too.
+    """Threads that work on units of any run. The thread that starts a run works on that run, too.
 
-    See Note [Reentrant runs]. The threads end when the pool is stopped or dropped.
+    See Note [Reentrant runs]. The threads end when the pool is stopped or garbage-collected.
     """
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     def start(self, num_threads: int) -> None:
-        """Start `num_threads` threads beside those that start runs."""
+        """Start `num_threads` threads, in addition to those that start runs."""
         self._process = os.getpid()
-        # a thread holds the queue, not the pool, so that a pool nobody needs can be dropped
+        # a thread references the queue, not the pool, so that an unused pool can be freed
         self._work: _Work = queue.SimpleQueue()
         self._end = weakref.finalize(self, _put_ends, self._work, num_threads)
         # daemons: a hanging kernel must not keep the interpreter from exiting
@@ -108,7 +108,7 @@ class ThreadPoolExecutor:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads, each after what it is at. Runs under way go on, on the threads that started them."""
+        """End the threads, each after its current work. Runs in flight continue on the threads that started them."""
         threads, self._threads = self._threads, []
         if threads:
             self._end()
@@ -116,9 +116,9 @@ class ThreadPoolExecutor:
             thread.join()
 
     def run(self, task: GraphTask, roots: Sequence[WorkUnit]) -> None:
-        """Run `task` to its end, beginning with `roots`. Raises the first error."""
+        """Run `task` to completion, beginning with `roots`. Raises the first error."""
         if self._threads and self._process != os.getpid():
-            self.start(len(self._threads))  # a fork leaves the threads behind
+            self.start(len(self._threads))  # a forked process has none of the threads
         task.outstanding_tasks = len(roots)
         self.execute_inline(task, roots)
         while (unit := self._next(task)) is not None:
@@ -126,7 +126,7 @@ class ThreadPoolExecutor:
         task.raise_noted()
 
     def _next(self, task: GraphTask) -> WorkUnit | None:
-        """A unit that is ready, after waiting for one; None at the end of the run."""
+        """Wait for a ready unit and return it; None at the end of the run."""
         with task.lock:
             while not task.ready:
                 if task.completed():
@@ -135,16 +135,16 @@ class ThreadPoolExecutor:
             return task.ready.popleft()  # type: ignore[no-any-return]
 
     def add(self, task: GraphTask, units: Sequence[WorkUnit]) -> None:
-        """Leave ready units to whichever thread comes first."""
+        """Leave ready units to the next free thread."""
         with task.lock:
             task.ready.extend(units)
             task.changed.notify()
-        ticket = (self, weakref.ref(task))  # weak: the run may be over before anybody takes it up
+        ticket = (self, weakref.ref(task))  # weak: the run may be over before a thread takes the ticket
         for _ in range(min(len(units), len(self._threads))):
             self._work.put(ticket)
 
     def execute_inline(self, task: GraphTask, ready: Sequence[WorkUnit]) -> None:
-        """Run one of the `ready` units on this thread, then one of those it made ready, and so on. Others are added."""
+        """Run one of the `ready` units on this thread, then one that it made ready, and so on. Queue the others."""
         while ready:
             unit, *others = ready
             if others:
@@ -152,9 +152,9 @@ class ThreadPoolExecutor:
             ready = unit.run(task)
 
     def assist(self, task: GraphTask) -> None:
-        """Work on `task` as long as something is ready. Called by the pool's threads."""
+        """Work on `task` as long as it has ready units. Called by the pool's threads."""
         if not task.ready:
-            return  # somebody was faster
+            return  # other threads have taken them all
         with task.taken_over():
             while (unit := self._next_if_ready(task)) is not None:
                 self.execute_inline(task, [unit])
@@ -164,7 +164,7 @@ class ThreadPoolExecutor:
             return task.ready.popleft() if task.ready and not task.has_error else None
 
 
-# A pool, and a run that has something ready; None ends a thread.
+# A pool, and a run with ready units; None ends a thread.
 _Work: TypeAlias = "queue.SimpleQueue[tuple[ThreadPoolExecutor, weakref.ref[GraphTask]] | None]"
 
 
@@ -178,11 +178,11 @@ def _loop(work: _Work) -> None:
         pool, task = ticket[0], ticket[1]()
         if task is not None:
             pool.assist(task)
-        del ticket, pool, task  # or they would be alive until the next one comes
+        del ticket, pool, task  # otherwise they would stay alive until the next ticket
 
 
 class ParallelGraphExecutor(GraphExecutor):
-    """Runs independent kernels at the same time, on `num_threads` threads, the caller's among them.
+    """Runs independent kernels concurrently, on `num_threads` threads, including the caller's.
 
     See Note [Order of a parallel run].
     """

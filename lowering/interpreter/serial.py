@@ -1,7 +1,8 @@
 """Run a graph kernel by kernel, in program order, on the calling thread.
 
-In: the kernels of a checked graph. Out: a plan that runs it exactly as eager would, freeing every value after its last
-use. This is the interpreted plan: it needs no compiler and starts at once. Seed: nativert `SerialGraphExecutor`.
+In: the kernels of a checked graph. Out: a plan that runs the graph exactly as eager mode would and frees every value
+after its last use. This is the interpreted plan: it needs no compiler and starts at once. Seed: nativert
+`SerialGraphExecutor`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from lazy_backend.lowering.interpreter.layout import last_uses
 from lazy_backend.lowering.interpreter.task import ExecInfo, GraphTask
 from lazy_backend.lowering.ir.graph import Graph
 
-# A kernel, what is captured after it, and the slots to empty.
+# A kernel, the indices of the captures taken after it, and the slots to empty.
 _Step = tuple[Kernel, tuple[int, ...], tuple[int, ...]]
 
 

@@ -1,9 +1,9 @@
 """CUDA streams of one run.
 
-In: the stream that the caller of a run has current. Out: every thread launches on that stream, and what kernels left on
-streams of their own is awaited there at the end.
-All threads share one stream, so the order in which kernels are launched is the order in which the device runs them,
-and the edges of a graph need no events. Seed: graph_task (`leaf_streams`, `caller_current_streams_`).
+In: the caller's current stream. Out: every thread launches kernels on that stream, and at the end the stream waits for
+work that kernels left on streams of their own.
+All threads share one stream, so the device runs kernels in the order of their launches, and the edges of a graph need
+no events. Seed: graph_task (`leaf_streams`, `caller_current_streams_`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class LeafStreams:
-    """The caller's stream on `device`, and the other streams on which kernels without users were left to run."""
+    """The caller's stream on `device`, and the other streams on which kernels without users may still run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,17 +24,17 @@ class LeafStreams:
 
     @contextmanager
     def caller_current(self) -> Iterator[None]:
-        """Make the caller's stream this thread's."""
+        """Make the caller's stream current on this thread."""
         with torch.cuda.stream(self._caller):
             yield
 
     def note_leaf(self) -> None:
-        """A kernel that nobody waits for has been launched by this thread, maybe from a stream it made current."""
+        """Remember this thread's current stream after a kernel without users, which may have switched streams."""
         stream = torch.cuda.current_stream(self._device)
         if stream != self._caller:
             self._leaves.add(stream)
 
     def join(self) -> None:
-        """The caller's stream waits for all leaves."""
+        """Make the caller's stream wait for all leaf streams."""
         for stream in self._leaves:
             self._caller.wait_stream(stream)

@@ -1,24 +1,25 @@
 """The bookkeeping of one run.
 
-In: what is asked of a run (`ExecInfo`) and the frame it runs in. Out: `GraphTask`, which executors drive.
+In: what a run must compute (`ExecInfo`) and the run's frame. Out: `GraphTask`, which executors drive.
 Seed: graph_task (autograd's `GraphTask`), whose names are kept.
 
 Note [Exec info]
-A run may be asked for some outputs, and for copies of inner values; then only the kernels run that these need, in the
-sense of `run_post_order`: those that make them or write a storage they read. A run for fewer outputs must not be seen
-in the inputs: a kernel that writes an input's storage always runs, and so does one that is there for its effect alone.
-So whichever outputs are asked for, the inputs end up as after a full run.
+A caller may request only some outputs, and copies of intermediate values. Then only the kernels run that these need, in
+the sense of `run_post_order`: those that make them or write a storage they read. Requesting fewer outputs must not
+change the inputs: a kernel that writes an input's storage always runs, and so does a kernel that only has an effect. So
+whichever outputs are requested, the inputs end up as after a full run.
 
 Note [Thread-local state]
-What a kernel computes may depend on its thread: grad mode, inference mode, threads per operator, the current CUDA
-stream. A task notes the caller's, and every thread that works for it takes them over. Autocast is off in all of them: a
-graph was recorded below it and holds its casts. Dispatch modes, context variables and `torch.set_flush_denormal` stay
-with the caller: the first two belong to one thread, and nobody can ask for the last.
+A kernel's result may depend on its thread: grad mode, inference mode, threads per operator, the current CUDA stream. A
+task stores the caller's settings, and every thread that works for the task adopts them. Autocast is off on all these
+threads: a graph was recorded below autocast and contains its casts. Dispatch modes, context variables and
+`torch.set_flush_denormal` stay with the caller: the first two belong to one thread, and PyTorch has no getter for the
+last.
 
 Note [Reentrant runs]
-A kernel may itself run a graph, on the same thread pool too. The thread that starts a run works on it until it is done,
-and takes up no other run meanwhile. So each run under way has a thread that makes it progress, and nothing waits in a
-circle, however deep runs are nested and however few threads there are.
+A kernel may itself run a graph, even on the same thread pool. The thread that starts a run works on it until it is
+done, and works on no other run meanwhile. So each run in flight has a thread that makes progress on it, and there is no
+circular wait, however deeply runs are nested and however few threads there are.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ Hook = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """A copy of an inner value, as the kernel that makes it leaves it.
+    """A copy of an intermediate value, as its kernel leaves it.
 
-    `hooks` are called one after the other, each with what the one before returned, first with the copy; what the last
-    returns is the captured value. The run itself goes on with the original.
+    `hooks` are called in order, the first with the copy, each later one with the result of the previous hook; the last
+    result is the captured value. The run itself continues with the original.
     """
 
     value: Value
@@ -58,12 +59,12 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExecInfo:
-    """What a run does. See Note [Exec info]."""
+    """What a run computes. See Note [Exec info]."""
 
-    needed: tuple[int, ...]  # places of the kernels that run, in program order
+    needed: tuple[int, ...]  # indices of the kernels that run, in program order
     outputs: tuple[Value, ...]
     captures: tuple[Capture, ...]
-    captured_at: Mapping[int, tuple[int, ...]]  # place of a kernel -> places of what is captured after it
+    captured_at: Mapping[int, tuple[int, ...]]  # index of a kernel -> indices of the captures taken after it
 
 
 def everything(kernels: KernelGraph) -> ExecInfo:
@@ -72,9 +73,9 @@ def everything(kernels: KernelGraph) -> ExecInfo:
 
 
 def exec_info(kernels: KernelGraph, outputs: Sequence[Value], captures: Sequence[Capture] = ()) -> ExecInfo:
-    """A run for `outputs` (of the graph's, in any order) and `captures`. See Note [Exec info].
+    """A run for `outputs` (outputs of the graph, in any order) and `captures`. See Note [Exec info].
 
-    Raises `ValueError` for an output that is none, and for a captured value that no kernel hands out.
+    Raises `ValueError` for a value that is no output of the graph, and for a captured value that no kernel returns.
     """
     for value in outputs:
         if value not in kernels.graph.outputs:
@@ -84,7 +85,7 @@ def exec_info(kernels: KernelGraph, outputs: Sequence[Value], captures: Sequence
     makers: dict[Value, int] = {}
     for place in needed:
         kernel = kernels.kernels[place]
-        # not the operands that it gives back, as an in-place operator does
+        # without the operands that a kernel returns, as an in-place operator does
         makers.update((value, place) for value in kernel.outputs if value is not None and value not in kernel.inputs())
     captured_at: dict[int, tuple[int, ...]] = {}
     for index, capture in enumerate(captures):
@@ -126,8 +127,8 @@ class ThreadLocalState:
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """What another thread has to change, beside what `GraphTaskGuard` changes on every thread."""
-        # asking also makes a new thread obey torch.set_num_threads: MKL would take all cores
+        """Apply these settings to another thread, except those that `GraphTaskGuard` applies on every thread."""
+        # the query also makes a new thread obey torch.set_num_threads; without it, MKL would use all cores
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         with torch.inference_mode(self.inference_mode):
@@ -143,7 +144,7 @@ _ids = itertools.count(1)
 
 
 def current_graph_task_id() -> int:
-    """The number of the run that this thread works for, or -1. For tools, and for kernels that look around."""
+    """The id of the run that this thread works for, or -1. For tools, and for kernels that inspect their run."""
     task = _current.task
     return -1 if task is None else task.id
 
@@ -171,20 +172,20 @@ def _require_current() -> GraphTask:
 
 
 class GraphTaskGuard:
-    """Makes `task` the current one of this thread, sets its grad mode and turns autocast off."""
+    """Makes `task` this thread's current task, sets the task's grad mode and turns autocast off."""
 
     __slots__ = ("_task", "_last", "_grad_mode", "_autocast")
 
     def __init__(self, task: GraphTask) -> None:
         self._task = task
 
-    # by hand: a generator with three `with` blocks takes 2 µs more, of the 8 that a run of one node takes
+    # a class: a generator with three `with` blocks takes 2 µs more, of the 8 µs that a run of one node takes
     def __enter__(self) -> None:
         self._last = _current.task
         _current.task = self._task
         self._grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self._task.thread_locals.grad_mode)
-        # internal, checked on 2.13: the public torch.autocast(enabled=False) knows one device each
+        # internal, checked on 2.13: the public torch.autocast(enabled=False) covers one device type at a time
         self._autocast = torch._C._DisableAutocast()
         self._autocast.__enter__()
 
@@ -198,10 +199,10 @@ class GraphTaskGuard:
 
 
 class GraphTask:
-    """One run of a graph. Made on the thread that runs it, its `owner`.
+    """One run of a graph. Created on the thread that runs it, its `owner`.
 
-    `exit_on_error`: raise a kernel's error at once, rather than when the kernels under way on other threads have ended;
-    these then still use the inputs for a while.
+    `exit_on_error`: raise a kernel's error at once instead of waiting for the kernels still running on other threads;
+    those kernels may then use the inputs for a while longer.
     """
 
     __slots__ = (
@@ -225,7 +226,7 @@ class GraphTask:
         self.owner = threading.get_ident()
         self.reentrant_depth: int = 0 if _current.task is None else _current.task.reentrant_depth + 1
         self.exit_on_error = exit_on_error
-        # as the seed does: noted from the thread, but for the grad mode, which is the caller's choice
+        # as in the seed: taken from this thread, except for the grad mode, which the caller chooses
         self.thread_locals = ThreadLocalState(grad_mode, torch.is_inference_mode_enabled(), torch.get_num_threads())
         self.has_error = False
         self.captured_vars: list[torch.Tensor | None] = [None] * len(exec_info.captures)
@@ -237,7 +238,7 @@ class GraphTask:
 
     @property
     def future(self) -> Future[list[torch.Tensor]]:
-        """Completes with the outputs, or the error, of the run. Ask for it before the run starts."""
+        """Completes with the outputs, or the error, of the run. Request it before the run starts."""
         if self._future is None:
             self._future = Future()
         return self._future
@@ -247,10 +248,10 @@ class GraphTask:
         return [node for place in self.exec_info.needed for node in self.kernels.kernels[place].nodes]
 
     def capture(self, places: Sequence[int]) -> None:
-        """Take the values that are to be captured here. See `Capture`."""
+        """Take the captures at these indices. See `Capture`."""
         for index in places:
             capture = self.exec_info.captures[index]
-            # a copy: the run may go on to write the memory, or to give it to somebody else
+            # a copy: the run may still write the memory, or reuse it for another value
             captured = self.frame.values[capture.value.number].clone()
             for hook in capture.hooks:
                 captured = hook(captured)
@@ -259,22 +260,22 @@ class GraphTask:
     # ----- errors and the end
 
     def set_exception_without_signal(self, error: BaseException) -> None:
-        """Note the first error, for the owner to raise: nothing that is not under way starts any more."""
+        """Store the first error, for the owner to raise. No further kernel starts from then on."""
         if not self.has_error:
             self.has_error = True
             self._error = error
 
     def set_exception(self, error: BaseException) -> None:
-        """Tell who waits for the future. Called by the owner, which is about to raise `error`.
+        """Complete the future with `error`. Called by the owner, which is about to raise the error.
 
-        The task does not keep it, or it and the error's traceback would keep each other alive.
+        The task does not store the error: the task and the error's traceback would keep each other alive.
         """
         self.has_error = True
         if self._future is not None:
             self._future.set_exception(error)
 
     def raise_noted(self) -> None:
-        """Raise what another thread noted, and forget it."""
+        """Raise the stored error, if there is one, and drop it from the task."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -286,7 +287,7 @@ class GraphTask:
         """Join the streams, run the final callbacks, complete the future. Called by the owner."""
         if self.leaf_streams is not None:
             self.leaf_streams.join()
-        for callback in self.final_callbacks:  # which may grow meanwhile
+        for callback in self.final_callbacks:  # callbacks may add callbacks
             callback()
         if self._future is not None:
             self._future.set_result(outputs)
@@ -294,12 +295,12 @@ class GraphTask:
     # ----- for several threads
 
     def init_to_execute(self, uses: Sequence[int]) -> None:
-        """Start to count. `uses`: for each slot, the units that touch it."""
-        self.lock = threading.Lock()  # guards all that follows, and `has_error`
+        """Initialise the counts. `uses`: for each slot, the number of units that touch it."""
+        self.lock = threading.Lock()  # guards the fields below, and `has_error`
         self.changed = threading.Condition(self.lock)  # only the owner waits on it
-        self.outstanding_tasks = 0  # units ready or under way
-        self.ready: deque[Any] = deque()  # units that may run and that nobody has taken
-        # units that got some of what they wait for, with how many still have to come; what came waits in the frame
+        self.outstanding_tasks = 0  # number of units that are ready or running
+        self.ready: deque[Any] = deque()  # units that may run and that no thread has taken
+        # units with some dependencies done -> the number of dependencies left; results so far wait in the frame
         self.not_ready: dict[int, int] = {}
         self.uses = list(uses)
 

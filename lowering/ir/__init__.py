@@ -1,6 +1,6 @@
-"""Recorded programs and graphs, and what turns the one into the other.
+"""The graph and its representations.
 
-In: the calls of a path through the trie. Out: a canonical `Graph`, as text, as bytes, with symbols for its numbers.
+In: the calls on one path through the trie. Out: a canonical `Graph`, as text, as bytes, or with symbols for its sizes.
 
 Imports `cache` alone.
 """

@@ -1,8 +1,9 @@
 """Outputs that own their memory.
 
-In: the inputs and outputs of a plan's first run. Out: outputs none of which shares memory with an input or another.
-A graph says that every output owns its storage. A compiler may fold two equal outputs into one buffer, and a kernel may
-return its operand, although its schema promises new memory; a later in-place call would then write both.
+In: the inputs and outputs of a plan's first run. Out: outputs that share no memory with inputs or with each other.
+A graph promises that every output owns its storage. But a compiler may fold two equal outputs into one buffer, and a
+kernel may return its operand although its schema promises new memory; a later in-place call would then write both
+tensors.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-# internal, checked on 2.13: a storage that may be gone, and whether it is; storages have no public weak reference
+# internal, checked on 2.13: a weak reference to a storage, with a test for expiry; storages have no public one
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class OutputAliases:
-    """What a plan aliases. It is a property of the plan, so it is looked at once."""
+    """Which outputs of a plan share memory. Aliasing is a property of the plan, so it is determined once."""
 
     __slots__ = ("_copied",)
 
@@ -27,7 +28,7 @@ class OutputAliases:
         return self._copied is not None
 
     def separate(self, taken: Mapping[int, StorageWeakRef], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy the outputs that share memory. `taken`: the inputs' `watched_storages`, needed at the first run only."""
+        """Clone outputs that share memory. `taken`: the inputs' `watched_storages`, needed only at the first run."""
         if self._copied is None:
             self._copied = _aliasing(taken, outputs)
         for place in self._copied:
@@ -36,12 +37,12 @@ class OutputAliases:
 
 
 def storages_of(tensors: Sequence[object]) -> frozenset[int]:
-    """Addresses of the tensors' storages; empty ones have none."""
+    """Addresses of the tensors' storages; empty storages have none."""
     return frozenset(watched_storages(tensors))
 
 
 def watched_storages(tensors: Sequence[object]) -> dict[int, StorageWeakRef]:
-    """The tensors' storages by address. Holds none of them: a run frees inputs that die in it."""
+    """The tensors' storages by address, referenced weakly: a run frees inputs that die in it."""
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return {storage.data_ptr(): StorageWeakRef(storage) for storage in storages if storage.data_ptr()}
 
@@ -51,7 +52,7 @@ def _aliasing(taken: Mapping[int, StorageWeakRef], outputs: Sequence[torch.Tenso
     places: list[int] = []
     for place, output in enumerate(outputs):
         address = output.untyped_storage().data_ptr()
-        # an output may lie where an input was that the run has freed
+        # an output may reuse the address of an input that the run has freed
         is_input = address in taken and not taken[address].expired()
         if address and (address in seen or is_input):
             places.append(place)

@@ -1,17 +1,18 @@
-"""From a recorded program to its canonical graph.
+"""Turn a recorded program into its canonical graph.
 
-In: the calls of one path and the fresh slots that are still wanted. Out: `PostOrderData`: the pruned, numbered graph
-and, for each of its inputs, constants and seeds, where in the trace it comes from.
+In: the calls on one path through the trie, and the fresh slots still wanted. Out: `PostOrderData`: the pruned, numbered
+graph and, for each of its inputs, constants and seeds, the origin in the trace.
 Programs that differ only in dead code give equal graphs. Seed: lazy_graph_executor, `PostOrderData`, `RunPostOrder`.
 
 Note [Inputs own their storage]
-No two inputs of a graph share memory. Where a trace uses several views of one storage from outside, the graph takes
-the storage's base once and makes the views itself, so no compiler has to be trusted with aliasing inputs, and writes
-through one view are seen through the others. It does so, too, where `as_strided` looks past one view.
+No two inputs of a graph share memory. Where a trace uses several views of one external storage, the graph takes the
+storage's base once and makes the views itself. So no compiler has to be trusted with aliasing inputs, and a write
+through one view is visible through the others. The graph also takes the base where `as_strided` of a view reaches
+elements outside that view.
 
 Note [as_strided means the base]
-`as_strided` of any tensor is a window of its storage, so it is taken of the storage's base; in a storage that is
-written as slices and views of it, if that is possible (`windows.py`).
+`as_strided` of any tensor selects a window of the tensor's storage, so the graph applies it to the storage's base. If
+the storage is written, the graph uses slices and views of the base instead, where possible (`windows.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Where a graph input comes from: the `index`-th input of the trace, or the base behind it."""
+    """The origin of a graph input: the trace's input at `index`, or the base of that input's storage."""
 
     index: int
     base: bool
@@ -50,28 +51,28 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostOrderData:
-    """A canonical graph and how a trace feeds it."""
+    """A canonical graph, and where in a trace its inputs, constants and seeds are found."""
 
     graph: Graph
-    post_order: tuple[Call, ...]  # the calls that stayed
-    emission_map: dict[Token, Value]  # what each token of the trace became
+    post_order: tuple[Call, ...]  # the calls that survive pruning
+    emission_map: dict[Token, Value]  # each token of the trace -> its value in the graph
     parameters: tuple[Parameter, ...]  # per graph input, in the order of first use
-    parameter_sequence: tuple[int, ...]  # per trace input, its graph input, or -1 if pruned
-    constants: tuple[int, ...]  # per graph constant, its place among the trace's constants
-    seeds: tuple[int, ...]  # per graph seed, its place among the trace's seeds
+    parameter_sequence: tuple[int, ...]  # per trace input, the index of its graph input, or -1 if pruned
+    constants: tuple[int, ...]  # per graph constant, its index among the trace's constants
+    seeds: tuple[int, ...]  # per graph seed, its index among the trace's seeds
 
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,)
 
 
 def fresh_slots(calls: Sequence[Call]) -> list[Fresh]:
-    """The results with memory of their own, in program order: what a trace counts as pending."""
+    """The results that own their memory, in program order: a trace counts these as pending."""
     return [result for call in calls for result in call.results if isinstance(result, Fresh)]
 
 
 @graph_pass("prune and number")
 def run_post_order(calls: Sequence[Call], roots: Sequence[Token], device: torch.device) -> PostOrderData:
-    """Prune `calls` to what the `roots` and the inputs' storages need, and number what is left.
+    """Prune `calls` to those that the `roots` and the inputs' storages need, and number the values that remain.
 
     `roots` are tokens of fresh results, in program order; they become the outputs.
     """
@@ -79,7 +80,7 @@ def run_post_order(calls: Sequence[Call], roots: Sequence[Token], device: torch.
 
 
 def post_order_for(calls: Sequence[Call], roots: Sequence[Token], device: torch.device) -> PostOrderData:
-    """`run_post_order` for any tokens, also of views, which share memory: the graph is there to be looked at."""
+    """`run_post_order` for any tokens, including views, which share memory: such a graph is only for inspection."""
     storages = storage_of_tokens(calls)
     kept = _live_calls(calls, roots, storages)
     builder = _GraphBuilder(calls, kept, storages)
@@ -89,7 +90,7 @@ def post_order_for(calls: Sequence[Call], roots: Sequence[Token], device: torch.
 
 
 def storage_of_tokens(calls: Sequence[Call]) -> dict[Token, int]:
-    """Number the storages: inputs of one alias group share one, a view has its operand's."""
+    """Number the storages: inputs of one alias group share a storage, and a view has its operand's storage."""
     storages: dict[Token, int] = {}
     groups: dict[int, int] = {}
     count = 0
@@ -128,7 +129,7 @@ def _add_operands(args: tuple[Any, ...], found: list[Token]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """A call that stays, with its operands and its place among the trace's seeds."""
+    """A call that survives pruning, with its operands and the index of its seed among the trace's seeds."""
 
     call: Call
     operands: list[Token]
@@ -136,10 +137,11 @@ class _Kept:
 
 
 def _live_calls(calls: Sequence[Call], outputs: Sequence[Token], storages: dict[Token, int]) -> list[_Kept]:
-    """The calls whose effect is seen, in program order.
+    """The calls with an observable effect, in program order.
 
-    Backwards: a call stays if a result is wanted, if it writes a storage that is read later, is an output or comes
-    from outside, or if it returns nothing and writes nothing (an assertion, say: it is there for its effect).
+    Walks backwards. A call stays if one of its results is needed, if it writes a storage that is read later, is an
+    output or comes from outside, or if it neither returns nor writes anything (an assertion, say, which is called for
+    its effect).
     """
     seed_places: list[int] = []
     seeds = 0
@@ -166,7 +168,7 @@ def _live_calls(calls: Sequence[Call], outputs: Sequence[Token], storages: dict[
 
 
 class _GraphBuilder:
-    """Numbers values while the kept calls pass in program order."""
+    """Adds the kept calls in program order and numbers their values."""
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[_Kept], storages: dict[Token, int]) -> None:
         self.storages = storages
@@ -184,7 +186,7 @@ class _GraphBuilder:
         self.constants: dict[int, int] = {}
         self.seeds: list[int] = []
         self.count = 0
-        self.where: tuple[str, tuple[str, ...]] = ("", ())  # user lines of the views that are made
+        self.where: tuple[str, tuple[str, ...]] = ("", ())  # user lines for the views that the builder adds
 
     def _groups_with_several_views(self, kept: Sequence[_Kept]) -> set[int]:
         views: dict[int, set[Token]] = {}
@@ -193,7 +195,7 @@ class _GraphBuilder:
                 entered = self.entered.get(token)
                 if entered is not None:
                     views.setdefault(entered.group, set()).add(token)
-        # `as_strided` of one view may reach elements outside of it
+        # `as_strided` of one view may reach elements outside that view
         strided = {
             self.storages[token] for one in kept if one.call.op is aten.as_strided.default for token in one.operands
         }
@@ -222,7 +224,7 @@ class _GraphBuilder:
         return value
 
     def _enter(self, entered: Entered) -> Value:
-        """The value of an input at its first use. See Note [Inputs own their storage]."""
+        """The value of an input, added at the input's first use. See Note [Inputs own their storage]."""
         storage = self.storages[entered.token]
         index = entered.token.index
         if entered.group not in self.shared_groups and not (entered.meta.conj or entered.meta.neg):
@@ -237,8 +239,9 @@ class _GraphBuilder:
         value = base
         plain = intern_meta(meta.shape, meta.stride, meta.storage_offset, meta.dtype)
         if plain is not base.meta:
-            # AOTAutograd refuses mutations through an `as_strided` of a view, or a view of one: where a contiguous
-            # piece is wanted, as of a flat parameter buffer, views without it do
+            # AOTAutograd rejects a mutation through `as_strided` of a view, and through a view of `as_strided`. A
+            # contiguous piece, such as a slice of a flat parameter buffer, needs no `as_strided`: a slice and a view
+            # are enough
             sliced = _is_contiguous(plain) and _is_contiguous(base.meta)
             flat = base if plain.dtype == base.meta.dtype and not sliced else self._flat(base, plain.dtype)
             sliced = sliced and plain.storage_offset + plain.numel <= flat.meta.numel
@@ -269,7 +272,7 @@ class _GraphBuilder:
         return self._add_view(aten.view.dtype, (flat, dtype), intern_meta(cast, (1,), 0, dtype))
 
     def _window(self, base: Value, meta: TensorMeta) -> Value:
-        """See Note [as_strided means the base]."""
+        """The tensor with geometry `meta` in the storage of `base`. See Note [as_strided means the base]."""
         chain = chain_to(base.meta, meta) if base.storage in self.written else None
         if chain is None:
             return self._as_strided(base, meta)
@@ -282,7 +285,7 @@ class _GraphBuilder:
         return self._add_view(aten.as_strided.default, args, meta)
 
     def _slice(self, flat: Value, meta: TensorMeta) -> Value:
-        """A contiguous piece of a storage given flat."""
+        """A contiguous piece of the 1-d storage `flat`."""
         if meta is flat.meta:
             return flat
         start, end = meta.storage_offset, meta.storage_offset + meta.numel
@@ -299,7 +302,7 @@ class _GraphBuilder:
         if call.op is aten.as_strided.default:
             self._add_as_strided(call)
             return
-        # operands first: entering one may add nodes and numbers
+        # operands first: entering an input may add nodes and take value numbers
         offset = self.constant_offset[call]
         args = tuple([self._convert(arg, offset) for arg in call.args])
         kwargs = tuple([(name, self._convert(arg, offset)) for name, arg in call.kwargs])
@@ -318,14 +321,14 @@ class _GraphBuilder:
         """See Note [as_strided means the base]."""
         (view,) = call.results
         assert isinstance(view, View)
-        self._value_of(view.of)  # enters the base, if nothing has
+        self._value_of(view.of)  # enters the base unless it is already in the graph
         self.where = call.site, call.frames
         self.values[view.token] = self._view_of_base(self._base_of(self.storages[view.of]), view.meta)
         self.where = "", ()
         self.post_order.append(call)
 
     def _base_of(self, storage: int) -> Value:
-        """The base of a storage that is made in the trace or has entered it."""
+        """The base of a storage, whether it was made in the trace or entered from outside."""
         made = self.fresh.get(storage)
         if made is not None:
             return self.values[made.token]
@@ -337,7 +340,7 @@ class _GraphBuilder:
         )
 
     def _convert(self, arg: Any, offset: int) -> Any:
-        """An argument as it stands in a node; `offset`: where its call's constants start among the trace's."""
+        """An argument as a node holds it. `offset`: index of its call's first constant among the trace's constants."""
         kind = arg.__class__
         if kind is Token:
             return self._value_of(arg)
@@ -386,7 +389,7 @@ def _is_contiguous(meta: TensorMeta) -> bool:
 
 
 def _constant_offsets(calls: Sequence[Call]) -> dict[Call, int]:
-    """Where each call's constants start among the trace's: a `Call` numbers its own from zero."""
+    """The index of each call's first constant among the trace's constants: a `Call` numbers its own from zero."""
     offsets: dict[Call, int] = {}
     total = 0
     for call in calls:

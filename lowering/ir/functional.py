@@ -1,14 +1,15 @@
 """Graphs whose writes a compiler would get wrong.
 
-In: a graph. Out: why it must be interpreted, and where in the user's code, if it must.
+In: a graph. Out: the reason why it must be interpreted, with the user line responsible, or None.
 
 Note [Writes that compilers get wrong]
-AOTAutograd has no writes: it gives a written view a new value, and undoes the view to give its base one
-(`FunctionalInverses.cpp` of 2.13). That is right only if undoing loses nothing. It is wrong, without an error, where a
-view covers an element twice, where it was made by `expand` (undone by a sum, which loses the sign of -0.0 even if
-nothing is repeated), where it leaves gaps that undoing fills with zeros (`unfold`), where a call reads elements that it
-writes as others, and where `as_strided` looks at a base that lies in memory in another way since it was written.
-Geometry decides exactly, so it is asked.
+AOTAutograd has no writes: it replaces a written view by a new value, and inverts the view operators to compute a new
+value for the base (`FunctionalInverses.cpp` of 2.13). This is right only if the inverse loses nothing. The result is
+wrong, without an error, where a view covers an element twice, where the view was made by `expand` (its inverse is a
+sum, which loses the sign of -0.0 even if nothing is repeated), where the view leaves gaps that its inverse fills with
+zeros (`unfold`), where a call reads elements that it also writes in another position, and where `as_strided` is applied
+to a base whose memory layout has changed since a write. Geometry decides these cases exactly, so the checks here
+compare geometries.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 
 
 class NotFunctional(Exception):
-    """Why a graph is not compiled, and the user's line that makes it so."""
+    """Why a graph is not compiled, with the user line responsible."""
 
     def __init__(self, reason: str, site: str) -> None:
         super().__init__(f"{reason}\n  at {site or 'an unknown line'}")
@@ -33,12 +34,12 @@ class NotFunctional(Exception):
 
 
 def why_not_functional(graph: Graph) -> NotFunctional | None:
-    """The first reason to interpret `graph`, if there is one. See Note [Writes that compilers get wrong]."""
+    """The first reason to interpret `graph`, or None. See Note [Writes that compilers get wrong]."""
     return next((NotFunctional(reason, node.site) for node, reason in unsound_writes(graph)), None)
 
 
 def unsound_writes(graph: Graph) -> Iterator[tuple[Node, str]]:
-    """The nodes whose writes a compiler would get wrong, in program order, with the reason."""
+    """The nodes whose writes a compiler would get wrong, in program order, each with the reason."""
     written = {value.storage for node in graph.nodes for value in node.mutates}
     makers = _view_makers(graph, written)
     strided = {
@@ -54,12 +55,12 @@ def unsound_writes(graph: Graph) -> Iterator[tuple[Node, str]]:
             yield node, reason
 
 
-# Operators that look at the memory behind their first operand.
+# Operators that address the storage behind their first operand.
 _STRIDED = frozenset(("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"))
 
 
 def _view_makers(graph: Graph, written: set[int]) -> dict[Value, Node]:
-    """What makes each view of a storage that is written."""
+    """For each view of a written storage, the node that makes the view."""
     makers: dict[Value, Node] = {}
     if not written:
         return makers
@@ -84,7 +85,7 @@ def _reason(node: Node, makers: dict[Value, Node], strided: set[int]) -> str | N
 
 
 def _lossy_views(target: Value, makers: dict[Value, Node]) -> Iterator[str]:
-    """Why undoing the views that lead to `target` would lose something."""
+    """The reasons why inverting the views that lead to `target` would lose data."""
     while True:
         if overlaps_itself(target.meta):
             yield "a write through a view that has elements twice"
@@ -99,20 +100,20 @@ def _lossy_views(target: Value, makers: dict[Value, Node]) -> Iterator[str]:
         target = source
 
 
-# Pointwise operators that do not have the tag in 2.13.
+# Pointwise operators that lack the `pointwise` tag in 2.13.
 _POINTWISE = ("aten::copy_", "aten::masked_fill_", "aten::fill_", "aten::_foreach_", "aten::_fused_")
 
-# An operand: the value, and its place in a list of tensors, or -1.
+# An operand: the value, and its index in a list of tensors, or -1 if it is in no list.
 Operand = tuple[Value, int]
 
 
 def _reads_what_it_writes(node: Node) -> bool:
-    """Whether an operand or another target lies, in part or as other elements, in what the call writes."""
+    """Whether a target overlaps another operand, other than element for element in a pointwise call."""
     written = {value.storage for value in node.mutates}
     operands = sorted(_operands(node, written), key=lambda operand: _bounds(operand[0].meta))
     targets = set(node.mutates)
     is_pointwise = torch.Tag.pointwise in node.op.tags or node.op._schema.name.startswith(_POINTWISE)
-    open_windows: list[Operand] = []  # those that reach as far as the next may begin
+    open_windows: list[Operand] = []  # operands that extend past the start of the current one
     for value, place in operands:
         begin = _bounds(value.meta)[0]
         open_windows = [other for other in open_windows if _bounds(other[0].meta)[1] > begin]
@@ -120,7 +121,7 @@ def _reads_what_it_writes(node: Node) -> bool:
             if value.storage != other.storage or targets.isdisjoint((value, other)):
                 continue
             if is_pointwise and place == other_place and same_window(value.meta, other.meta):
-                continue  # each element is read before it is written, and by nobody else
+                continue  # each element is read only for its own result, before it is written
             if overlap(value.meta, other.meta):
                 return True
         open_windows.append((value, place))
@@ -128,7 +129,7 @@ def _reads_what_it_writes(node: Node) -> bool:
 
 
 def _operands(node: Node, storages: set[int]) -> list[Operand]:
-    """The operands that lie in `storages`, once for each use."""
+    """The operands in `storages`, once for each use."""
     found: list[Operand] = []
     for arg in (*node.args, *(arg for _, arg in node.kwargs)):
         listed = enumerate(arg) if isinstance(arg, tuple) else ((-1, arg),)
@@ -137,6 +138,6 @@ def _operands(node: Node, storages: set[int]) -> list[Operand]:
 
 
 def _bounds(meta: TensorMeta) -> tuple[int, int]:
-    """The bytes of the storage between which a tensor lies."""
+    """The range of bytes in the storage that a tensor spans."""
     width = meta.dtype.itemsize
     return meta.storage_offset * width, extent(meta) * width

@@ -1,13 +1,13 @@
 """The graph: what is compiled, interpreted, printed and compared.
 
-In: nothing of ours. Out: `TensorMeta`, `Value`, `Node`, `Graph`, `check_graph`, `dependencies`.
-A graph is a program: its nodes stand in program order and mutate their operands as the recorded calls did. Two values
+In: nothing from this package. Out: `TensorMeta`, `Value`, `Node`, `Graph`, `check_graph`, `dependencies`.
+A graph is a program: its nodes are in program order and mutate their operands as the recorded calls did. Two values
 with the same `storage` share memory.
 
 Note [Program order and effects]
-A mutation keeps the number of the value it mutates, so data edges alone do not order a program. `effects` gives the
-further edges: read after write, write after write and write after read, per storage. Any order that keeps data and
-effect edges (`dependencies`) computes the same; program order is one of them.
+A mutated value keeps its number, so data edges alone do not order a program. `effects` adds the missing edges, per
+storage: read after write, write after write and write after read. Any order that respects data and effect edges
+(`dependencies`) computes the same results; program order is one such order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Arg: TypeAlias = Any
 class TensorMeta:
     """Shape, stride and storage offset (in elements) and dtype of one tensor. Interned: compare with `is`.
 
-    `conj` and `neg` are the bits of the lazily conjugated or negated views that `x.conj()` and `x.imag` give.
+    `conj` and `neg` are the bits of the lazily conjugated or negated views that `x.conj()` and `x.imag` return.
     """
 
     __slots__ = ("shape", "stride", "storage_offset", "dtype", "conj", "neg", "_text", "__weakref__")
@@ -52,8 +52,8 @@ class TensorMeta:
         return f"TensorMeta({self})"
 
     def __str__(self) -> str:
-        """`f32[4, 8]`, with strides if they are not contiguous and the offset if there is one."""
-        if self._text is None:  # kept: a key prints hundreds of values of a few geometries
+        """`f32[4, 8]`, with the strides if they are not contiguous, and the offset if it is not zero."""
+        if self._text is None:  # cached: a key prints hundreds of values but few different geometries
             self._text = self._printed()
         return self._text
 
@@ -89,11 +89,11 @@ def intern_meta(
     conj: bool = False,
     neg: bool = False,
 ) -> TensorMeta:
-    """The one `TensorMeta` of these properties."""
+    """The unique `TensorMeta` with these properties."""
     key = (shape, stride, storage_offset, dtype, conj, neg)
     found = _metas.get(key)
     if found is None:
-        # setdefault: two threads may race here, and identity is equality
+        # setdefault: two threads may race here, and metas are compared by identity
         found = _metas.setdefault(key, TensorMeta(*key))
     return found
 
@@ -111,7 +111,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def empty_of(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory of exactly this geometry (without the conj and neg bits): real, or fake within a mode."""
+    """An uninitialised tensor of exactly this geometry, without conj and neg bits; fake under a fake tensor mode."""
     if not meta.storage_offset:
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
     storage = torch.empty(extent(meta), dtype=meta.dtype, device=device)
@@ -119,14 +119,14 @@ def empty_of(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 
 
 def extent(meta: TensorMeta) -> int:
-    """Elements from the start of the storage to the last one of the tensor."""
+    """Number of elements from the start of the storage through the tensor's last element."""
     if not meta.numel:
         return meta.storage_offset
     return meta.storage_offset + 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides; an empty dimension counts as one, as torch does."""
+    """Row-major strides; an empty dimension counts as size 1, as in torch."""
     stride: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -145,9 +145,9 @@ def _short_dtype(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Value:
-    """One tensor of a graph: an input or a node's result, by identity.
+    """One tensor of a graph: an input or a node's result. Compared by identity.
 
-    `number` is its place in program order, `storage` names the memory it lives in.
+    `number` is the value's position in program order; `storage` identifies its memory.
     """
 
     number: int
@@ -160,7 +160,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A Python float of the program, by its place among the graph's constants; its value comes with each run."""
+    """A Python float of the program, by its index among the graph's constants; each run supplies the number."""
 
     index: int
 
@@ -177,14 +177,14 @@ class Node:
     kwargs: tuple[tuple[str, Arg], ...]
     outputs: tuple[Value | None, ...]  # one per result; a mutated operand is its own result
     mutates: tuple[Value, ...]  # operands written in place
-    returns_list: bool  # the results come as one list, as from `split` or `_foreach_mul`
-    seed: int | None  # place among the graph's seeds, for an op that draws random numbers
-    site: str  # user line that first recorded it; never part of a key
-    frames: tuple[str, ...] = ()  # further user lines, outwards, if they were asked for
+    returns_list: bool  # whether the results come as one list, as from `split` or `_foreach_mul`
+    seed: int | None  # index among the graph's seeds if the op draws random numbers, else None
+    site: str  # user line that first recorded the call; never part of a key
+    frames: tuple[str, ...] = ()  # outer user lines, innermost first, if requested
 
     @property
     def name(self) -> str:
-        """`aten.mm`, or `aten.add.out` where the overload says more than the default."""
+        """`aten.mm`, or `aten.add.out` where the overload is neither `default` nor `Tensor`."""
         return str(self.op).removesuffix(".default").removesuffix(".Tensor")
 
     def inputs(self) -> list[Value]:
@@ -204,7 +204,7 @@ class Node:
 
 
 def _add_leaves(args: Sequence[Arg], kind: type, found: list[Any]) -> None:
-    """Append the leaves of one kind; the schema's lists are tuples."""
+    """Append the leaves of type `kind`; the schema's lists are tuples here."""
     for arg in args:
         if arg.__class__ is kind:
             found.append(arg)
@@ -221,12 +221,12 @@ def _leaves(node: Node, kind: type) -> list[Any]:
 
 
 def constants_of(node: Node) -> list[int]:
-    """The places of the node's floats among the graph's constants."""
+    """The indices of the node's floats among the graph's constants."""
     return [constant.index for constant in _leaves(node, Constant)]
 
 
 def print_arg(arg: Arg) -> str:
-    """Exact text of an argument: equal texts are equal arguments."""
+    """Exact text of an argument: equal texts mean equal arguments."""
     if isinstance(arg, tuple):
         return "[" + ", ".join(map(print_arg, arg)) + "]"
     return repr(arg)
@@ -243,12 +243,12 @@ def map_arg(fn: Callable[[Arg], Arg], arg: Arg) -> Arg:
 class Graph:
     """A pruned program with numbered values.
 
-    A run takes one tensor per input, `num_constants` floats and `num_seeds` seeds, and gives the `outputs`, each of
-    which owns its storage: views are made again from their base by whoever holds them.
+    A run takes one tensor per input, `num_constants` floats and `num_seeds` seeds, and returns the `outputs`, each of
+    which owns its storage: a caller that holds views makes them again from their base.
 
-    `held`: what is there before a run without being brought by it, in a graph that a pass has rewritten: memory to
-    write into (Note [Planned buffers]) and values that weights alone decide (Note [What is folded]). These may lie in
-    one storage with each other and with inputs.
+    `held`: in a graph that a pass has rewritten, the values that exist before a run and are not passed to it: memory to
+    write into (Note [Planned buffers]) and values that depend on weights alone (Note [What is folded]). Held values may
+    share a storage with each other and with inputs.
     """
 
     inputs: tuple[Value, ...]
@@ -256,18 +256,18 @@ class Graph:
     outputs: tuple[Value, ...]
     num_constants: int
     num_seeds: int
-    device: torch.device  # the backing device: where it runs
+    device: torch.device  # the backing device, on which the graph runs
     held: tuple[Value, ...] = ()
 
     def __repr__(self) -> str:
         return f"Graph({len(self.inputs)} inputs, {len(self.nodes)} nodes, {len(self.outputs)} outputs)"
 
     def __str__(self) -> str:
-        """The program with user lines, to be read."""
+        """The program with user lines, for people to read."""
         return self._printed(_print_lines)
 
     def text(self) -> str:
-        """The program without user lines: exact, and so the graph's own key."""
+        """The program without user lines. The text is exact, so it is the graph's own key."""
         return self._printed(lambda node: "")
 
     def _printed(self, suffix: Callable[[Node], str]) -> str:
@@ -281,12 +281,12 @@ class Graph:
         return "\n".join(lines)
 
     def mutated_inputs(self) -> tuple[int, ...]:
-        """Places of the inputs whose storage some node writes."""
+        """Indices of the inputs whose storage some node writes."""
         written = {value.storage for node in self.nodes for value in node.mutates}
         return tuple(place for place, value in enumerate(self.inputs) if value.storage in written)
 
     def effects(self) -> list[set[int]]:
-        """`effects` of the nodes."""
+        """The effect edges of the nodes; see the function `effects`."""
         return effects(self.nodes)
 
 
@@ -296,7 +296,7 @@ def _print_lines(node: Node) -> str:
 
 
 class Step(Protocol):
-    """What a node and a kernel of many nodes have in common: operands, results, and operands it writes."""
+    """The interface shared by a node and a kernel of many nodes: operands, results, and operands that are written."""
 
     @property
     def outputs(self) -> tuple[Value | None, ...]: ...
@@ -332,7 +332,7 @@ def effects(steps: Sequence[Step]) -> list[set[int]]:
 
 
 def dependencies(steps: Sequence[Step]) -> list[set[int]]:
-    """For each step, the earlier steps it must follow: those that make its operands, and `effects`."""
+    """For each step, the earlier steps it must follow: the makers of its operands, and those in `effects`."""
     makers: dict[Value, int] = {}
     edges = effects(steps)
     for place, step in enumerate(steps):
@@ -350,7 +350,7 @@ class MalformedGraph(AssertionError):
 def check_graph(graph: Graph) -> Graph:
     """Return `graph` if it is well formed, else raise `MalformedGraph` with the rule and the node.
 
-    - Every operand is an input, held, or the result of an earlier node.
+    - Every operand is an input, a held value, or the result of an earlier node.
     - Numbers of results rise in program order, and no number is used twice.
     - A mutated value is an operand of its node.
     - No two inputs share a storage; outputs are results of nodes, and no two share a storage.

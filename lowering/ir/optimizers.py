@@ -1,9 +1,10 @@
-"""Fused optimizers as arithmetic.
+"""Fused optimizers written as arithmetic.
 
-In: a call of one of the kernels behind `torch.optim`'s `fused=True`. Out: what each tensor that it writes becomes.
-Written out, a call needs no fake kernel (half of them have none), its floats can be inputs, and a compiler merges it
-with what makes the gradients. Formulas and their order of operations are those of Fused{Adam,SGD,Adagrad}Kernel.cpp in
-aten/src/ATen/native/cpu. Numbers are computed in float64 as there, and rounded once to the type the kernel computes in.
+In: a call of one of the kernels behind `torch.optim`'s `fused=True`. Out: the new values of the tensors it writes.
+Written as arithmetic, a call needs no fake kernel (half of these kernels have none), its floats can be inputs, and a
+compiler fuses the update with the computation of the gradients. The formulas and their order of operations are those of
+Fused{Adam,SGD,Adagrad}Kernel.cpp in aten/src/ATen/native/cpu. As in those kernels, numbers are computed in float64 and
+rounded once to the type the kernel computes in.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The numbers of one call: Python floats or 0-d float64 tensors, by name."""
+    """The scalar arguments of one call, by name: Python floats or 0-d float64 tensors."""
 
     of: Callable[[str], Any]
     cast: Callable[[Any, torch.dtype], Any]
-    dtype: torch.dtype  # what the kernel computes in
+    dtype: torch.dtype  # the type the kernel computes in
 
     def low(self, number: Any) -> Any:
-        """A number as the kernel takes it."""
+        """`number` in the type the kernel computes in."""
         return self.cast(number, self.dtype)
 
 
 def _decayed(numbers: _Numbers, grad: Any, param: Any) -> Any:
-    """The gradient with the penalty on weights; without one even an infinite weight adds nothing."""
+    """The gradient plus weight decay. A decay of zero adds nothing, even for an infinite weight."""
     decay = numbers.of("weight_decay")
     if isinstance(decay, float):
         return grad + param * decay if decay else grad
@@ -103,13 +104,13 @@ def is_fused_optimizer(op: torch._ops.OpOverload) -> bool:
 
 
 def _lists(node: Node) -> dict[str, tuple[Value, ...]]:
-    """The lists of tensors among the operands, by name, without the empty ones."""
+    """The non-empty tensor lists among the operands, by argument name."""
     names = [argument.name for argument in node.op._schema.arguments]
     return {name: arg for name, arg in zip(names, node.args, strict=False) if arg}
 
 
 def can_write_out(node: Node) -> bool:
-    """Whether the node is a fused optimizer on operands that its kernel takes; what it refuses is left to it."""
+    """Whether the node is a fused optimizer on operands that its kernel accepts. Other calls are left to the kernel."""
     if not is_fused_optimizer(node.op):
         return False
     lists = _lists(node)
@@ -127,9 +128,9 @@ def can_write_out(node: Node) -> bool:
 def write_out(
     node: Node, read: Callable[[Value], Any], scalar: Callable[[int], Any], cast: Callable[[Any, torch.dtype], Any]
 ) -> list[Any]:
-    """One result per value that the node mutates, in its dtype; None for what stays as it is.
+    """One result per value that the node mutates, in the value's dtype; None for a value that stays as it is.
 
-    `read`, `scalar` and `cast` as for `scalars.emit_promoted`.
+    `read`, `scalar` and `cast` are as in `scalars.emit_promoted`.
     """
     kwargs = dict(node.kwargs)
 
@@ -159,14 +160,14 @@ def write_out(
             after[1] = unscaled
         for value, old, new in zip(values, before, after, strict=True):
             if new is not None:
-                if kwargs.get("found_inf") is not None:  # then nothing is written
+                if kwargs.get("found_inf") is not None:  # if `found_inf` is 1, nothing is written
                     new = aten.where.self(number("found_inf") == 1, old, new)
                 results[value] = _cast(new, dtype, own, cast)
     return [results.get(value) for value in node.mutates]
 
 
 def _single(value: Value, read: Callable[[Value], Any], cast: Callable[[Any, torch.dtype], Any]) -> Any:
-    """A tensor of one element as a 0-d float64 tensor."""
+    """A one-element tensor as a 0-d float64 tensor."""
     number = cast(read(value), torch.float64)
     return aten.reshape.default(number, []) if value.meta.shape else number
 

@@ -1,7 +1,8 @@
 """Which elements of a storage two tensors share.
 
-In: geometries (`TensorMeta`) of tensors of one storage. Out: whether one covers an element twice, and whether two meet.
-The answers are exact, but for windows of more than `_MAX_MARKED` elements that no rule decides: those count as
+In: geometries (`TensorMeta`) of tensors in one storage. Out: whether a tensor covers an element twice, and whether two
+tensors overlap.
+The answers are exact, except for windows of more than `_MAX_MARKED` elements that no rule decides: those count as
 overlapping.
 """
 
@@ -11,14 +12,14 @@ from collections.abc import Sequence
 
 from lazy_backend.lowering.ir.graph import TensorMeta
 
-# Elements (or bytes, for tensors of different dtypes) of a storage that are marked one by one to see what overlaps.
+# The most elements of a storage (bytes, if dtypes differ in size) that are marked one by one to find overlaps.
 _MAX_MARKED = 1 << 24
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride) of each dimension longer than one
 
 
 def overlaps_itself(meta: TensorMeta) -> bool:
-    """Whether two elements lie at one place, as in `x.expand(2, 3)` or `x.unfold(0, 2, 1)`."""
+    """Whether two elements share a location, as in `x.expand(2, 3)` or `x.unfold(0, 2, 1)`."""
     dims = _dims(meta)
     if meta.numel < 2 or _is_nested(dims):
         return False
@@ -43,7 +44,7 @@ def overlap(one: TensorMeta, other: TensorMeta) -> bool:
 
 
 def same_window(one: TensorMeta, other: TensorMeta) -> bool:
-    """Whether element for element two tensors of one storage are the same memory."""
+    """Whether two tensors of one storage cover the same memory, element for element."""
     return (
         one.storage_offset == other.storage_offset
         and one.dtype.itemsize == other.dtype.itemsize
@@ -57,12 +58,12 @@ def _dims(meta: TensorMeta) -> Dims:
 
 
 def _span(dims: Dims) -> int:
-    """Elements from the first to the last."""
+    """Number of elements from the first to the last, inclusive."""
     return 1 + sum((size - 1) * stride for size, stride in dims)
 
 
 def _is_nested(dims: Dims) -> bool:
-    """Whether each dimension steps over all that the shorter strides reach: then no place is met twice."""
+    """Whether each dimension steps over the reach of all shorter strides: then no location is covered twice."""
     reach = 1
     for size, stride in sorted(dims, key=lambda dim: dim[1]):
         if stride < reach:
@@ -72,13 +73,16 @@ def _is_nested(dims: Dims) -> bool:
 
 
 def _windows_meet(apart: int, one: Dims, other: Dims, width: Sequence[int]) -> bool:
-    """`apart`: how far the first window starts behind the second. `width`: how long an element of each is."""
+    """Whether two windows overlap.
+
+    `apart`: distance from the start of the second window to that of the first. `width`: length of an element of each.
+    """
     if apart >= _span(other) - 1 + width[1] or -apart >= _span(one) - 1 + width[0]:
         return False
     shared = _shared_outer(one, other)
     if shared is not None:
-        # both repeat at the same distance, and neither copy reaches the next: one pair of copies decides, and its
-        # neighbour, since one may start a row before the other
+        # both windows repeat at the same stride, and no copy reaches the next one: it is enough to compare one pair of
+        # copies and the neighbouring pair, since one window may start a row before the other
         size, stride = shared
         inner = [tuple(dim for dim in dims if dim != shared) for dims in (one, other)]
         if all(_span(dims) - 1 + length <= stride for dims, length in zip(inner, width, strict=True)):
@@ -93,7 +97,7 @@ def _windows_meet(apart: int, one: Dims, other: Dims, width: Sequence[int]) -> b
 
 
 def _shared_outer(one: Dims, other: Dims) -> tuple[int, int] | None:
-    """The dimension of the longest stride, if both windows have it once, in the same way."""
+    """The (size, stride) of the dimension with the longest stride, if both windows have it exactly once."""
     if not one or not other:
         return None
     largest = [max(dims, key=lambda dim: dim[1]) for dims in (one, other)]
@@ -103,7 +107,7 @@ def _shared_outer(one: Dims, other: Dims) -> tuple[int, int] | None:
 
 
 def _places(dims: Dims, width: int = 1) -> int:
-    """The places that a window covers, as the bits of a number: 2 MB for 16 million."""
+    """The locations that a window covers, as the bits of an int: 2 MB for 16 million locations."""
     places = (1 << width) - 1
     for size, stride in dims:
         places = _repeated(places, size, stride)
@@ -111,7 +115,7 @@ def _places(dims: Dims, width: int = 1) -> int:
 
 
 def _repeated(places: int, times: int, stride: int) -> int:
-    """By doubling, so that a long dimension takes few steps."""
+    """`times` copies of `places` at distance `stride`, by doubling, so that a long dimension takes few steps."""
     if times == 1:
         return places
     half = _repeated(places, times // 2, stride)

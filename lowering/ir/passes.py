@@ -1,7 +1,8 @@
-"""The passes from program to graph, by name, so that one can look at what each gets and makes.
+"""The passes from program to graph, by name, so that the input and the result of each can be inspected.
 
-In: functions whose first argument is a program or a graph. Out: the same functions; whoever watches is called before
-and after each. A pass runs for what is new, so asking whether anybody watches costs nothing that counts.
+In: functions whose first argument is a program or a graph. Out: the same functions, which call each registered watcher
+before and after they run. A pass runs only for new programs and graphs, so the check for watchers costs next to
+nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ _watchers: list[Watcher] = []
 
 @runtime_checkable
 class HasGraphs(Protocol):
-    """What a pass makes, if it is more than a graph."""
+    """The result of a pass, if it is more than a graph."""
 
     def graphs(self) -> Sequence[Graph]:
-        """The graphs in it, each of which is well formed."""
+        """The graphs in the result, each of which is well formed."""
 
 
 def watch_passes(watcher: Watcher) -> None:
-    """Have `watcher` called for every pass from now on."""
+    """Call `watcher` before and after every pass from now on."""
     _watchers.append(watcher)
 
 
 def check_passes() -> None:
-    """From now on, see that every graph that a pass gets or makes keeps the rules of `check_graph`. For tests."""
+    """From now on, run `check_graph` on every graph that a pass takes or returns. For tests."""
     if _check not in _watchers:
         watch_passes(_check)
 
@@ -46,7 +47,7 @@ def _check(name: str, when: str, what: Any) -> None:
 
 
 def graphs_in(what: Any) -> Sequence[Graph]:
-    """The graphs in what a pass gets or makes: itself, those of its parts, or none if it is a program."""
+    """The graphs in an argument or result of a pass: the graph itself, the graphs among its parts, or none."""
     if isinstance(what, Graph):
         return (what,)
     if isinstance(what, HasGraphs):
@@ -55,7 +56,7 @@ def graphs_in(what: Any) -> Sequence[Graph]:
 
 
 def graph_pass(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a function as a pass, to be watched under `name`."""
+    """Mark a function as a pass, which watchers know as `name`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

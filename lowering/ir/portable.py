@@ -1,13 +1,13 @@
 """Graphs as bytes, and back.
 
-In: a `Graph`. Out: JSON text that another process turns into an equal graph. No code, nothing that is executed.
-Operators are written by name, so the reader must have registered the custom ones. Callables, tensors and other objects
-that a graph may hold as literals raise `NotPortable`.
+In: a `Graph`. Out: JSON text from which another process builds an equal graph. The text contains no code, and nothing
+in it is executed. Operators are written by name, so the reading process must have registered any custom operators.
+Callables, tensors and other objects that a graph may hold as literals raise `NotPortable`.
 
 Note [Graphs are set aside]
-Once a graph is optimized, nobody looks at it but a second compile, an error or somebody who prints it. As objects the
-step of a GPT of 24 blocks takes 1.2 MB, as compressed text 76 kB. So those who would keep it for the day it is wanted
-share a `StoredGraph`, which may turn it into text and makes it again, in 30 ms, when it is.
+Once a graph is optimized, it is needed only for a second compile, an error or printing. As objects, the graph of a step
+of a 24-block GPT takes 1.2 MB; as compressed text, 76 kB. So the objects that would keep a graph for such a case share
+a `StoredGraph`, which may keep only the text, and rebuilds the graph on demand in 30 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, TensorMet
 
 
 class NotPortable(ValueError):
-    """The graph holds something that has no text, or names an operator that this process does not know."""
+    """The graph holds an object that has no text form, or names an operator that is unknown to this process."""
 
 
 def to_bytes(graph: Graph) -> bytes:
@@ -38,7 +38,7 @@ def from_bytes(data: bytes) -> Graph:
 
 
 class StoredGraph:
-    """A graph that may be set aside and is made again when somebody wants it. See Note [Graphs are set aside]."""
+    """A graph that may be set aside as text and is rebuilt on demand. See Note [Graphs are set aside]."""
 
     __slots__ = ("device", "num_inputs", "num_nodes", "num_outputs", "_graph", "_text")
 
@@ -49,7 +49,7 @@ class StoredGraph:
         self._text: bytes | None = None
 
     def get(self) -> Graph:
-        """The graph, or one that is equal to it."""
+        """The graph, or an equal one rebuilt from the text."""
         graph = self._graph
         if graph is None:
             assert self._text is not None
@@ -60,7 +60,7 @@ class StoredGraph:
         return self._graph is None
 
     def set_aside(self) -> bool:
-        """Keep only the text from here on. False if the graph has none, and stays as it is."""
+        """Keep only the text from now on. Returns False, and keeps the graph, if it has no text form."""
         graph = self._graph
         if graph is not None:
             if self._text is None and _is_for_good(graph):
@@ -68,12 +68,12 @@ class StoredGraph:
                     self._text = zlib.compress(to_bytes(graph), 1)
             if self._text is None:
                 return False
-            self._graph = None  # another thread that just took it goes on with what it has
+            self._graph = None  # a thread that has just called `get` has a reference of its own
         return True
 
 
 def _is_for_good(graph: Graph) -> bool:
-    """Whether its operators are found by name at any time: a program may take back those it registered."""
+    """Whether all operators can be found by name later: a program may unregister its custom operators."""
     return all(node.op.namespace in ("aten", "prims") for node in graph.nodes)
 
 
@@ -111,7 +111,7 @@ class _Writer:
         ]
 
     def value(self, value: Value) -> list[int]:
-        """Its number, and the first time also its geometry and storage."""
+        """The value's number and, at its first occurrence, its geometry and storage."""
         if value in self.written:
             return [value.number]
         self.written.add(value)
@@ -126,7 +126,7 @@ class _Writer:
         return place
 
     def arg(self, arg: Arg) -> Any:
-        """Plain JSON for itself; everything else as a list that starts with its kind."""
+        """Ints, bools, strings and None as they are; everything else as a list that starts with its kind."""
         kind = arg.__class__
         if kind is Value:
             return ["value", arg.number]

@@ -1,12 +1,12 @@
-"""What the recorder writes: the calls of one path through the trie.
+"""The recorded program: the calls on one path through the trie.
 
-In: nothing of ours but metas. Out: tokens and `Call`, read by `canonical`.
-A token stands for a tensor in a recorded call. Tokens are objects compared by identity: an int in a key would collide
-with an int argument, since a Python number may stand where the schema has a tensor.
+In: nothing from this package but metas. Out: tokens and `Call`, read by `canonical`.
+A token stands for a tensor in a recorded call. Tokens are objects compared by identity: an int in a key could be
+confused with an int argument, since a Python number may be passed where the schema has a tensor.
 
 Note [Written once]
-A call and its results are never changed. They are not declared frozen, because a frozen dataclass sets each field
-through `object.__setattr__`: 1 µs of each call seen for the first time.
+A call and its results never change once they are made. Their classes are not frozen dataclasses, because those set each
+field through `object.__setattr__`, which takes 1 µs for each call recorded for the first time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenTable:
         return self._tokens[index]
 
     def reserve(self, count: int) -> None:
-        """See that there are so many."""
+        """Make tokens until the table has at least `count`."""
         while count > len(self._tokens):
             self._tokens.append(Token(self.kind, len(self._tokens)))
 
@@ -59,7 +59,7 @@ INPUTS = TokenTable("input")
 class Entered:
     """A tensor from outside, at its first use in a trace.
 
-    Inputs of one `group` share a storage whose first tensor looks like `base`.
+    Inputs of one `group` share a storage; `base` describes the base tensor of that storage.
     """
 
     token: Token
@@ -70,7 +70,7 @@ class Entered:
 
 @dataclass(slots=True, eq=False)
 class Fresh:
-    """A result with memory of its own. `wrapper`: what the recorder makes the user's tensor from.
+    """A result that owns its memory. `wrapper`: the arguments from which the recorder makes the user's tensor.
 
     See Note [Written once].
     """
@@ -82,7 +82,7 @@ class Fresh:
 
 @dataclass(slots=True, eq=False)
 class View:
-    """A result that shares the memory of the operand `of`. `path` leads to that operand among the arguments.
+    """A result that shares the memory of the operand `of`. `path` locates that operand among the arguments.
 
     See Note [Written once].
     """
@@ -92,7 +92,7 @@ class View:
     of: Token
     path: tuple[int | str, ...]
     wrapper: tuple[Any, ...] = ()
-    of_first: bool = field(init=False)  # whether the operand is the first argument, as nearly always
+    of_first: bool = field(init=False)  # whether the operand is the first argument, as it nearly always is
 
     def __post_init__(self) -> None:
         self.of_first = self.path == (0,)
@@ -100,7 +100,7 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Same:
-    """A result that is the operand itself, as of an in-place op. `path` leads to it among the arguments.
+    """A result that is the operand itself, as in an in-place op. `path` locates the operand among the arguments.
 
     See Note [Written once].
     """
@@ -114,7 +114,7 @@ Result = Fresh | View | Same | None
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One recorded call. Arguments hold tokens for tensors and `Constant`s (numbered in the trace) for floats.
+    """One recorded call. Arguments hold tokens for tensors and `Constant`s (numbered within the call) for floats.
 
     See Note [Written once].
     """
@@ -128,10 +128,10 @@ class Call:
     entered: tuple[Entered, ...]
     num_constants: int
     seeded: bool
-    num_slots: int  # made on the path, this call's among them: where the next call's slots start
+    num_slots: int  # slots made on the path, including this call's: the index of the next call's first slot
     site: str
-    frames: tuple[str, ...] = ()  # further lines of the user's, outwards, if they were asked for
-    single: Fresh | View | Same | None = field(init=False)  # the result, if there is just one
+    frames: tuple[str, ...] = ()  # outer user lines, innermost first, if requested
+    single: Fresh | View | Same | None = field(init=False)  # the result, if there is exactly one and not in a list
 
     def __post_init__(self) -> None:
         alone = len(self.results) == 1 and not self.returns_list
@@ -160,6 +160,6 @@ def _print_result(result: Fresh | View | Same) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A call that is not recorded: it runs at once on the backing device. Stands in the trie so that it is known."""
+    """A call that is not recorded but runs at once on the backing device. Kept in the trie, to be recognised again."""
 
     reason: str

@@ -1,6 +1,6 @@
-"""Ranges of ours in PyTorch's profiler.
+"""Our own ranges in PyTorch's profiler.
 
-In: names. Out: context managers that `torch.profiler` shows as ranges while it is active, and nothing otherwise.
+In: names. Out: context managers that `torch.profiler` shows as ranges while active, and that do nothing otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTHING = contextlib.nullcontext()
 
 def is_profiling() -> bool:
     """Whether `torch.profiler` or `torch.autograd.profiler` is active."""
-    # internal, checked on 2.13: 40 ns, where opening a range that nobody records takes 200
+    # internal, checked on 2.13: this check takes 40 ns; opening a range while no profiler is active takes 200 ns
     return _profiler._is_profiler_enabled
 
 

@@ -1,15 +1,16 @@
 """Random operators as functions of a seed.
 
-In: an operator that draws random numbers, its arguments, a seed. Out: its results, the same for the same seed in every
-plan, on every run.
+In: an operator that draws random numbers, its arguments, a seed. Out: the operator's results; the same seed gives the
+same results in every plan and on every run.
 
 Note [Random numbers are data]
 When a random op is recorded, a 63-bit seed is drawn from `torch.default_generator` and travels with the trace as data.
 So `torch.manual_seed`, `fork_rng`, `set_rng_state` and checkpointing govern lazy tensors as they do eager ones, the
 order of execution cannot change what is drawn, and no seed is ever part of a key. The interpreter and the compiled
-graph call the same kernel with a generator seeded alike, so a change of plan cannot be seen in the numbers. A compiler
-sees an opaque operator of the `lazy_backend` namespace, with the seeds as one int64 tensor.
-A generator of the user's own on the lazy device takes the default one's place for the calls that it is given to.
+graph call the same kernel with identically seeded generators, so a change of plan does not change the numbers. A
+compiler sees an opaque operator in the `lazy_backend` namespace, which takes the seeds as one int64 tensor.
+If a call is given a user's own generator on the lazy device, its seed is drawn from that generator instead of the
+default one.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 aten = torch.ops.aten
-# torch.library.Library objects unregister what they defined when they die
+# kept here: a torch.library.Library unregisters its operators when it is destroyed
 _library = torch.library.Library("lazy_backend", "FRAGMENT")
 _seeded_ops: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 _lock = process_lock()
 
 
 class _Generators(threading.local):
-    """One generator per thread and device: seeding one costs 1 µs, making one 3 µs."""
+    """One generator per thread and device: seeding a generator takes 1 µs, making one 3 µs."""
 
     def __init__(self) -> None:
         self.by_device: dict[torch.device, torch.Generator] = {}
@@ -48,12 +49,12 @@ class _Generators(threading.local):
 _generators = _Generators()
 
 
-# said aloud: a default device of the user's would record the drawing
+# explicit: under a user's default device, the draw itself would be recorded
 _HOST = torch.device("cpu")
 
 
 class OwnSeed(int):
-    """A seed that came from a generator of the user's, and which: a replay has to draw from it again."""
+    """A seed drawn from a user's own generator, with that generator: a replay has to draw from it again."""
 
     generator: torch.Generator
 
@@ -68,9 +69,9 @@ _source = _Source()
 
 
 def call_drawing_from(generator: torch.Generator, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call `function`, in which seeds come from `generator`."""
+    """Call `function`; seeds that it draws come from `generator`."""
     before = _source.generator
-    # twice, and plain stores: an exception may come from outside, into any line
+    # restored twice, by plain stores: an asynchronous exception may arrive at any line
     try:
         try:
             _source.generator = generator
@@ -82,7 +83,7 @@ def call_drawing_from(generator: torch.Generator, function: Callable[P, R], *arg
 
 
 def generator_in_use() -> torch.Generator:
-    """What seeds are drawn from now."""
+    """The generator from which seeds are drawn now."""
     return _source.generator or torch.default_generator
 
 
@@ -91,7 +92,7 @@ def takes_generator(op: torch._ops.OpOverload) -> bool:
 
 
 def _native_dropout(generator: torch.Generator, input: torch.Tensor, p: float, train: bool | None) -> Any:
-    """aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`, with a generator."""
+    """`native_dropout_cpu` in aten/src/ATen/native/Dropout.cpp, with a generator."""
     if not train or p == 0:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
@@ -110,7 +111,7 @@ def _like(fill: str) -> Callable[..., torch.Tensor]:
     return run
 
 
-# Random ops whose schema has no generator, written with one that has.
+# Random ops whose schema takes no generator, rewritten as calls that take one.
 _REWRITTEN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
     aten.rand_like.default: _like("uniform_"),
@@ -126,11 +127,11 @@ _REWRITTEN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 
 
 def can_seed(op: torch._ops.OpOverload) -> bool:
-    """Whether `op` can be made a function of a seed. Others run at once, on the calling thread."""
+    """Whether `op` can be made a function of a seed. Other random ops run at once, on the calling thread."""
     return op in _REWRITTEN or takes_generator(op)
 
 
-# Attention kernels that draw random numbers for dropout only, and where its probability stands.
+# Attention kernels that draw random numbers only for dropout, with the index of the dropout probability.
 DROPOUT_PLACES = {
     aten._scaled_dot_product_flash_attention.default: 3,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
@@ -147,9 +148,9 @@ def draws_random_numbers(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """A seed for one random op, from `generator` or the one in use. See Note [Random numbers are data]."""
+    """Draw a seed for one random op, from `generator` or the one in use. See Note [Random numbers are data]."""
     generator = generator or _source.generator
-    # a tensor per thread would save 0.3 µs of 1.0; random ops are few
+    # reusing a tensor per thread would save 0.3 of 1.0 µs; random ops are few
     seed = int(torch.empty((), dtype=torch.int64, device=_HOST).random_(generator=generator))
     if generator is None:
         return seed
@@ -163,12 +164,12 @@ def has_own_generators(seeds: Sequence[int]) -> bool:
 
 
 def generators_of(seeds: Sequence[int]) -> tuple[torch.Generator | None, ...]:
-    """Where each seed was drawn from; None for the default generator."""
+    """The generator that each seed was drawn from; None for the default generator."""
     return tuple(seed.generator if isinstance(seed, OwnSeed) else None for seed in seeds)
 
 
 def without_generator(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The arguments of a call that draws from the generator in use instead of the one among them."""
+    """The arguments without their generator, for a call that draws from the generator in use instead."""
     kept = {name: value for name, value in kwargs.items() if name != "generator"}
     for place, argument in enumerate(op._schema.arguments):
         if argument.name == "generator":
@@ -198,7 +199,7 @@ def seeded_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 def seeded_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of `seeded_op(op)` but for the last two: every argument of `op` by position, save the generator."""
+    """The arguments of `seeded_op(op)` except the last two: those of `op`, by position, without the generator."""
     values = []
     for place, argument in enumerate(op._schema.arguments):
         if argument.name != "generator":
@@ -212,9 +213,9 @@ def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     arguments = [argument for argument in schema.arguments if argument.name != "generator"]
     name = schema.name.split("::")[1] + "_" + (op._overloadname or "default")
     types = _argument_types(str(schema))
-    # names of our own: `from` cannot be a keyword argument in Python, and `self` is refused for custom operators
+    # arguments are renamed: `from` cannot be a keyword argument in Python, and custom operators may not use `self`
     declared = ", ".join(f"{types[argument.name]} a{place}" for place, argument in enumerate(arguments))
-    # a custom operator may not return an operand it writes; nobody needs it, as the operand is at hand
+    # a custom operator may not return an operand it writes; the caller has that operand anyway
     in_place = all(result.alias_info is not None and result.alias_info.is_write for result in schema.returns)
     returned = "()" if in_place else str(schema).rsplit(" -> ", 1)[1]
     _library.define(f"{name}({declared}, Tensor seeds, int seed) -> {returned}")
@@ -233,7 +234,7 @@ def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
     def fake(*values: Any) -> Any:
         args, kwargs = bind(values[:-2])
-        if takes_generator(op):  # some have no default for it
+        if takes_generator(op):  # some schemas have no default for the generator
             kwargs["generator"] = None
         return None if in_place else op(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What an operator's schema says about aliasing: which operands it writes, and what its results share memory with."""
+"""What an operator's schema says about aliasing: which operands it writes, and which its results alias."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An argument by its place (positional) and name."""
+    """An argument, by position and by name."""
 
     place: int
     name: str
@@ -18,7 +18,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class ReturnAlias:
-    """What one return of the schema is: `same` as an operand it writes, a `view` of one, or neither (`fresh`)."""
+    """How one return aliases an operand: it is the `same` written operand, a `view` of one, or neither (`fresh`)."""
 
     kind: str
     operand: Operand | None
@@ -39,7 +39,7 @@ def schema_of(op: torch._ops.OpOverload) -> OpSchema:
         alias = result.alias_info
         source = None
         if alias is not None:
-            # a list of views has no set of its own: its operand is the one whose set becomes the wildcard
+            # a list of views has no alias set of its own: its operand is the one whose set becomes the wildcard
             source = next(
                 (
                     operand

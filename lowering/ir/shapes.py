@@ -1,16 +1,16 @@
 """One symbolic program for many shapes.
 
-In: the numbers of graphs that are otherwise the same. Out: `Sizes`, which says what each number is in terms of a few
-symbols, and `SymbolicGraph`, which a compiler turns into one plan for all of them.
+In: the numbers of graphs that are otherwise the same. Out: `Sizes`, which expresses each number in a few symbols, and
+`SymbolicGraph`, which a compiler turns into one plan for all these graphs.
 
 Note [Shapes are checked, not assumed]
-Graphs with one `skeleton` differ only in numbers: sizes and strides of inputs, ints among arguments. From samples of
-these numbers `generalise` guesses what they have in common: a size that differs is a symbol, other numbers are
-polynomials of symbols, and a number that is none becomes a symbol itself. A guess may be wrong (batch and length may
-have doubled together). So before a symbolic plan runs a graph, every one of its numbers is compared with what the guess
-says, and the compiler's own conditions are evaluated. A wrong guess costs a compile, with one sample more to guess
-from, never a wrong result. Geometries of inner values are no part of it: the graph at hand knows its own, and what the
-plan returns is compared with them.
+Graphs with the same `skeleton` differ only in numbers: sizes and strides of inputs, ints among arguments. From samples
+of these numbers `generalise` guesses how they are related: a size that varies is a symbol, other numbers are
+polynomials in the symbols, and a number that fits no polynomial becomes a symbol itself. A guess may be wrong (batch
+and length may have doubled together). So before a symbolic plan runs a graph, each of the graph's numbers is compared
+with the guess, and the compiler's own guards are evaluated. A wrong guess costs a compile, with one more sample to
+guess from, never a wrong result. Geometries of intermediate values are not among the numbers: each graph has its own,
+and the plan's results are compared with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lazy_backend.lowering.ir.passes import graph_pass
 
 Samples = Sequence[tuple[int, ...]]
 
-# Symbols in a product: strides of a [batch, heads, length, length] tensor have three.
+# The most symbols in a product: strides of a [batch, heads, length, length] tensor have three.
 _MAX_DEGREE = 3
 
 # `s + 1` is likely, as in shifted targets; `s + 17` is a coincidence.
@@ -35,12 +35,12 @@ _MAX_OFFSET_OF_INPUTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A polynomial of symbols: terms of (symbols multiplied, coefficient). `4*s0*s1 + 1` is (((0, 1), 4), ((), 1))."""
+    """A polynomial: terms of (symbols multiplied, coefficient). `4*s0*s1 + 1` is (((0, 1), 4), ((), 1))."""
 
     terms: tuple[tuple[tuple[int, ...], int], ...]
 
     def at(self, symbols: Sequence[Any]) -> Any:
-        """Its value; symbols may be ints, SymInts or FX proxies."""
+        """The polynomial's value; symbols may be ints, SymInts or FX proxies."""
         total: Any = None
         for monomial, coefficient in self.terms:
             term: Any = None
@@ -75,7 +75,7 @@ class Size:
 def _add_numbers(args: Sequence[Arg], found: list[int]) -> None:
     for arg in args:
         kind = arg.__class__
-        if kind is int:  # and no bool
+        if kind is int:  # and not bool
             found.append(arg)
         elif isinstance(arg, tuple):
             _add_numbers(arg, found)
@@ -86,7 +86,7 @@ def _arguments(node: Node) -> tuple[Arg, ...]:
 
 
 def numbers_of(graph: Graph) -> tuple[int, ...]:
-    """The ints that another shape may change: geometry of inputs, then arguments, in program order."""
+    """The ints that may vary with the shape: geometry of inputs, then arguments, in program order."""
     found = [n for v in graph.inputs for n in (*v.meta.shape, *v.meta.stride, v.meta.storage_offset)]
     for node in graph.nodes:
         _add_numbers(_arguments(node), found)
@@ -94,7 +94,7 @@ def numbers_of(graph: Graph) -> tuple[int, ...]:
 
 
 def input_sizes(graph: Graph) -> list[int]:
-    """Places, among the numbers, of the sizes of inputs: what symbols stand for if they can."""
+    """Indices, among the numbers, of the sizes of inputs: the preferred symbols."""
     places: list[int] = []
     place = 0
     for value in graph.inputs:
@@ -105,7 +105,7 @@ def input_sizes(graph: Graph) -> list[int]:
 
 
 def skeleton(graph: Graph) -> bytes:
-    """All of a graph but its numbers, exactly, as compressed text: of the step of a 24-block GPT 78 kB, not 1.6 MB."""
+    """A graph without its numbers, as exact compressed text: 78 kB for the step of a 24-block GPT, not 1.6 MB."""
 
     def blank(arg: Arg) -> Hashable:
         kind = arg.__class__
@@ -144,7 +144,7 @@ def skeleton(graph: Graph) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the numbers of a program are: `symbols` are places among them, `sizes` says what each is."""
+    """A program's numbers as polynomials: `symbols` are indices of numbers, `sizes` has one polynomial per number."""
 
     symbols: tuple[int, ...]
     sizes: tuple[Size, ...]
@@ -157,7 +157,7 @@ class Sizes:
         return cls(tuple(data["symbols"]), tuple(map(Size.from_json, data["sizes"])))
 
     def bind(self, numbers: Sequence[int]) -> tuple[int, ...] | None:
-        """The symbols' values for these numbers, if every number is what it should be."""
+        """The symbols' values for these numbers; None if any number differs from its polynomial."""
         values = tuple(numbers[place] for place in self.symbols)
         if len(numbers) != len(self.sizes):
             return None
@@ -165,9 +165,9 @@ class Sizes:
 
 
 def generalise(samples: Samples, sizes_of_inputs: Sequence[int], max_symbols: int) -> Sizes | None:
-    """What `samples` have in common; None if that takes more than `max_symbols` symbols.
+    """Polynomials that fit all `samples`; None if they need more than `max_symbols` symbols.
 
-    `samples`: at least two, all different; `sizes_of_inputs`: places that symbols are looked for first.
+    `samples`: at least two, all different. `sizes_of_inputs`: indices that are considered first for symbols.
     """
     vectors = list(zip(*samples, strict=True))
     symbols: list[int] = []
@@ -195,7 +195,7 @@ def _plus(monomial: tuple[int, ...], coefficient: int, offset: int) -> Size:
 
 
 def _as_input_size(vector: Sequence[int], known: Sequence[Sequence[int]]) -> Size | None:
-    """A constant, a known symbol, or one a little larger or smaller."""
+    """A constant, a known symbol, or a known symbol plus or minus a little."""
     constant = _constant(vector)
     if constant is not None:
         return constant
@@ -230,7 +230,7 @@ def _product(known: Sequence[Sequence[int]], monomial: Sequence[int], length: in
 
 
 def _line(vector: Sequence[int], base: Sequence[int]) -> tuple[int, int] | None:
-    """Whole (c, d) with vector = c * base + d, if there are."""
+    """Integers (c, d) with vector = c * base + d and c not 0, or None."""
     pairs = list(zip(base, vector, strict=True))
     (b0, v0) = pairs[0]
     other = next(((b, v) for b, v in pairs if b != b0), None)
@@ -257,7 +257,8 @@ class Geometry:
 class SymbolicGraph:
     """A graph whose arguments hold a `Size` for every number that depends on a symbol.
 
-    `graph`: metas of values are those of one sample, `hints` the symbols' values there. `inputs`: per graph input.
+    `graph`: the metas of its values are those of one sample. `hints`: the symbols' values in that sample. `inputs`: one
+    per graph input.
     """
 
     graph: Graph
@@ -271,7 +272,7 @@ class SymbolicGraph:
 
 @graph_pass("write sizes as symbols")
 def symbolic_graph(graph: Graph, sizes: Sizes) -> SymbolicGraph:
-    """`graph`, one of the samples behind `sizes`, with what depends on symbols written so."""
+    """`graph`, one of the samples behind `sizes`, with a `Size` for each argument that depends on symbols."""
     hints = sizes.bind(numbers_of(graph))
     assert hints is not None
     rest = iter(sizes.sizes)

@@ -1,10 +1,10 @@
-"""Windows of a storage as chains of views that compilers can undo.
+"""Windows of a storage as chains of views that compilers can invert.
 
-In: the geometry of a storage's base, and of a tensor in it. Out: `(operator, further arguments, geometry)` for each
-view on the way from the one to the other, or None if there is no such chain.
-`as_strided` says where a tensor lies whatever its base has become. A compiler's base is a new value after each write,
-and may lie in memory in another way than the base it stands for; then `as_strided` takes the wrong elements, without an
-error. Slices and views take the right ones, or fail.
+In: the geometry of a storage's base, and of a tensor in that storage. Out: `(operator, further arguments, geometry)`
+for each view on the way from the base to the tensor, or None if there is no such chain.
+`as_strided` addresses fixed locations in memory, whatever its base has become. In a compiled graph the base is a new
+value after each write, and its memory layout may differ from that of the base it stands for; then `as_strided` takes
+the wrong elements, without an error. Slices and views take the right ones, or fail.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Step = tuple[torch._ops.OpOverload, tuple[Any, ...], TensorMeta]
 
 
 def chain_to(base: TensorMeta, window: TensorMeta) -> list[Step] | None:
-    """See above. Both without conj and neg bits, and of one dtype."""
+    """The chain of views from `base` to `window`. Both have the same dtype, and no conj and neg bits."""
     if not window.numel:
         return None
     every = range(len(window.shape))
     longer = [dim for dim in every if window.shape[dim] != 1]
-    # dimensions of one element may have any stride: they are cut out as rows, or added at the end
+    # a dimension of size 1 may have any stride: it is cut out like the others, or added at the end
     return _chain(base, window, [*every]) or (_chain(base, window, longer) if len(longer) < len(every) else None)
 
 
 def _chain(base: TensorMeta, window: TensorMeta, dims: list[int]) -> list[Step] | None:
-    """The chain that cuts `dims` out of the base and adds the others."""
+    """The chain that cuts the dimensions `dims` of `window` out of the base and adds the others."""
     chain = _Chain(base)
     dims.sort(key=lambda dim: (-window.stride[dim], -window.shape[dim]))
     if not chain.flatten() or not chain.cut(window, dims):
@@ -44,7 +44,7 @@ def _chain(base: TensorMeta, window: TensorMeta, dims: list[int]) -> list[Step] 
 
 
 class _Chain:
-    """Takes the views of a tensor without memory, so that their strides are PyTorch's own."""
+    """Makes the views on a meta tensor, so that PyTorch itself computes their strides."""
 
     def __init__(self, base: TensorMeta) -> None:
         self.view = empty_of(base, torch.device("meta"))
@@ -59,7 +59,7 @@ class _Chain:
         self.steps.append((op, args, self.meta))
 
     def flatten(self) -> bool:
-        """To one dimension, in the order of memory. False if the base has gaps."""
+        """Flatten to one dimension, in memory order. False if the base has an offset or gaps."""
         base = self.meta
         self.permute(tuple(sorted(range(len(base.shape)), key=lambda dim: (-base.stride[dim], -base.shape[dim]))))
         if base.storage_offset or not self.view.is_contiguous():
@@ -76,8 +76,11 @@ class _Chain:
         self._add(aten.unsqueeze.default, dim)
 
     def cut(self, window: TensorMeta, dims: list[int]) -> bool:
-        """Cut the flat base into the dimensions `dims` of `window`, longest stride first. False if one is no row."""
-        length, start = self.view.shape[0], window.storage_offset  # of what is left of a row, and of the window in it
+        """Cut the flat base into the dimensions `dims` of `window`, longest stride first.
+
+        Returns False if one of them does not divide the base into rows.
+        """
+        length, start = self.view.shape[0], window.storage_offset  # of the current row, and of the window in that row
         for place, dim in enumerate(dims):
             size, stride = window.shape[dim], window.stride[dim]
             inner = 1 + sum((window.shape[inner] - 1) * window.stride[inner] for inner in dims[place + 1 :])
@@ -87,7 +90,7 @@ class _Chain:
             if place == len(dims) - 1:
                 self._slice(start, end, stride)
                 return True
-            first = min(start, length - size * stride)  # whole rows, the last one too
+            first = min(start, length - size * stride)  # so that all rows are whole, including the last
             if first < 0 or start - first + inner > stride:
                 return False
             self._slice(first, first + size * stride)
