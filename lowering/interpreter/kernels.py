@@ -1,8 +1,8 @@
 """Nodes made ready to run.
 
 In: a graph. Out: `KernelGraph`: its kernels in an order that may run, and what a frame holds before a run.
-A kernel is one aten call (`OpKernel`), or a part of the graph that the caller made one of (`serving/regions.py`).
-Executors know nothing else of kernels. Seed: nativert Executor (`OpKernel`, `KernelFactory`).
+A kernel is one aten call (`OpKernel`), or a region of the graph for which the caller supplies a kernel
+(`serving/regions.py`). Seed: nativert Executor (`OpKernel`, `KernelFactory`).
 """
 
 from __future__ import annotations

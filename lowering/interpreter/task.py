@@ -309,7 +309,7 @@ class GraphTask:
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Make this thread, which is not the owner, work for the task."""
+        """Make the calling thread work for the task, with the owner's thread-local state."""
         with self.thread_locals.taken_over(), GraphTaskGuard(self):
             if self.leaf_streams is None:
                 yield

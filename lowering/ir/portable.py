@@ -28,7 +28,9 @@ class NotPortable(ValueError):
 
 
 def to_bytes(graph: Graph) -> bytes:
-    """`graph` as JSON. Raises `NotPortable`."""
+    """`graph` as JSON. Raises `NotPortable`, also for a graph that holds values, which only its executor has."""
+    if graph.held:
+        raise NotPortable(f"the graph holds values: {', '.join(map(repr, graph.held))}")
     return json.dumps(_Writer().graph(graph), separators=(",", ":")).encode()
 
 

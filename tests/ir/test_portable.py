@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import lazy_backend
 from lazy_backend.execution import inspection
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Constant, Graph, Node, Value, check_graph, intern_meta
-from lazy_backend.lowering.ir.portable import NotPortable, from_bytes, to_bytes
+from lazy_backend.lowering.ir.portable import NotPortable, StoredGraph, from_bytes, to_bytes
 
 
 def values_of(graph: Graph) -> list[Value]:
@@ -149,6 +150,13 @@ PROGRAMS: dict[str, Callable[[], torch.Tensor | list[torch.Tensor]]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_recorded_graph_survives(name: str) -> None:
     assert_survives(traced(PROGRAMS[name]))
+
+
+def test_a_graph_that_holds_values_is_refused() -> None:
+    graph = replace(literal(1), held=(Value(7, META, 7),))
+    with pytest.raises(NotPortable, match="holds values: %7"):
+        to_bytes(graph)
+    assert not StoredGraph(graph).set_aside()
 
 
 def watch_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
