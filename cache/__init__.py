@@ -1,6 +1,6 @@
-"""The ground layer: caches that know nothing of tensors, graphs or devices' meaning.
+"""The bottom layer: caches that know nothing about tensors, graphs or devices.
 
-In: keys that can be hashed, values, bytes. Out: the same again, least recently used gone first. `trie` names recorded
+In: hashable keys, values, bytes. Out: the same values and bytes, unless they were evicted (LRU). `trie` names recorded
 programs, `computation_cache` holds compiled graphs, `constants` uploaded host constants, `disk` artefacts.
 
 Imports nothing else of this project.

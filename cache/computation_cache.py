@@ -22,7 +22,7 @@ H = TypeVar("H", bound=Hashable)
 class Key:
     """An exact cache key: ordered named parts, compared as a whole.
 
-    `parts` is a tuple of (name, text). Two keys are equal if and only if every text is.
+    `parts` is a tuple of (name, text). Two keys are equal if and only if all their parts are.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -36,15 +36,15 @@ class Key:
         return digest.hexdigest()
 
     def part_hashes(self) -> dict[str, str]:
-        """Each part's own hash: when two processes disagree, this names the part."""
+        """A hash of each part: when two processes' keys differ, these show in which part."""
         return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in self.parts}
 
 
-Capacity = Callable[[], int]  # asked whenever something is added: a setting may have changed
+Capacity = Callable[[], int]  # called whenever an entry is added: the setting may have changed
 
 
 def _of_size(entries: LRUCache[H, C], capacity: int) -> LRUCache[H, C]:
-    """`entries`, or the same with room for another number of them."""
+    """`entries`, or a copy with another capacity."""
     if entries.maxsize == capacity:
         return entries
     other: LRUCache[H, C] = LRUCache(maxsize=capacity)
@@ -53,7 +53,7 @@ def _of_size(entries: LRUCache[H, C], capacity: int) -> LRUCache[H, C]:
 
 
 class BoundedTable(Generic[H, C]):
-    """Least-recently-used table whose entries are made when they are first asked for. Safe from any thread."""
+    """LRU table whose entries are made when they are first requested. Thread-safe."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
@@ -74,7 +74,7 @@ class BoundedTable(Generic[H, C]):
 
 
 class ComputationCache(Generic[C]):
-    """Least-recently-used cache from `Key` to a computation. Safe from any thread."""
+    """LRU cache from `Key` to a computation. Thread-safe."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
@@ -87,7 +87,7 @@ class ComputationCache(Generic[C]):
             return self._entries.get(key)
 
     def add(self, key: Key, computation: C) -> C:
-        """Insert unless another thread was first; return the one that stayed."""
+        """Insert unless another thread was first; return the computation that is in the cache now."""
         with self._lock:
             self._entries = _of_size(self._entries, self._capacity())
             return self._entries.setdefault(key, computation)

@@ -1,8 +1,8 @@
-"""Host constants that were uploaded once.
+"""Host constants that were uploaded already.
 
 In: a host value as bytes with its type, and a function that uploads it. Out: the uploaded buffer.
-Entries are read-only and never donated; equality is equality of bits, so NaNs match themselves and 0.0 is not -0.0.
-Which slot of a program a constant fills is decided elsewhere: the cache cannot change a key.
+Entries are read-only and never donated; keys compare bit by bit, so NaNs match themselves and 0.0 is not -0.0.
+Which slot of a program a constant fills is decided elsewhere: this cache cannot change a program's key.
 Seed: lazy_graph_executor, `DataCacheArena` (TensorHasher, TensorComparer, max_cache_size).
 """
 
@@ -28,7 +28,7 @@ class ConstantKey:
 
 
 class DataCache(Generic[B]):
-    """One device's constants, bounded by entries and by bytes. Safe from any thread."""
+    """One device's constants, bounded in entries and in bytes. Thread-safe."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self.max_entries = max_entries
@@ -39,7 +39,7 @@ class DataCache(Generic[B]):
         self.misses = 0
 
     def get_device_data(self, key: ConstantKey, upload: Callable[[], B]) -> B:
-        """The buffer holding `key`, uploading it on a miss. A constant above the byte limit is uploaded, not kept."""
+        """The buffer for `key`, uploaded on a miss. A constant above the byte limit is uploaded but not kept."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None:

@@ -1,19 +1,20 @@
-"""The disk cache: what was compiled once is there for the next process.
+"""The disk cache: what one process compiled is there for the next.
 
 In: a canonical key and the bytes made for it. Out: the same bytes for exactly that key, or None.
 One entry is one file, named by the key's hash; a hit compares the whole key (see `entry`). `get` and `put` never
-raise and never give a broken entry: what goes wrong is counted, and told by `last_error`.
+raise, and `get` never returns a broken entry: failures are counted, and `last_error` describes the latest.
 
 Note [Bound in bytes]
-All files together are never larger than `max_bytes`. A writer takes the lock to make room, by removing what was used
-least recently, and to create its temporary file at its full length; then it writes without the lock. So what is still
-being written counts, and so does what a killed writer left, until that is old enough to be swept. Names change under
-the lock too, or a file renamed during another process's count could be missed.
+All files together are never larger than `max_bytes`. A writer takes the lock to make room, by evicting the least
+recently used entries, and to create its temporary file at full length; then it writes without the lock. So files still
+being written count, and so do files that a killed writer left, until they are old enough to be swept. Files are renamed
+under the lock too, or another process that counts at that moment could miss a renamed file.
 On a file system without locks, processes that write at the same moment can exceed the bound until the next `put`.
 
 Note [Killed at any moment]
-An entry gets its name when all its bytes are on the disk, by `os.replace`. The lock is the kernel's and ends with its
-process. Readers take no lock: a file that was removed or replaced stays as it was for whoever has it open.
+An entry gets its name, by `os.replace`, once all its bytes are on the disk. The kernel holds the lock and releases it
+when the process ends. Readers take no lock: a file that is removed or replaced stays as it was for a reader that has
+the file open.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from lazy_backend.cache.entry import (
 )
 from lazy_backend.cache.folder import CacheRefused, Folder, Stored, open_folder
 
-# A hit moves an entry's time of use if it is older than this, so that a loop over hits writes nothing. Seconds.
+# A hit updates an entry's time of use only if that is older than this, so a loop over hits writes nothing. Seconds.
 TOUCH_AFTER = 60.0
-# A temporary file not written to for so long belongs to a dead process. Seconds; a write takes a few at most.
+# A temporary file not written to for this long belongs to a dead process. Seconds; a write takes a few at most.
 STALE_AFTER = 600.0
-# The lock is held for milliseconds. Whoever holds it for so long was stopped, and `put` gives up. Seconds.
+# The lock is held for milliseconds. A process that holds it for this long was stopped, and `put` gives up. Seconds.
 LOCK_TIMEOUT = 2.0
 LOCK_FILE = ".lock"
 
@@ -58,20 +59,20 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @dataclass(slots=True)
 class DiskCounts:
-    """What one process did. Every `get` is a hit or a miss; `corrupt`, `errors` and `refused` say why, in addition."""
+    """Counts of one process. Every `get` is a hit or a miss; `corrupt`, `errors` and `refused` also count reasons."""
 
     hits: int = 0
     misses: int = 0
     writes: int = 0
     evictions: int = 0  # entries removed to keep the bound
     corrupt: int = 0  # broken entries met by `get`
-    errors: int = 0  # calls that the operating system failed
+    errors: int = 0  # calls that failed in the operating system
     refused: int = 0  # not private to the user, too large, or readonly
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What another process needs to put into the same cache."""
+    """What another process needs to write to the same cache."""
 
     directory: str
     max_bytes: int
@@ -109,7 +110,7 @@ class Removed:
 
 
 class DiskCache:
-    """Bytes by `Key` in one directory, shared by any number of threads and processes, least recently used first out.
+    """Bytes by `Key` in one directory, with LRU eviction, shared by any number of threads and processes.
 
     Raises CacheRefused if the directory is not private to the user (see Note [Private folder]) or cannot be made.
     With `readonly` nothing is ever written, touched or removed, and a missing directory is an empty cache.
@@ -140,11 +141,11 @@ class DiskCache:
             return replace(self._counts)
 
     def place(self) -> Place | None:
-        """Where another process may put; None if nobody may."""
+        """Where another process may `put`; None if the cache is readonly."""
         return None if self.readonly else Place(str(self.directory), self.max_bytes)
 
     def count_elsewhere(self, counts: DiskCounts, last_error: str | None) -> None:
-        """Count what another process did for this one."""
+        """Add the counts of another process that worked for this one."""
         with self._counting:
             for field in fields(DiskCounts):
                 setattr(self._counts, field.name, getattr(self._counts, field.name) + getattr(counts, field.name))
@@ -182,13 +183,13 @@ class DiskCache:
             return payload
 
     def _discard(self, folder: Folder, name: str, file: BinaryIO) -> None:
-        # another process may have written it anew by now
+        # another process may have replaced the entry by now
         if not self.readonly and folder.holds(name, os.fstat(file.fileno())):
             folder.remove(name)
 
     def _touch(self, folder: Folder, name: str, file: BinaryIO) -> None:
         now = self._clock()
-        # abs(): a time in the future, from before the clock was set right, would keep the entry for ever
+        # abs(): a time in the future, from before the clock was corrected, would keep the entry forever
         if self.readonly or abs(now - os.fstat(file.fileno()).st_mtime) < TOUCH_AFTER:
             return
         folder.set_time(name, file.fileno(), now)
@@ -196,7 +197,7 @@ class DiskCache:
     # ----- writing
 
     def put(self, key: Key, payload: bytes) -> bool:
-        """Keep `payload` for `key`, in place of what was there. Whether it was kept; never raises."""
+        """Keep `payload` for `key`, replacing any earlier entry. Returns whether the payload was kept; never raises."""
         if self.readonly:
             self._fail("refused", f"{self.directory}: the cache is readonly")
             return False
@@ -247,7 +248,7 @@ class DiskCache:
         excess = sum(file.size for file in files) + size - self.max_bytes
         if excess <= 0:
             return
-        # what is about to be replaced anyway goes first
+        # the entry that is about to be replaced is removed first
         for file in sorted(_entries(files), key=lambda file: (file.name != name, file.modified)):
             if folder.remove(file.name):
                 if file.name != name:
@@ -258,7 +259,7 @@ class DiskCache:
         raise OSError(errno.ENOSPC, "other writers' temporary files take all of the cache", str(folder.path))
 
     def _swept(self, folder: Folder) -> list[Stored]:
-        """Our files, after removing those of dead writers."""
+        """The cache's files, after removing those of dead writers."""
         now = self._clock()
         files = [file for file in folder.files() if _is_ours(file)]
         stale = {f for f in files if _TEMPORARY.fullmatch(f.name) and abs(now - f.modified) > STALE_AFTER}
@@ -266,10 +267,10 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _locked(self, folder: Folder) -> Iterator[None]:
-        from filelock import FileLock  # 30 ms, and not needed to read
+        from filelock import FileLock  # takes 30 ms, and reading does not need it
 
-        # a new one each time, 30 µs: a lock object does not survive a fork.
-        # Not the soft lock, which is a file that a dead process leaves behind; see Note [Bound in bytes] instead
+        # a new lock object each time, 30 µs, since one does not survive a fork.
+        # No soft lock, which is a file that a dead process leaves behind; see Note [Bound in bytes] for the effect
         lock = FileLock(folder.path / LOCK_FILE, LOCK_TIMEOUT, 0o600, poll_interval=0.002, fallback_to_soft=False)
         try:
             lock.acquire()
@@ -284,7 +285,7 @@ class DiskCache:
     # ----- for people and tools: these raise CacheRefused and OSError
 
     def __iter__(self) -> Iterator[Entry]:
-        """Every entry that can be read, the most recently used first. Reads keys, no payloads."""
+        """Every entry that can be read, the most recently used first. Reads keys but no payloads."""
         folder = self._current_folder()
         if folder is None:
             return
@@ -310,11 +311,11 @@ class DiskCache:
         return self._remove(goes)
 
     def clear(self) -> Removed:
-        """Remove everything, also what is being written: those writers fail, and count it."""
+        """Remove everything, including files being written: their writers fail and count an error."""
         return self._remove(lambda file, total: True, temporaries=True)
 
     def _remove(self, goes: Callable[[Stored, int], bool], temporaries: bool = False) -> Removed:
-        """Remove the entries that should go, asked for one by one with the bytes that are left."""
+        """Remove the entries for which `goes` is true, oldest first; its second argument is the bytes still left."""
         folder = self._current_folder()
         if folder is None or self.readonly:
             return Removed()
@@ -331,7 +332,7 @@ class DiskCache:
         return Removed(entries, freed)
 
     def verify(self, remove: bool = False) -> list[Broken]:
-        """Read every entry from end to end, a megabyte at a time; the broken ones, removed if so wanted."""
+        """Read every entry from end to end, a megabyte at a time. Returns the broken ones; removes them if `remove`."""
         folder = self._current_folder()
         if folder is None:
             return []
@@ -344,13 +345,13 @@ class DiskCache:
                     folder.remove(file.name)
         return broken
 
-    # ----- inside
+    # ----- internals
 
     def _current_folder(self) -> Folder | None:
-        """The open directory, checked; made anew if somebody removed it. None if it is missing and we only read."""
+        """The open directory, checked; made anew if it was removed. None if it is missing and the cache is readonly."""
         folder = self._folder
         if folder is None or folder.is_gone():
-            # files being read or written keep the old one open until they are done
+            # reads and writes under way keep the old directory open until they are done
             folder = self._folder = open_folder(self.directory, create=not self.readonly)
         else:
             folder.check()
@@ -377,7 +378,7 @@ class DiskCache:
 
 
 def _read(file: BinaryIO, key: Key) -> bytes | None:
-    """The payload; None if the entry is of another key with the same hash, or of another format."""
+    """The payload; None if the entry belongs to another key with the same hash, or has another format."""
     header = read_header(file, os.fstat(file.fileno()).st_size)
     if header is None or header.key != encode_key(key):
         return None
@@ -385,7 +386,7 @@ def _read(file: BinaryIO, key: Key) -> bytes | None:
 
 
 def _write(descriptor: int, content: tuple[bytes, ...]) -> None:
-    """All of `content`, down to the disk: after a power cut no name leads to bytes that were never written."""
+    """Write all of `content` to the disk itself: after a power cut, no name leads to bytes that were never written."""
     for part in content:
         left = memoryview(part)
         while left:

@@ -1,11 +1,11 @@
 """The bytes of one entry of the disk cache.
 
 In: a key and a payload. Out: a file's bytes; and from a file the same key and payload, or `BrokenEntry`.
-Every byte is under a checksum, and the key is read without the payload.
+Every byte is covered by a checksum, and the key can be read without the payload.
 
 | field          | type | |
 |---|---|---|
-| magic, format  | 8 bytes, u32 | an entry of another format is no error: `read_header` gives None |
+| magic, format  | 8 bytes, u32 | an entry of another format is not an error: `read_header` returns None |
 | created        | f64  | seconds since the epoch |
 | key, payload   | u64, u64 | their lengths in bytes |
 | payload digest | 32 bytes | BLAKE2b |
@@ -27,7 +27,7 @@ from lazy_backend.cache.computation_cache import Key
 FORMAT = 1
 
 _MAGIC = b"LAZYDISK"
-_PREFIX = struct.Struct("<8sI")  # stays as it is in every format
+_PREFIX = struct.Struct("<8sI")  # the same in every format
 _FIXED = struct.Struct("<8sIdQQ32s")
 _DIGEST_BYTES = 32
 _CHUNK = 1 << 20
@@ -48,7 +48,7 @@ class Header:
 
 
 def encode_key(key: Key) -> bytes:
-    """One text per key and one key per text, so that comparing the bytes compares the keys."""
+    """The key as bytes: one encoding per key and one key per encoding, so that comparing bytes compares keys."""
     return json.dumps(key.parts, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -57,13 +57,13 @@ def decode_key(encoded: bytes) -> Key:
 
 
 def make_head(encoded_key: bytes, payload: bytes, created: float) -> bytes:
-    """What stands before the payload."""
+    """All bytes before the payload."""
     fixed = _FIXED.pack(_MAGIC, FORMAT, created, len(encoded_key), len(payload), _digest(payload))
     return fixed + _digest(fixed, encoded_key) + encoded_key
 
 
 def read_header(file: BinaryIO, file_bytes: int) -> Header | None:
-    """The header of a file that is `file_bytes` long; the payload comes next. None if it has another format."""
+    """The header of a file of `file_bytes` bytes, read up to its payload. None if the file has another format."""
     fixed = file.read(_FIXED.size)
     _check_magic(fixed)
     if _PREFIX.unpack_from(fixed)[1] != FORMAT:
@@ -72,7 +72,7 @@ def read_header(file: BinaryIO, file_bytes: int) -> Header | None:
     _check(len(digest) == _DIGEST_BYTES, "cut off within its header")
     _, _, created, key_bytes, payload_bytes, payload_digest = _FIXED.unpack(fixed)
     expected = len(fixed) + len(digest) + key_bytes + payload_bytes
-    # before anything of a length found in the file is read: a flipped bit must not ask for terabytes
+    # checked before any length from the file is used for a read: a flipped bit must not ask for terabytes
     _check(file_bytes == expected, f"{file_bytes} bytes long, {expected} by its header")
     key = file.read(key_bytes)
     _check(_digest(fixed, key) == digest, "header and key do not match their checksum")
@@ -87,7 +87,7 @@ def read_payload(file: BinaryIO, header: Header) -> bytes:
 
 
 def check_payload(file: BinaryIO, header: Header) -> None:
-    """As `read_payload`, holding a megabyte at a time."""
+    """Check the payload as `read_payload` does, with only a megabyte in memory at a time."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     while chunk := file.read(_CHUNK):
         digest.update(chunk)

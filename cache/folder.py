@@ -1,14 +1,14 @@
-"""A directory that only its user can write.
+"""A directory that only its user can write to.
 
 In: a path. Out: `Folder`, through which files in it are opened, listed and removed, or `CacheRefused`.
-What is loaded from a cache ends up as code, so nothing is opened in a directory, or in a file, that belongs to someone
-else or that others may write. See Note [Private folder].
+What is loaded from a cache is executed as code, so a directory or a file is refused if it belongs to another user or if
+others may write to it. See Note [Private folder].
 
 Note [Private folder]
-The directory is opened once; owner and mode are asked of the open directory, and every file is opened relative to it.
-So whoever can rename or link directories above it cannot slip in another between the check and the use.
-Windows has neither owners as numbers nor such relative names: there nothing is checked, and the directory is as
-private as the user's profile that it is in by default.
+The directory is opened once; owner and mode are those of the open directory, and every file is opened relative to it.
+So another user who can rename or link directories above it cannot swap in a different one between check and use.
+Windows has neither numeric owners nor paths relative to an open directory: nothing is checked there, and the directory
+is as private as the user's profile, which contains it by default.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import platformdirs  # here, though only the default needs it: its 4 ms would fall in the first step
+import platformdirs  # here, though only the default needs it: its 4 ms would otherwise fall in the first step
 
 VARIABLE = "LAZY_BACKEND_CACHE_DIR"
 
 _ELSEWHERE = f"set {VARIABLE} to a directory of your own"
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# not in every system's os: O_DIRECTORY, O_NOFOLLOW and O_NONBLOCK on POSIX, O_BINARY on Windows
+# not in `os` on every system: O_DIRECTORY, O_NOFOLLOW and O_NONBLOCK on POSIX, O_BINARY on Windows
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
-# O_NONBLOCK: opening a pipe that lies where an entry should must not wait for its writer
+# O_NONBLOCK: if a pipe has an entry's name, opening it must not wait for its writer
 _FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class CacheRefused(Exception):
-    """Not to be loaded from: says what is wrong, where, and what mends it."""
+    """A cache that must not be used. Says what is wrong, where, and how to fix it."""
 
     def __init__(self, what: str, path: Path | str, remedy: str) -> None:
         super().__init__(f"disk cache not used: {what}\n  at {path}\n  to mend it: {remedy}")
@@ -46,7 +46,7 @@ class CacheRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One file, without having opened it."""
+    """One file as listed, not opened."""
 
     name: str
     size: int  # bytes
@@ -72,7 +72,7 @@ class Folder:
             weakref.finalize(self, os.close, descriptor).atexit = False
 
     def check(self) -> None:
-        """Raise `CacheRefused` if others may write here by now. 1 µs."""
+        """Raise `CacheRefused` if others can write to the directory by now. 1 µs."""
         if self._descriptor is not None:
             _check_directory(os.fstat(self._descriptor), self.path)
 
@@ -83,7 +83,7 @@ class Folder:
         try:
             return os.fstat(self._descriptor).st_nlink == 0
         except OSError:
-            # NFS
+            # NFS: the removed directory's descriptor is stale
             return True
 
     def open(self, name: str) -> BinaryIO:
@@ -108,22 +108,22 @@ class Folder:
         return os.open(self._at(name), flags, 0o600, dir_fd=self._descriptor)
 
     def replace(self, name: str, by: str) -> None:
-        """Let `by` take the name `name`, at once for every reader."""
+        """Rename `by` to `name`, atomically for every reader."""
         os.replace(self._at(by), self._at(name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def remove(self, name: str) -> bool:
-        """Whether the file is gone now, by us or by another process."""
+        """Remove a file. Returns whether it is gone now, removed by this process or by another."""
         try:
             os.unlink(self._at(name), dir_fd=self._descriptor)
         except FileNotFoundError:
             return True
         except OSError:
-            # Windows: a file that another process reads
+            # Windows: another process is reading the file
             return False
         return True
 
     def holds(self, name: str, file: os.stat_result) -> bool:
-        """Whether `name` still is that very file."""
+        """Whether `name` still refers to that very file."""
         try:
             found = os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
         except OSError:
@@ -131,7 +131,7 @@ class Folder:
         return os.path.samestat(found, file)
 
     def set_time(self, name: str, descriptor: int, seconds: float) -> None:
-        """Set an open file's time of modification, where the file system has one that can be set."""
+        """Set an open file's modification time, if the file system allows that."""
         with contextlib.suppress(OSError):
             os.utime(descriptor if os.utime in os.supports_fd else self._at(name), (seconds, seconds))
 
@@ -145,7 +145,7 @@ class Folder:
         if self._descriptor is None:
             yield self.path
             return
-        # opened anew: scans of one open directory share their position, and so would those of two threads
+        # opened anew: scans of one open directory share one position, so two threads would disturb each other
         descriptor = os.open(".", _DIRECTORY, dir_fd=self._descriptor)
         try:
             yield descriptor
@@ -157,7 +157,7 @@ class Folder:
 
 
 def open_folder(path: Path, create: bool) -> Folder | None:
-    """The directory at `path`, made for the user alone if it is to be made; None if it is missing."""
+    """The directory at `path`, made private to the user if `create`; None if it is missing and not to be made."""
     try:
         if create:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def _check_file(status: os.stat_result, path: Path) -> None:
 
 
 def _check_links(path: Path) -> None:
-    """Links on the way are the user's own or the system's: nobody else says where the cache is."""
+    """Refuse symbolic links in `path` unless they are the user's or root's: nobody else decides where the cache is."""
     for link in _links(path):
         status = link.lstat()
         if status.st_uid != 0:
@@ -213,7 +213,7 @@ def _check_owner(status: os.stat_result, what: str, path: Path, remedy: str) -> 
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Every symbolic link on the way to `path`, which was opened: the links make no circle."""
+    """Every symbolic link in `path`. The path was opened before, so its links form no cycle."""
     for part in [*reversed(path.parents), path]:
         if part.is_symlink():
             yield part

@@ -1,4 +1,4 @@
-"""Locks of a whole process, which a fork must not find held by a thread that stays behind.
+"""Process-wide locks that no other thread may hold at a fork, since that thread would not exist in the child.
 
 In: nothing. Out: `process_lock`, for state that a process has once; `hold_all` and `release_all`, around a fork.
 """
@@ -13,20 +13,20 @@ _held: list[Any] = []
 
 
 def process_lock() -> Any:
-    """An `RLock` that is nobody's in a forked child. For module-level state: it is never forgotten."""
+    """An `RLock` that is free in a forked child. For module-level state: the lock is never dropped."""
     lock = threading.RLock()
     _locks.append(lock)
     return lock
 
 
 def hold_all() -> None:
-    """Before a fork: wait until no other thread holds one of the locks, in the order in which they were made."""
+    """Before a fork: acquire all locks, in the order in which they were made, so that no other thread holds one."""
     for lock in _locks:
         lock.acquire()
         _held.append(lock)
 
 
 def release_all() -> None:
-    """After a fork, in the parent as in the child, where the thread that forked is the one that holds them."""
+    """After a fork, in both the parent and the child: release the locks, which the forking thread holds in either."""
     while _held:
         _held.pop().release()

@@ -1,13 +1,13 @@
-"""Temporary folders that are gone in the end, however their process ended.
+"""Temporary folders that are removed in the end, however their process ended.
 
-In: nothing. Out: `ScratchFolder`, new, private to the user, and locked while somebody uses it.
+In: nothing. Out: `ScratchFolder`, new, private to the user, and locked while a process uses it.
 
 Note [Whose scratch folder]
-A folder is locked (flock, on the directory itself) by the process that made it and by whoever it hands the descriptor
-to. The kernel ends the lock with the last of them, so a folder that can be locked belongs to nobody any more. Each
-process clears those when it makes its first. Cleaners of temporary files (systemd-tmpfiles) pass by locked folders too.
-Between its making and its lock a folder is empty; so an empty one is cleared only when it has been there for a while.
-On a file system without locks nothing is cleared.
+A folder is locked (flock, on the directory itself) by the process that made it and by every process to which that one
+passes the descriptor. The kernel releases the lock when the last of them ends, so a folder that can be locked has no
+owner any more. Each process removes such folders when it makes its first. Cleaners of temporary files
+(systemd-tmpfiles) skip locked folders too. A new folder is empty until it is locked, so an empty folder is removed only
+when it has been there for a while. On a file system without locks, nothing is removed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lazy_backend.cache.folder import CacheRefused, default_directory
 if sys.platform != "win32":
     import fcntl
 
-# A process puts its first file into a folder as soon as that is locked. Seconds.
+# An empty folder this old has no owner: a process puts a file into its folder as soon as it is locked. Seconds.
 EMPTY_AFTER = 60.0
-# What was killed a moment ago may still write. Seconds.
+# How long processes that were just killed may still write. Seconds.
 _PATIENCE = 1.0
 
 _NAME = re.compile(r"lazy_backend_\d+_[a-z0-9_]{8}")
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
-_swept_by = 0  # the process that has looked for folders of dead ones
+_swept_by = 0  # pid of the process that has swept
 
 
 class ScratchFolder:
@@ -47,17 +47,17 @@ class ScratchFolder:
         self._owner = os.getpid()
 
     def is_gone(self) -> bool:
-        """Whether somebody removed it."""
+        """Whether the folder was removed."""
         return not self.path.is_dir()
 
     def remove(self) -> None:
-        """Remove it with all that is in it; in a forked child only let go of it. Never raises."""
+        """Remove the folder and its contents; in a forked child, only release the folder. Never raises."""
         if self._owner == os.getpid():
             remove_tree(self.path)
         self.release()
 
     def release(self) -> None:
-        """Give up the lock, as far as this process holds it."""
+        """Release this process's hold on the lock."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -65,7 +65,7 @@ class ScratchFolder:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for the length of a block. Raises OSError if none can be made."""
+    """A folder for the duration of a block. Raises OSError if none can be made."""
     folder = make_scratch_folder()
     try:
         yield folder.path
@@ -74,7 +74,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def make_scratch_folder() -> ScratchFolder:
-    """A new folder: where temporary files go, or elsewhere if that place is gone or full. Raises OSError."""
+    """A new folder, where temporary files go or elsewhere if that place is gone or full. Raises OSError."""
     failed: OSError | None = None
     for place in _places():
         _sweep_once(place)
@@ -87,7 +87,7 @@ def make_scratch_folder() -> ScratchFolder:
 
 def _places() -> Iterator[str]:
     with contextlib.suppress(OSError):
-        yield tempfile.gettempdir()  # as it was when it was first asked for
+        yield tempfile.gettempdir()  # `tempfile` remembers its first answer
     yield from ("/tmp", "/var/tmp")
     with contextlib.suppress(CacheRefused):
         yield str(default_directory())
@@ -100,7 +100,7 @@ def _make_in(place: str) -> ScratchFolder:
         descriptor = os.open(path, _DIRECTORY)
         with contextlib.suppress(OSError):  # a file system without locks
             _lock_folder(descriptor)
-        # so that it is not empty; and where not even this fits, another place is taken
+        # makes the folder non-empty; if not even this file fits, another place is tried
         (path / "owner").write_text(f"process {os.getpid()}\n")
     except BaseException:
         if descriptor >= 0:
@@ -111,7 +111,7 @@ def _make_in(place: str) -> ScratchFolder:
 
 
 def _lock_folder(descriptor: int) -> None:
-    """Raises OSError if somebody else has the lock, or if there are none."""
+    """Raises OSError if another process has the lock, or if the file system has no locks."""
     if sys.platform == "win32":
         raise OSError("folders cannot be locked")
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +119,7 @@ def _lock_folder(descriptor: int) -> None:
 
 def _sweep_once(place: str) -> None:
     global _swept_by
-    if _swept_by != os.getpid():  # without a lock, which a fork could leave locked: twice does no harm
+    if _swept_by != os.getpid():  # without a lock, which a fork could leave held: sweeping twice does no harm
         _swept_by = os.getpid()
         sweep(place)
 
@@ -150,7 +150,7 @@ def _remove_unused(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, also while processes that were just killed write their last. Never raises."""
+    """Remove a folder, even while processes that were just killed still write to it. Never raises."""
     end = time.monotonic() + _PATIENCE
     while True:
         shutil.rmtree(path, ignore_errors=True)

@@ -30,10 +30,10 @@ class TrieNode(Generic[T]):
         # the follower taken last: a repeated step finds it by comparing one key, without hashing it
         self.next_key: Hashable = None
         self.next: TrieNode[T] | None = None
-        # the part of `call` that its owner needs on a hit, if that is all it needs
+        # the part of `call` that the trie's owner needs on a hit, if it needs no more
         self.shortcut: Any = None
         self._branches: dict[Hashable, TrieNode[T]] | None = None  # all followers, if there are several
-        self.bindings: Any = None  # what syncs at this node found before; theirs alone, None until there was one
+        self.bindings: Any = None  # results of earlier syncs at this node; only syncs use them, None before the first
 
     def branch(self, key: Hashable) -> TrieNode[T] | None:
         """The follower with this key, which is not `next_key`."""
@@ -78,7 +78,7 @@ class Trie(Generic[T]):
         return node
 
     def reset(self) -> None:
-        """Drop every path. A cursor into the old paths is lost."""
+        """Drop every path. Cursors into the old paths become invalid."""
         # the old nodes are a cycle (parent <-> followers): break it here rather than leave it to the collector
         for node in [self.root, *self]:
             node._branches = node.bindings = node.next_key = node.next = None

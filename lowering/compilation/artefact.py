@@ -1,13 +1,14 @@
-"""A compiled graph as bytes: what the compiler's process sends and the disk keeps.
+"""A compiled graph as bytes: what the worker process sends and the disk cache keeps.
 
-In: the bytes that `build` makes. Out: a callable that takes one list and empties it.
+In: the bytes that `build` makes. Out: a callable that takes one list of arguments and empties it.
 
 Note [Light and bundled artefacts]
-Inductor's result is a Python module that allocates buffers and calls C++ kernels. All that a loader needs is the module
-without the kernels' sources, and the kernels as one shared object: a light artefact. It loads in 15 ms (a GPT's step)
-and imports neither torch._dynamo nor torch._inductor nor sympy, where PyTorch's own artefacts take five seconds, most
-of it with the GIL held. It is right only if AOTAutograd wraps nothing around the module and the module needs nothing of
-torch._inductor; what does not hold up is sent as a bundled artefact, PyTorch's own.
+Inductor's result is a Python module that allocates buffers and calls C++ kernels. A loader needs only the module
+without the kernels' sources, and the kernels built into shared objects: a light artefact. A light artefact loads in
+15 ms (a GPT's step) and imports neither torch._dynamo nor torch._inductor nor sympy. PyTorch's own artefacts take five
+seconds to load, most of the time with the GIL held. A light artefact is correct only if AOTAutograd adds no wrappers to
+the module and the module uses nothing from torch._inductor. Any other graph is sent as a bundled artefact, which is
+PyTorch's own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lazy_backend.lowering.ir.rng import seeded_op
 
 
 class BadArtefact(ValueError):
-    """Bytes that are no artefact, or were made by another PyTorch, Python or processor."""
+    """Bytes that are not an artefact, or one that was made for another PyTorch, Python or processor."""
 
 
 # ----- the container: length and text of a header, then blobs
@@ -69,11 +70,11 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 
 def load(data: bytes, graph: Graph) -> tuple[Call, str | None]:
-    """The compiled form of `graph`, and its conditions on symbols if it has any. Raises `BadArtefact`."""
+    """The compiled form of `graph`, and its guards on symbolic sizes, if any. Raises `BadArtefact`."""
     header, blobs = unpack(data)
     for node in graph.nodes:
         if node.seed is not None:
-            seeded_op(node.op)  # the code calls it by name
+            seeded_op(node.op)  # defines the operator that the code calls by name
     if header["kind"] == "bundled":
         return _load_bundled(blobs[0]), header["guards"]
     space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}
@@ -88,10 +89,13 @@ def load(data: bytes, graph: Graph) -> tuple[Call, str | None]:
 
 
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """`compiled` as a function that takes one list and empties it, where the backend offers that."""
-    # internal, checked on 2.13: AOTAutograd's result takes *args, whose tuple would keep every input alive during the
-    # run. It wraps (functools, which copies the mark `_boxed_call` to all of them) a function that takes a list; deeper
-    # ones take a list too, but lack some of AOTAutograd's own wrappers
+    """`compiled` as a boxed function: it takes one list of arguments and empties that list.
+
+    Inputs are freed during the run only if the backend provides a boxed function itself.
+    """
+    # internal, checked on 2.13: AOTAutograd returns a function of *args, whose tuple would keep every input alive in
+    # the run. That function wraps one that takes a list; functools.wraps copies the attribute `_boxed_call` to every
+    # wrapper. The outermost function that takes a list is the right one: deeper ones lack some AOTAutograd wrappers
     inner: Any = compiled
     while inner is not None:
         if getattr(inner, "_boxed_call", False) and _takes_one_list(inner):
@@ -120,12 +124,12 @@ def _resolve(path: str) -> Any:
 
 def _load_kernels(blob: bytes, folder: Path) -> ModuleType:
     digest = hashlib.blake2b(blob, digest_size=16).hexdigest()
-    name = f"_lazy_backend_{digest}.kernels"  # PyInit_kernels; CPython and the linker know a library by this name
+    name = f"_lazy_backend_{digest}.kernels"  # PyInit_kernels; CPython and the linker identify a library by name
     module = sys.modules.get(name)
     if module is None:
         file = folder / f"{digest}.so"
         file.write_bytes(blob)
-        # internal, checked on 2.13: the address through which kernels read a tensor's data pointer
+        # internal, checked on 2.13: the address of the function by which kernels get a tensor's data pointer
         address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
         spec = importlib.util.spec_from_file_location(name, file)

@@ -1,34 +1,36 @@
-"""The training process's side of the compiler's process.
+"""The training process's side of the compiler's worker process.
 
-In: graphs to compile. Out: jobs that are done some time later, with the bytes of an artefact or an error.
+In: compile requests. Out: jobs that are done some time later, with the bytes of an artefact or an error.
 
 Note [Compiles happen elsewhere]
-Beside a compile in a thread of the same process, training ran at half its speed and stood still for seconds at a time:
-the compiler is Python and holds the GIL, and importing it beside a busy thread took 16 s instead of one. So a process
-of its own compiles, at low priority, and what comes back loads in milliseconds. Whoever wants a plan asks whether it is
-there, which costs nothing.
+With a compile in a thread of the same process, training ran at half its speed and stalled for seconds at a time: the
+compiler is Python and holds the GIL, and importing it next to a busy thread took 16 s instead of 1 s. So a separate
+worker process compiles, at low priority, and its artefacts load in milliseconds. The training process polls for the
+result, which costs nothing.
 
 Note [One thread sees to the compiler]
-A thread starts the process, writes to it, reads from it, starts it again and ends it; it sleeps meanwhile. Ctrl-C and
-whatever else a signal handler raises arrives in the main thread, between any two instructions: there a request is one
-entry in a dict and a ring at the bell, and a wait looks again and again, so nothing is left half done.
+One thread starts the worker process, writes to it, reads from it, restarts it and ends it; in between, the thread
+sleeps. Ctrl-C, like any exception from a signal handler, is raised in the main thread, between any two instructions.
+So in the main thread, a request is only one dict entry and a ring of the bell, and a wait is a polling loop: an
+interrupt leaves nothing half done.
 
-The process holds 375 MB. So it is ended when it was idle for long, the thread with it, and the next compile starts
-another.
+The worker process takes 375 MB of memory. So after a long idle time it is ended, and the thread with it; the next
+compile starts both again.
 
 Note [Started again]
-A process that ends by itself (killed for its memory, by hand, by a crash) is started again, and gets what it had not
-answered; so does one whose folder somebody removed. A job that loses two processes fails, and all fail if the process
-ended three times before it was ready.
+A worker process that ends by itself (killed for lack of memory, killed by hand, crashed) is restarted and gets the
+requests that it had not answered; so is one whose scratch folder was removed. A job that loses two processes fails, and
+all jobs fail if the process ends three times in a row before it is ready.
 
 Note [Priority of the compiler]
-While nobody waits, the process is nicer than the program by 5: a third of a core beside a busy thread; 10 would be a
-ninth, and importing takes seconds of a core. While somebody waits it has the program's own priority, or other programs
-would have the machine. Niceness can be taken back by root alone, unless a limit (RLIMIT_NICE) allows it; the policies
-SCHED_BATCH, which can be left again, and SCHED_IDLE, which has the same limit, give too little or nothing beside a busy
-program. So the process is started with the priority that it needs; one that turns out too nice is made less so where
-that is allowed, and otherwise started again between two graphs or early in one, once per graph: later, what would be
-lost weighs more than what is won.
+While no thread waits for a compile, the worker process's niceness is 5 above the program's. That gives it a third of a
+core next to a busy thread; 10 above would give it a ninth, and importing the compiler takes seconds of a core. While a
+thread waits, the worker process has the program's own priority, or other programs would take the machine. Only root can
+lower niceness again, unless a limit (RLIMIT_NICE) allows it. The policies SCHED_BATCH, which can be left again, and
+SCHED_IDLE, which has the same limit, give too little or nothing next to a busy program. So the worker process starts
+with the niceness that it needs then. If that turns out too high, it is lowered where that is allowed. Otherwise the
+process is restarted, between two graphs or early in one, once per graph: later, a restart would lose more than it
+gains.
 """
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ from lazy_backend.lowering.compilation.environment import (
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import to_bytes
 
-# Seconds between two looks of who waits.
+# Seconds between two polls of a waiting thread.
 _NAP = 0.005
-# How much nicer the process is than the program while nobody waits.
+# How far the worker process's niceness is above the program's while no thread waits.
 _NICER = 5
-# A wait that may take less is a look, for which the compiler need not hurry. Seconds.
+# A wait with a shorter timeout is a mere check, for which the compiler need not hurry. Seconds.
 _SHORTEST_WAIT = 1.0
-# What is lost by starting a compile again must be less. Seconds.
+# Only a compile that has run for less is restarted to raise its priority. Seconds.
 _EARLY = 10.0
 # See Note [Started again].
 _MAX_DEATHS = 2
@@ -78,22 +80,22 @@ _MAX_FAILED_STARTS = 3
 
 
 class WorkerDied(RuntimeError):
-    """The compiler's process could not be started, or ended in the midst of a compile: killed for its memory, say."""
+    """The worker process could not be started, or ended during a compile: killed for lack of memory, say."""
 
 
 class RemoteCompileError(RuntimeError):
-    """A compile failed in the compiler's process. The text is that of the exception there."""
+    """A compile failed in the worker process. The text is that of the exception there."""
 
 
 class NotPortableThere(RemoteCompileError):
-    """The compiler's process does not know an operator: one that the user's program has registered."""
+    """The worker process does not know an operator that the user's program has registered."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One compile. Once `done`, either `result` (an artefact's bytes) or `error` is there.
+    """One compile. Once `done`, either `result` (an artefact's bytes) or `error` is set; in a forked child, neither.
 
-    `kept`: what the disk cache there counted and its last error, if it was to keep the artefact.
+    `kept`: the counts and the last error of the worker process's disk cache, if that cache was to keep the artefact.
     """
 
     id: int
@@ -103,37 +105,37 @@ class Job:
     error: Exception | None = None
     seconds: float = 0.0
     kept: tuple[DiskCounts, str | None] | None = None
-    sent: bool = False  # to the process there is now
-    deaths: int = 0  # processes that ended while they worked on it
-    hurried: bool = False  # a process was ended for its sake, because it was too nice
+    sent: bool = False  # to the current process
+    deaths: int = 0  # processes that ended while they compiled this job
+    hurried: bool = False  # a process was restarted for this job, because its niceness was too high
 
     def finish(self, result: bytes | None = None, error: Exception | None = None) -> None:
         self.request = b""
         self.result, self.error = result, error
-        self.done = True  # last: other threads look at it
+        self.done = True  # last: other threads poll it
 
 
 class CompileWorker:
-    """A process that compiles one graph after the other; started with the first, ended when idle for long.
+    """Compiles one graph after another in a worker process, started for the first and ended after a long idle time.
 
-    Safe from any thread.
+    Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ids = itertools.count(1)
-        self._jobs: dict[int, Job] = {}  # those not done, in the order of their requests
-        self._waits: set[object] = set()  # one for each thread that waits for a compile
-        self._lock = threading.RLock()  # for all below
-        self._bell: _Bell | None = None  # of the thread that sees to the process, while there is one
+        self._jobs: dict[int, Job] = {}  # unfinished jobs, in the order of their requests
+        self._waits: set[object] = set()  # one token for each thread that waits for a compile
+        self._lock = threading.RLock()  # guards all fields below
+        self._bell: _Bell | None = None  # of the thread that manages the process, while there is one
         self._process: _Process | None = None
-        self._is_wanted = False  # ahead of a request
+        self._is_wanted = False  # set by `start`, ahead of a request
         self._failed_starts = 0  # in a row
         self._idle_seconds = math.inf
-        self._idle_since = 0.0  # when the latest job ended
+        self._idle_since = 0.0  # the time of the latest `start` or end of a job
 
     def start(self, idle_seconds: float = math.inf) -> None:
-        """Start the process, if it does not run: who will submit soon need not wait for that. 0.1 ms."""
+        """Start the process unless it runs, so that a request soon after need not wait for that. 0.1 ms."""
         self._idle_seconds = idle_seconds
         self._idle_since = self._clock()
         self._is_wanted = True
@@ -142,10 +144,10 @@ class CompileWorker:
     def submit(
         self, request: CompileRequest, idle_seconds: float = math.inf, keep: tuple[Place, Key] | None = None
     ) -> Job:
-        """Have a graph compiled. The job is done some time later, whatever happens. Raises `NotPortable`.
+        """Submit a compile request. The job is done some time later, whatever happens. Raises `NotPortable`.
 
-        `idle_seconds`: how long the process waits for the next request before it is ended. `keep`: where to put the
-        artefact on disk as well, which waits for locks and for the disk.
+        `idle_seconds`: how long the process waits for the next request before it is ended. `keep`: where the worker
+        process also writes the artefact to disk; the write may wait for locks and for the disk.
         """
         number = next(self._ids)
         header = {
@@ -163,10 +165,10 @@ class CompileWorker:
         return job
 
     def poll(self) -> None:
-        """Called in each step while a compile is under way: nobody waits for it any more, if somebody did."""
+        """Called in each step while a compile is under way. Lowers the priority again once no thread waits."""
         if self._jobs:
             if not all(job.sent for job in self._unfinished()):
-                self._ring()  # whoever submitted may have been interrupted before it could
+                self._ring()  # an interrupt may have kept `submit` from ringing
             process = self._process
             if process is not None and not process.is_nicer and not self._waits:
                 with self._lock:
@@ -183,7 +185,7 @@ class CompileWorker:
 
     @contextlib.contextmanager
     def awaited(self, timeout: float | None = None) -> Iterator[None]:
-        """Within this block somebody waits for what is submitted. See Note [Priority of the compiler]."""
+        """Within this block, the calling thread waits for its jobs. See Note [Priority of the compiler]."""
         waits = object()
         try:
             if timeout is None or timeout >= _SHORTEST_WAIT:
@@ -203,7 +205,10 @@ class CompileWorker:
                 self._bell.ring()
 
     def reset_after_fork(self) -> None:
-        """In a forked child: the process is the parent's. Our ends of its pipes would keep it from seeing that end."""
+        """In a forked child: drop the worker process, which is the parent's.
+
+        Pipe ends left open here would keep the worker process from noticing the parent's end.
+        """
         self._lock = threading.RLock()
         process, self._process = self._process, None
         if process is not None:
@@ -215,7 +220,7 @@ class CompileWorker:
         self._waits.clear()
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
-            job.finish()  # with neither result nor error: whoever wants the plan asks again
+            job.finish()  # with neither result nor error: the caller submits the request again
 
     def _wait(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -228,19 +233,19 @@ class CompileWorker:
         return True
 
     def _unfinished(self) -> list[Job]:
-        return list(self._jobs.values())  # at once: other threads add to them
+        return list(self._jobs.values())  # a copy: other threads add jobs meanwhile
 
-    # ----- the thread that sees to the process
+    # ----- the thread that manages the process
 
     def _ring(self) -> None:
-        """Have the thread look after the process, now; it is started if there is none."""
+        """Wake the thread that manages the process; start one if there is none."""
         with self._lock:
             try:
                 if self._bell is None:
                     self._start_thread()
                 else:
                     self._bell.ring()
-            except (OSError, RuntimeError) as error:  # no descriptors, no threads, or the interpreter is leaving
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads, or the interpreter is exiting
                 self._fail_all(WorkerDied(f"the compiler's process could not be started: {error}"))
 
     def _start_thread(self) -> None:
@@ -252,10 +257,10 @@ class CompileWorker:
             raise
 
     def _see_to_it(self, bell: _Bell) -> None:
-        # signals are for the main thread, whose sleep they must end; and see `lifeline`
+        # signals must go to the main thread, to end its sleep; for the worker process see `lifeline`
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         with self._lock:
-            if self._bell is not None:  # somebody was interrupted while he started this thread, and another was started
+            if self._bell is not None:  # `_start_thread` was interrupted, and another thread has been started since
                 bell.close()
                 return
             self._bell = bell
@@ -264,7 +269,7 @@ class CompileWorker:
         bell.close()
 
     def _look_after(self, bell: _Bell) -> bool:
-        """One turn, and a sleep until the next; False after the last."""
+        """Do one turn and sleep until the next; False after the last turn."""
         with self._lock:
             try:
                 left = self._turn()
@@ -280,7 +285,7 @@ class CompileWorker:
         return True
 
     def _turn(self) -> float | None:
-        """Do what is to be done. Returns the seconds until there is more to do; None if there is no process."""
+        """Do all that is due. Returns the seconds until there is more to do; None if there is no process."""
         if self._process is not None:
             self._receive(self._process)
         if self._process is None and (self._jobs or self._is_wanted):
@@ -300,7 +305,7 @@ class CompileWorker:
         return None
 
     def _start(self) -> None:
-        """Start the process; if it cannot be, every job fails."""
+        """Start the process; if that is impossible, every job fails."""
         try:
             self._process = _Process(is_nicer=not self._waits, now=self._clock())
         except OSError as error:
@@ -320,10 +325,10 @@ class CompileWorker:
                 self._start()
 
     def _send(self, process: _Process) -> None:
-        if process is not self._process:  # another was started, or none could be
+        if process is not self._process:  # another was started, or starting failed
             return
         unfinished = self._unfinished()
-        if not unfinished[0].sent:  # it was idle
+        if not unfinished[0].sent:  # the process was idle
             process.busy_since = self._clock()
         for job in unfinished:
             if not job.sent:
@@ -359,10 +364,10 @@ class CompileWorker:
             job.finish(error=kind(f"{reply['error']}: {reply['message']}"))
         else:
             job.finish(result=artefact)
-        del self._jobs[job.id]  # last: `wait` looks at what is left
+        del self._jobs[job.id]  # last: `wait` polls `_jobs`
 
     def _bury(self, process: _Process) -> None:
-        """The process is gone, or can work no more. See Note [Started again]."""
+        """Clean up after a process that has ended or lost its folder. See Note [Started again]."""
         text = process.last_words()
         was_robbed = process.folder.is_gone()
         status = self._end_process()
@@ -374,7 +379,7 @@ class CompileWorker:
                 self._failed_starts = 0
                 self._fail_all(error)
             return
-        for job in self._unfinished()[:1]:  # it takes them in order
+        for job in self._unfinished()[:1]:  # jobs are compiled in order: this one was under way
             job.deaths += 1
             if job.deaths >= _MAX_DEATHS:
                 job.finish(error=error)
@@ -386,7 +391,7 @@ class CompileWorker:
             self._jobs.pop(job.id, None)
 
     def _end_process(self) -> int | None:
-        """End the process, if there is one. Returns its status."""
+        """End the process, if there is one. Returns its exit status."""
         process, self._process = self._process, None
         for job in self._unfinished():
             job.sent = False
@@ -394,7 +399,7 @@ class CompileWorker:
 
 
 class _Bell:
-    """Wakes a thread that sleeps."""
+    """Wakes a sleeping thread."""
 
     def __init__(self) -> None:
         self._from, self._to = os.pipe()
@@ -402,12 +407,12 @@ class _Bell:
         os.set_blocking(self._to, False)
 
     def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of rings
             os.write(self._to, b"\0")
 
     def sleep(self, seconds: float, process: _Process | None) -> None:
-        """Sleep until it rings, `process` has something to say or takes what it is told, or `seconds` have passed."""
-        poll = select.poll()  # no select(): it takes no descriptors above 1,023
+        """Sleep until the bell rings, `process` can be read from or written to, or `seconds` have passed."""
+        poll = select.poll()  # not select(), which takes no descriptors above 1,023
         poll.register(self._from, select.POLLIN)
         if process is not None:
             process.watch(poll)
@@ -421,12 +426,12 @@ class _Bell:
 
 
 class _Process:
-    """One life of the compiler's process, with its pipes and its folder. Raises OSError."""
+    """One worker process, with its pipes and its scratch folder. Raises OSError."""
 
     def __init__(self, is_nicer: bool, now: float) -> None:
         self.is_nicer = False
         self.is_ready = False
-        self.busy_since = now  # when it began what it does
+        self.busy_since = now  # the start of its current work
         self._decoder = lifeline.Decoder()
         self._unwritten = b""
         with contextlib.ExitStack() as undo:
@@ -459,7 +464,7 @@ class _Process:
             self.is_nicer = self._set_priority(_NICER)
 
     def raise_priority(self) -> bool:
-        """To the program's own. Whether that was allowed."""
+        """Raise the priority to the program's own. Returns whether that was allowed."""
         if self._set_priority(0):
             self.is_nicer = False
         return not self.is_nicer
@@ -468,7 +473,7 @@ class _Process:
         own = os.getpriority(os.PRIO_PROCESS, os.getpid())
         try:
             os.setpriority(os.PRIO_PGRP, self._popen.pid, own + nicer)
-        except OSError:  # not allowed, or it has ended
+        except OSError:  # not allowed, or the process has ended
             return False
         return True
 
@@ -477,20 +482,20 @@ class _Process:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """Its status, if it has ended."""
+        """The exit status, if the process has ended."""
         return self._popen.poll()
 
     def put(self, request: bytes) -> None:
         self._unwritten += request
 
     def flush(self) -> None:
-        """Write what the pipe takes. That the process has ended is seen when it is read from."""
+        """Write as much as the pipe takes. If the process has ended, `receive` notices that."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._to, self._unwritten) :]
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:
-        """The messages that are there, and whether the process has ended."""
+        """The messages that have arrived, and whether the process has ended."""
         self.flush()
         messages = []
         with contextlib.suppress(BlockingIOError):
@@ -505,7 +510,7 @@ class _Process:
             poll.register(self._to, select.POLLOUT)
 
     def last_words(self) -> str:
-        """What it wrote last, for an error's text."""
+        """The end of the process's output, for an error's text."""
         with contextlib.suppress(OSError):
             self._log.seek(0)
             text = self._log.read().decode(errors="replace").strip()
@@ -513,7 +518,7 @@ class _Process:
         return ""
 
     def end(self) -> int:
-        """Kill it with the C++ compilers under it, and clear up. Returns its status."""
+        """Kill the process and the C++ compilers under it, and clean up. Returns the exit status."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         status = self._popen.wait()
@@ -522,7 +527,7 @@ class _Process:
         return status
 
     def forget(self) -> None:
-        """In a forked child: let go of it."""
+        """In a forked child: release the pipes and the folder, and leave the process alone."""
         self._popen.returncode = 0  # not ours to wait for
         self._close()
         self.folder.release()
@@ -548,10 +553,10 @@ def _open_log(folder: Path) -> IO[bytes]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """All temporary files go into the process's folder, inductor's as well: the shared one is anybody's."""
+    """All temporary files, inductor's too, go into the process's own folder: others can write to the shared one."""
     left_out = {name for name in os.environ if name in CACHE_VARIABLES or is_compiler_variable(name)}
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | compiler_variables()
-    environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LAZY_DEBUG": "0"}  # what it would print is told here too
+    environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LAZY_DEBUG": "0"}  # the parent prints the same
     environment |= {"TMPDIR": str(folder)}
     environment.pop(lifeline.OWN_INDUCTOR_FOLDER, None)
     if "TORCHINDUCTOR_CACHE_DIR" not in environment:
@@ -562,7 +567,10 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _program(to_child: int, from_child: int, lock: int, folder: Path) -> str:
-    """What the process runs. With -c, as -m or a file puts a folder first on sys.path, with somebody's `random.py`."""
+    """The program of the worker process, run with -c.
+
+    With -m or a file, Python would put a folder first on sys.path, where a user's `random.py` may be.
+    """
     file = lifeline.__file__
     return (
         f"import sys; sys.path[:] = {sys.path!r}\n"

@@ -1,11 +1,12 @@
 """Compile a graph with inductor, for another process to load.
 
-In: an FX module and fake inputs. Out: the bytes that `artefact` loads. Runs in the compiler's process.
+In: an FX module and fake inputs. Out: the bytes that `artefact` loads. Runs in the worker process.
 
 Note [One extension per graph]
-Inductor builds every kernel as an extension of its own and spends nearly all of that on its header: 1.8 s a kernel, of
-which the kernel takes 0.1. A GPT's step has 28 kernels. So inductor is kept from building them; their sources are taken
-from the module it wrote and built as one extension with one function each: 4 s instead of 28.
+Inductor builds every kernel as a separate extension and spends nearly all of the build on its header: 1.8 s a kernel,
+of which the kernel itself takes 0.1 s. A GPT's step has 28 kernels. So inductor is kept from building kernels: their
+sources are taken from the module that inductor wrote and built as one extension with one function per kernel. That
+takes 4 s instead of 28 s.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class NotLight(Exception):
 
 
 def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Examples) -> bytes:
-    """Compile what `make_module` makes. Raises what inductor raises."""
+    """Compile the module that `make_module` makes. Raises whatever inductor raises."""
     try:
         with _kernels_not_built():
             compiled = _compile(make_module(), examples)
-        # internal, checked on 2.13: the entry of AOTAutograd's cache, with inductor's result inside
+        # internal, checked on 2.13: the AOTAutograd cache entry, which contains inductor's result
         entry = compiled.inner_fn.compiled_fn.serialize()
         _require_no_wrappers(entry)
         code, kernels, externs = _light_module(entry.compiled_fw.result.source_code)
@@ -84,7 +85,10 @@ def _kernels_not_built() -> Iterator[None]:
 
 
 def _require_no_wrappers(entry: Any) -> None:
-    """That inductor's function can be called as it is. Internal, checked on 2.13: AOTAutogradCacheEntry."""
+    """Raise `NotLight` unless inductor's function can be called as it is.
+
+    Internal, checked on 2.13: AOTAutogradCacheEntry.
+    """
     meta, result = entry.runtime_metadata, entry.compiled_fw.result
     aliases = meta.aliased_out_indices or meta.num_intermediate_bases or meta.unsafe_view_out_indices
     reasons = {
@@ -114,7 +118,7 @@ _DROPPED = frozenset(("async_compile", "get_args", "benchmark_compiled_module"))
 
 
 def _light_module(source: str) -> tuple[CodeType, dict[str, Kernel], dict[str, str]]:
-    """Inductor's module without its kernels; the kernels by name; where its extern kernels are."""
+    """Inductor's module without its kernels; the kernels by name; the paths of its extern kernels by name."""
     kept: list[ast.stmt] = []
     kernels: dict[str, Kernel] = {}
     for statement in ast.parse(source).body:
@@ -151,11 +155,11 @@ def _is_kernel(call: ast.Call) -> bool:
 
 def _is_dropped(statement: ast.stmt, name: str | None) -> bool:
     if isinstance(statement, ast.ImportFrom):
-        # what it binds may not be used: `_light_module` looks
+        # `_light_module` raises NotLight if a name bound here is used
         return (statement.module or "").startswith("torch._")
     if isinstance(statement, ast.FunctionDef):
         return statement.name in _DROPPED
-    # texts, `async_compile.wait(globals())`, the benchmark
+    # string literals, `async_compile.wait(globals())`, the benchmark
     return isinstance(statement, ast.Expr | ast.If | ast.Delete) or name in _DROPPED
 
 
@@ -180,7 +184,7 @@ def _loaded(statements: Sequence[ast.stmt]) -> set[str]:
 
 
 def _without_unused(statements: list[ast.stmt]) -> tuple[list[ast.stmt], set[str]]:
-    """Drop assignments to names nobody reads (`empty_strided_cuda = ...`) until none is left; what is read."""
+    """Drop assignments to unread names (`empty_strided_cuda = ...`) until none is left. Also returns the names read."""
     while True:
         used = _loaded(statements) | {"call"}
         kept = [s for s in statements if (name := _assigned_name(s)) is None or name in used]
@@ -210,7 +214,7 @@ def _path_of_extern(name: str) -> str:
 
 # ----- the kernels as extension modules
 
-# Kernels per translation unit: bounds the C++ compiler's memory, and units are built in parallel.
+# Kernels per translation unit: a limit bounds the C++ compiler's memory, and units are built in parallel.
 _MAX_UNIT = 64
 
 _PROLOGUE = """
@@ -221,7 +225,7 @@ _PROLOGUE = """
 static void* (*data_of)(PyObject*);
 """
 
-# A macro and a namespace each: inductor calls every kernel `kernel`, and their helpers may share names.
+# Each kernel gets a macro and a namespace: inductor names every kernel `kernel`, and their helpers may share names.
 _KERNEL = """
 #define kernel {name}
 namespace in_{name} {{
@@ -255,7 +259,7 @@ PyMODINIT_FUNC PyInit_kernels(void) {{
 }}
 """
 
-# How a Python number becomes a C++ one.
+# How a Python number is converted to each C++ type.
 _NUMBERS = {
     "int64_t": "PyLong_AsLongLong({})",
     "uintptr_t": "(uintptr_t)PyLong_AsVoidPtr({})",
@@ -294,10 +298,10 @@ def _argument(kind: str, place: int) -> str:
 
 
 def _build(units: Sequence[dict[str, Kernel]]) -> list[bytes]:
-    """The shared objects. Raises what inductor raises if there is no C++ compiler."""
+    """One shared object per unit. Raises whatever inductor raises if there is no C++ compiler."""
     from torch._inductor.config import decide_compile_threads
 
-    folders = tempfile.TemporaryDirectory()  # in the folder of this process
+    folders = tempfile.TemporaryDirectory()  # in this process's scratch folder
     with folders as folder, ThreadPoolExecutor(decide_compile_threads()) as pool:
         return list(pool.map(lambda place: _build_unit(Path(folder), place, units[place]), range(len(units))))
 
@@ -315,6 +319,6 @@ def _build_unit(folder: Path, place: int, unit: dict[str, Kernel]) -> bytes:
     try:
         builder.build()
     except CppCompileError:
-        # killed for its memory, perhaps: its message does not say so where the front end of the compiler was killed
+        # retry: the compiler may have been killed for lack of memory; if its front end was, the message does not say so
         builder.build()
     return Path(builder.get_target_file_path()).read_bytes()

@@ -2,7 +2,7 @@
 
 In: a `CompileRequest`. Out: `CompiledPlan`.
 The backend is called directly with an FX module of aten calls. `torch.compile` would put Dynamo in front of it, which
-traces Python and guards every argument of every call; here there is no Python to trace, and the key is the guard.
+traces Python and guards every argument of every call; here there is no Python to trace, and the cache key is the guard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Without the thirty lines PyTorch prints about a fake kernel's error before it raises it."""
+    """Suppress the thirty lines that PyTorch logs about an error in a fake kernel before it raises that error."""
     _fake_log.disabled = True
     try:
         yield
@@ -38,14 +38,14 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 def lookup_backend(backend: Backend) -> Callable[..., Callable[..., Any]]:
-    """The backend's entry point. Raises `ValueError` for a name nobody registered."""
+    """The backend's entry point. Raises `ValueError` for a name that is not registered."""
     if not isinstance(backend, str):
         return backend
     # loaded at first use: torch._dynamo takes over a second to import
     import torch._dynamo as dynamo
 
     try:
-        # internal, checked on 2.13: the public torch.compile offers the same table only behind Dynamo's front
+        # internal, checked on 2.13: the public torch.compile reaches the same table only through Dynamo
         return dynamo.lookup_backend(backend)  # type: ignore[no-any-return]
     except dynamo.exc.InvalidBackend as error:
         known = ", ".join(["eager", *torch.compiler.list_backends()])
@@ -61,7 +61,7 @@ def backend_name(backend: Backend) -> str:
 
 
 class PlanError(RuntimeError):
-    """A compiled graph failed while it ran. Names the calls that can fail at run time, as it cannot tell which did."""
+    """A compiled graph failed while it ran. Lists the calls that can fail at run time; which one failed is unknown."""
 
     def __init__(self, graph: Graph, cause: BaseException) -> None:
         suspects = [node for node in graph.nodes if may_fail_at_run_time(node)][:_MAX_SUSPECTS]
@@ -71,7 +71,7 @@ class PlanError(RuntimeError):
 
 _MAX_SUSPECTS = 5
 
-# Kernels that look at values and may refuse them; and whatever is not PyTorch's own.
+# Parts of the names of kernels that check values and may reject them. Any operator outside PyTorch may fail, too.
 _VALUE_CHECKED = ("index", "embedding", "gather", "scatter", "nll_loss", "cholesky", "linalg", "multinomial", "assert")
 
 
@@ -81,7 +81,7 @@ def may_fail_at_run_time(node: Node) -> bool:
 
 
 class CompiledPlan:
-    """A compiled graph. Holds for the constants it was compiled with, but for those that are inputs."""
+    """A compiled graph. Valid for the constants that are compiled in; the other constants are inputs."""
 
     kind = PlanKind.COMPILED
 
@@ -97,19 +97,19 @@ class CompiledPlan:
         self.signature = request.signature
         self.specialised = request.specialised()
         self._call = call
-        # the compiler's conditions on symbols, in its own words: over `L['t0']`, `L['t1']`, ...
+        # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
         self.conforms = False
 
     @property
     def graph(self) -> Graph:
-        """What was compiled, symbolic sizes included."""
+        """The graph that was compiled, with symbolic sizes if it has any."""
         graph = self._stored.get()
         return graph if self._sizes is None else symbolic_graph(graph, self._sizes).graph
 
     def code(self, constants: Sequence[float]) -> str:
-        """The FX module, as the backend got it, for constants this plan accepts."""
+        """The code of the FX module that the backend got, for constants that this plan accepts."""
         return str(to_fx(self.graph, constants, self.signature).code)
 
     def accepts(self, constants: Sequence[float]) -> bool:
@@ -125,7 +125,7 @@ class CompiledPlan:
         """Whether the compiled code holds for these values of its symbols."""
         if self._guards is None:
             return True
-        # the text comes from the artefact, which is code itself
+        # eval adds no risk: the text comes from the artefact, which is code itself
         return bool(eval(self._guards, {"L": {f"t{place}": size for place, size in enumerate(sizes)}}))
 
     def execute(
@@ -135,7 +135,7 @@ class CompiledPlan:
         seeds: Sequence[int],
         sizes: Sequence[int] = (),
     ) -> list[torch.Tensor]:
-        """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees them as they die."""
+        """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees each after its last use."""
         arguments: list[Any] = inputs
         arguments[:0] = sizes
         if self.signature.scalars:
@@ -147,7 +147,7 @@ class CompiledPlan:
         if self.signature.numbers:
             arguments.extend(constants)
         taken = {} if self._aliases.is_known() else watched_storages(arguments)
-        # autograd and autocast act above us: nothing here may record, and all casts are in the graph
+        # autograd and autocast act in the layers above: nothing here may record, and all casts are in the graph
         try:
             with torch.no_grad(), torch._C._DisableAutocast():
                 return self._aliases.separate(taken, list(self._call(arguments)))
@@ -161,7 +161,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def compile_graph(request: CompileRequest) -> CompiledPlan:
-    """Compile here, in this process. Raises whatever the backend raises."""
+    """Compile in this process. Raises whatever the backend raises."""
     module = request.module()
     if request.signature.numbers:
         return CompiledPlan(request, _run_as_it_is(module))
@@ -173,14 +173,14 @@ def compile_graph(request: CompileRequest) -> CompiledPlan:
 
 
 def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
-    """The plan whose artefact was made from an equal request. Raises `BadArtefact`."""
+    """Load the plan from an artefact that was made for an equal request. Raises `BadArtefact`."""
     call, guards = load(data, request.stored.get())
     return CompiledPlan(request, call, guards)
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module's own code, taking one list that it empties: arguments would be alive until it returns."""
-    # internal, checked on 2.13; torch.fx writes every graph's code through such an object
+    """The module's own code as a boxed function: separate arguments would stay alive until it returns."""
+    # internal, checked on 2.13; torch.fx generates every graph's code through such an object
     module.graph.set_codegen(fx.graph._BoxedCodeGen())
     module.recompile()
     return module.forward  # type: ignore[no-any-return]

@@ -1,17 +1,18 @@
-"""What compiled code depends on beyond its graph: one table, from which every key takes its part.
+"""What compiled code depends on besides its graph: one table, from which every key is derived.
 
-In: the process as it is. Out: the parts of a computation's key, of an artefact's key on disk, of an artefact's header,
-and what the compiler's process follows before it compiles.
+In: the state of this process. Out: the parts of a computation's key, of an artefact's key on disk and of an artefact's
+header, and the state that the worker process takes over before it compiles.
 
 Note [What a key depends on]
-Whoever finds that compiled code depends on something more adds one entry, which says how it is read and its scope:
+Each dependency is one entry of the table, which gives its scope and how to read it. A newly found dependency is one
+more entry. The scopes are:
 
-- `PROCESS`: a program may switch it in mid-run, and must not get what was compiled before. Every sync reads these.
-- `COMPILE`: code generation reads it, so the compiler's process follows it, and what is on disk was made under it.
+- `PROCESS`: a program may change it mid-run and must then not get code from before the change. Every sync reads these.
+- `COMPILE`: code generation reads it, so the worker process takes it over, and artefacts on disk are specific to it.
 - `ARTEFACT`: it must be the same in the process that makes an artefact and in one that loads it.
 
-Everything of the last two is in the key on disk, with the code that lowers graphs, the settings of the compiler that
-the program changed, and those of its environment.
+The key on disk contains all of the last two, a hash of the code that lowers graphs, the compiler settings that the
+program changed, and the compiler's environment variables.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-# Raise it when what artefacts hold changes.
+# Raise it when the contents of artefacts change.
 FORMAT = 2
 
 
@@ -46,7 +47,7 @@ class Scope(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """`name`: as explanations print it. `read`: what JSON can say, or a dtype. `follow`: sets it, if that can be."""
+    """`name`: as explanations print it. `read`: gets the value, JSON or a dtype. `follow`: sets it, where possible."""
 
     name: str
     scope: Scope
@@ -71,7 +72,7 @@ def _follow_default_dtype(value: str) -> None:
 
 
 def _legacy_precision() -> str | None:
-    """None if the program uses `torch.backends.*.fp32_precision`, beside which PyTorch refuses to tell this one."""
+    """None if the program uses `torch.backends.*.fp32_precision`: PyTorch then refuses to report this setting."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -84,7 +85,7 @@ def _follow_legacy_precision(value: str | None) -> None:
 
 
 def _precision(backend: str, operator: str, scope: Scope) -> Dependency:
-    """What float32 operators of a library round to. `set_float32_matmul_precision` and `allow_tf32` set it too."""
+    """The precision of a library's float32 operators. `set_float32_matmul_precision` and `allow_tf32` set it too."""
     # internal, checked on 2.13: the getter behind torch.backends.mkldnn.matmul.fp32_precision and its like, 0.1 µs
     read = functools.partial(torch._C._get_fp32_precision_getter, backend, operator)
 
@@ -96,13 +97,13 @@ def _precision(backend: str, operator: str, scope: Scope) -> Dependency:
 
 
 def _attribute(name: str, of: Any, attribute: str, read: Callable[[], Any], scope: Scope) -> Dependency:
-    """A switch of `torch.backends`, with the function behind it: 0.1 µs instead of 0.6."""
+    """A switch of `torch.backends`, read by the function behind it: 0.1 µs instead of 0.6 µs."""
     return Dependency(name, scope, read, functools.partial(setattr, of, attribute))
 
 
 @functools.cache
 def processor() -> str:
-    """Kernels are built with -march=native: what they use depends on more than `get_cpu_capability` tells."""
+    """Identifies the CPU. Kernels are built with -march=native, which uses more than `get_cpu_capability` reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -119,7 +120,7 @@ _GENERAL = (
     Dependency("deterministic algorithms, or a warning", Scope.COMPILE, _deterministic, _follow_deterministic),
     Dependency("default dtype", Scope.PROCESS, torch.get_default_dtype),
     Dependency("default dtype by name", Scope.COMPILE, _default_dtype, _follow_default_dtype),
-    # compiled kernels have arrays with one place for each thread
+    # compiled kernels have arrays with one element per thread
     Dependency("threads", _SWITCHED | Scope.ARTEFACT, torch.get_num_threads, torch.set_num_threads),
     _attribute("mkldnn", torch.backends.mkldnn, "enabled", torch._C._get_mkldnn_enabled, _SWITCHED),
     Dependency("float32 matmul precision", Scope.COMPILE, _legacy_precision, _follow_legacy_precision),
@@ -147,16 +148,16 @@ TABLE: tuple[Dependency, ...] = _GENERAL + (_CUDA if torch.backends.cuda.is_buil
 
 # ----- in the process: what a computation's key depends on
 
-Environment = tuple[Any, ...]  # the backend, then the values of what a program may switch
+Environment = tuple[Any, ...]  # the backend, then the values that a program may change
 _switched = tuple(one for one in TABLE if Scope.PROCESS in one.scope)
 _reads = tuple(one.read for one in _switched)
 ENVIRONMENT_NAMES = ("backend", *(one.name for one in _switched))
 
 
 def environment(backend: Any) -> Environment:
-    """The process's settings that a key depends on, as they are; without a backend graphs are interpreted.
+    """The current values of the process's settings that a key depends on. Without a backend, graphs are interpreted.
 
-    Every sync asks for it: 1 µs.
+    Every sync calls this function: 1 µs.
     """
     return (backend, *[read() for read in _reads])
 
@@ -175,7 +176,7 @@ def process_state() -> dict[str, Any]:
 
 
 def follow_state(state: dict[str, Any]) -> None:
-    """Make this process one whose `process_state` is `state`."""
+    """Set this process's settings so that its `process_state` is `state`."""
     for one in TABLE:
         if Scope.COMPILE in one.scope and one.follow is not None:
             one.follow(state[one.name])
@@ -187,7 +188,7 @@ def made_for() -> dict[str, Any]:
 
 
 def disk_key_parts() -> tuple[tuple[str, str], ...]:
-    """The parts of an artefact's key on disk that its graph does not tell."""
+    """The parts of an artefact's key on disk that do not come from its graph."""
     parts = {
         "artefact": made_for(),
         "state": process_state(),
@@ -200,7 +201,7 @@ def disk_key_parts() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def lowering_code() -> str:
-    """A hash of the code that turns graphs into compiled ones: another one may turn them into something else. 5 ms."""
+    """A hash of the code that lowers graphs, since other code may lower them differently. 5 ms."""
     digest = hashlib.blake2b(digest_size=8)
     folder = Path(__file__).parent.parent
     for file in sorted(folder.rglob("*.py")):
@@ -210,7 +211,7 @@ def lowering_code() -> str:
 
 # ----- settings of the compiler
 
-# Variables of the compiler that say where it works, how fast, and what it tells.
+# Compiler variables that affect where the compiler works, how fast, and what it reports, but not its output.
 _HARMLESS_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCHINDUCTOR_COMPILE_THREADS",
@@ -220,9 +221,9 @@ _HARMLESS_VARIABLES = {
     "TORCHINDUCTOR_PROFILE_OUTPUT",
 }
 
-# Variables that switch inductor's caches, with the value that switches them off. They beat every setting, and without
-# caches there are no artefacts: so the compiler's process does not get them. Internal, checked on 2.13:
-# `env_name_force` there.
+# Variables that switch inductor's caches, each with the value that switches its cache off. They override every setting,
+# and without caches there are no artefacts, so the worker process does not get these variables. Internal, checked on
+# 2.13: `env_name_force` in inductor.
 CACHE_VARIABLES = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     "TORCH_COMPILE_FORCE_DISABLE_CACHES": "1",
@@ -233,12 +234,12 @@ CACHE_VARIABLES = {
 
 @functools.cache
 def compiler_variables() -> dict[str, str]:
-    """The variables of the environment that change what the compiler makes. Read once, as the compiler does."""
+    """The environment variables that change the compiler's output. Read once, as the compiler does."""
     return {name: value for name, value in os.environ.items() if is_compiler_variable(name)}
 
 
 def is_compiler_variable(name: str) -> bool:
-    """Whether the compiler makes something else if this variable is another."""
+    """Whether the value of this environment variable affects the compiler's output."""
     if name in _HARMLESS_VARIABLES or name in CACHE_VARIABLES:
         return False
     return name.startswith(("TORCHINDUCTOR_", "TORCH_COMPILE_")) or name == "CXX"
@@ -256,7 +257,7 @@ def wants_compiler_caches() -> bool:
 
 
 def compiler_settings() -> dict[str, dict[str, Any]]:
-    """The settings of the compiler that this process changed. Imports nothing: who changed one has imported it."""
+    """The compiler settings that this process changed. Imports nothing: whatever changed one imported its module."""
     return {
         "inductor": _changed_settings("torch._inductor.config"),
         "functorch": _changed_settings("torch._functorch.config"),
@@ -267,13 +268,13 @@ def _changed_settings(module_name: str) -> dict[str, Any]:
     module: Any = sys.modules.get(module_name)
     if module is None:
         return {}
-    # internal, checked on 2.13: torch.utils._config_module has no public way to ask what was changed
+    # internal, checked on 2.13: torch.utils._config_module has no public function for what was changed
     changed = [name for name in module._config if not module._is_default(name)]
-    if not changed:  # as nearly always, and `save_config_portable` takes 1 ms
+    if not changed:  # almost always, and `save_config_portable` takes 1 ms
         return {}
     portable = module.save_config_portable(ignore_private_configs=True)
     found = {name: portable[name] for name in changed if name in portable and _has_text(portable[name])}
-    # set back is not changed: torch.use_deterministic_algorithms(False) assigns one of them
+    # a setting at its default is unchanged, even if assigned: torch.use_deterministic_algorithms(False) assigns one
     return {name: value for name, value in found.items() if value != module._config[name].default}
 
 

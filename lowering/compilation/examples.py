@@ -1,6 +1,6 @@
-"""What a compiler is shown in place of inputs.
+"""Example inputs for a compiler.
 
-In: a graph, concrete or symbolic. Out: fake tensors, after SymInts for the symbols.
+In: a graph, concrete or symbolic. Out: SymInts for the symbols, then fake tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lazy_backend.lowering.ir.shapes import Geometry, SymbolicGraph
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """What a module is compiled for: fake tensors, after SymInts for the symbols of a symbolic graph."""
+    """What a module is compiled for: SymInts for the symbols of a symbolic graph, then fake tensors."""
 
     arguments: list[Any]
     mode: FakeTensorMode
     symbols: list[Any]  # SymInts
 
     def tracing(self) -> AbstractContextManager[object]:
-        """Within it, a compiler takes the symbols for what they are."""
+        """A context in which a compiler keeps the symbols symbolic."""
         if not self.symbols:
             return contextlib.nullcontext()
         from torch._guards import TracingContext, tracing
@@ -36,13 +36,13 @@ class Examples:
         return tracing(TracingContext(self.mode))
 
     def guards(self) -> str | None:
-        """What the compiler assumed of the symbols, as text over `L['t0']`, ..., once it has compiled."""
+        """The compiler's guards on the symbols, an expression over `L['t0']`, ...; complete after the compile."""
         shape_env = self.mode.shape_env
         return shape_env.produce_guards_expression(self.symbols) if shape_env is not None and self.symbols else None
 
 
 def static_examples(graph: Graph, signature: Signature) -> Examples:
-    """Fake inputs of exactly the graph's geometry."""
+    """Fake inputs with exactly the graph's geometry."""
     mode = FakeTensorMode()
     with mode:
         inputs = [empty_of(value.meta, graph.device) for value in graph.inputs]
@@ -50,7 +50,7 @@ def static_examples(graph: Graph, signature: Signature) -> Examples:
 
 
 def symbolic_examples(symbolic: SymbolicGraph, signature: Signature) -> Examples:
-    """Fake inputs whose sizes are written in the symbols; for one symbol, one SymInt wherever it occurs."""
+    """Fake inputs whose sizes are expressions of the symbols. All occurrences of a symbol share one SymInt."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -81,7 +81,7 @@ def _fake_input(geometry: Geometry, dtype: torch.dtype, device: torch.device, sy
 
 
 def _extra_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
-    """Memory for what a module takes after the graph's inputs: real, or fake within a mode."""
+    """Tensors for what a module takes after the graph's inputs: real ones, or fake ones within a fake mode."""
     extra = []
     if signature.scalars:
         extra.append(torch.empty(len(signature.scalars), dtype=torch.float64, device=graph.device))

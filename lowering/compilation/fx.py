@@ -1,7 +1,7 @@
-"""From the graph to FX, the language of every torch.compile backend.
+"""Lower a graph to FX, which every torch.compile backend takes.
 
-In: a graph, the values of its constants, and which of them are to be inputs. Out: an `fx.GraphModule` of aten calls.
-Mutating and view ops are written as they are: AOTAutograd functionalises them, and writes inputs back in place.
+In: a graph, the values of its constants, and which of them become inputs. Out: an `fx.GraphModule` of aten calls.
+Mutating and view ops are emitted as they are: AOTAutograd functionalises them, and writes inputs back in place.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the module takes beside the graph's inputs, in this order; `sizes` before them, the rest after them.
+    """What the module takes besides the graph's inputs, in this order: `sizes` before the inputs, the rest after them.
 
-    `sizes`: how many symbols of a symbolic graph come as ints.
+    `sizes`: how many symbols of a symbolic graph are passed as ints.
     `scalars`: graph constants packed in one 1-d float64 tensor on the graph's device, if there are any.
     `seeds`: whether a 1-d int64 tensor of all seeds follows, on the CPU.
     `numbers`: whether all constants follow as Python floats instead (for a backend that runs the module as it is).
@@ -40,12 +40,12 @@ class Signature:
 
     @classmethod
     def of(cls, graph: Graph, promoted: Iterable[int] = (), numbers: bool = False, sizes: int = 0) -> Signature:
-        """The signature of `graph` with the floats at the places `promoted` as inputs; with `numbers`, all of them."""
+        """The signature of `graph` if the floats at the places `promoted` are inputs, or all floats if `numbers`."""
         return cls(() if numbers else tuple(sorted(promoted)), graph.num_seeds > 0, numbers, sizes)
 
 
 def to_fx(graph: Graph, constants: Sequence[float], signature: Signature) -> fx.GraphModule:
-    """Lower `graph`. Constants that are no inputs become literals."""
+    """Lower `graph`. Constants that are not inputs become literals."""
     writer = _FxWriter(graph, constants, signature)
     for node in graph.nodes:
         writer.add(node)
@@ -67,7 +67,7 @@ class _FxWriter:
         made = [value for node in graph.nodes for value in node.outputs if value is not None]
         self.base_dtypes: dict[int, torch.dtype] = {}
         for value in (*graph.inputs, *made):
-            self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # the base comes first
+            self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # a storage's first value is its base
         self.signature = signature
         self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
         self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
@@ -76,7 +76,7 @@ class _FxWriter:
 
     def add(self, node: Node) -> None:
         promoted = self.signature.scalars and not set(self.signature.scalars).isdisjoint(constants_of(node))
-        # AOTAutograd of 2.13 cannot functionalise fused optimizers: a list that is empty is no functional tensor to it
+        # AOTAutograd of 2.13 cannot functionalise fused optimizers: it takes an empty tensor list as non-functional
         if promoted or (can_write_out(node) and not self.signature.numbers):
             self._add_promoted(node)
         else:
@@ -117,9 +117,9 @@ class _FxWriter:
                 self.values[value] = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
 
     def _copies_of_recast_targets(self, node: Node) -> dict[Any, fx.Node]:
-        """Copies of what a custom operator writes, where that is a view of another dtype than its storage's.
+        """Copies of the values that a custom operator writes and whose dtype is not that of their storage's base.
 
-        AOTAutograd makes such a view again by `as_strided`, which loses the dtype (auto_functionalized_v2 of 2.13).
+        AOTAutograd rebuilds such a view with `as_strided`, which loses the dtype (auto_functionalized_v2 of 2.13).
         """
         recast = [value for value in node.mutates if value.meta.dtype != self.base_dtypes[value.storage]]
         return {
@@ -134,7 +134,7 @@ class _FxWriter:
             return fx.Proxy(self.values[arg], self.tracer)
 
         def scalar(index: int) -> Any:
-            # a constant of this node that did not change is promoted with the others only if it is listed
+            # the node may have other constants that never changed: they are promoted only if they are listed
             if index not in self.signature.scalars:
                 return self.constants[index]
             assert self.scalars is not None

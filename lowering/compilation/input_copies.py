@@ -1,10 +1,11 @@
-"""A pass for inductor: what is made of an input that the graph overwrites keeps its own memory.
+"""An inductor pass that keeps copies of an overwritten input out of that input's memory.
 
-In: the graph that inductor is about to lower. Out: the same, with a `clone` where one is needed.
-Inductor 2.13 drops `clone`s, since its graphs have no writes, and then turns functions back into writes. Where
-`new = x.clone(); x.add_(1); new[0] = 5` is left as `new = scatter(x)` and `x.copy_(x + 1)`, it scatters into `x`
-itself, since that is overwritten anyway (`can_inplace` in `reinplace.py`): `new` and `x` are then one tensor, with the
-values of `x`, and no error is raised. So such a `scatter` gets a `clone` of `x` again, after the pass that drops them.
+In: the graph that inductor is about to lower. Out: the same graph, with a `clone` where one is needed.
+Inductor 2.13 drops `clone`s, since its graphs are functional, and later turns functional ops back into in-place writes.
+For example, `new = x.clone(); x.add_(1); new[0] = 5` becomes `new = scatter(x)` and `x.copy_(x + 1)`. Inductor then
+scatters into `x` itself, since `x` is overwritten anyway (`can_inplace` in `reinplace.py`): `new` and `x` become one
+tensor with the values of `x`, and no error is raised. So this pass runs after the one that drops `clone`s, and gives
+such a `scatter` a `clone` of `x` again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-# What inductor may turn into a write of its first argument.
+# Ops that inductor may turn into an in-place write to their first argument.
 _WRITERS = frozenset(
     (
         aten.index_put.default, aten._unsafe_index_put.default, aten.slice_scatter.default, aten.select_scatter.default,
@@ -39,14 +40,14 @@ def keep_copies_of_overwritten_inputs(graph: fx.Graph) -> None:
 
 
 def _writes(node: fx.Node, of: fx.Node) -> bool:
-    """Whether inductor may make `node` a write of `of`."""
+    """Whether inductor may turn `node` into a write to `of`."""
     if node.target in _WRITERS or _namespace(node) == "_c10d_functional":
         return bool(node.args) and node.args[0] is of
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _outlives(node: fx.Node, place: fx.Node, last: Any) -> bool:
-    """Whether `node`, or what is made of it in the same memory, is wanted after `place` got its `last` value."""
+    """Whether `node`, or a value in the same memory, is still needed after `place` gets its `last` value."""
     made, unseen = {node}, [node]
     while unseen:
         one = unseen.pop()
@@ -81,7 +82,7 @@ def _copy_before(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 @contextlib.contextmanager
 def with_copies_of_overwritten_inputs() -> Iterator[None]:
-    """Have inductor run the pass, after the user's own, for what is compiled within. Internal, checked on 2.13."""
+    """Within this block, inductor runs the pass after the user's own passes. Internal, checked on 2.13."""
     from torch._inductor import config
 
     before = config.post_grad_custom_post_pass
@@ -92,7 +93,7 @@ def with_copies_of_overwritten_inputs() -> Iterator[None]:
 
 @functools.cache
 def _pass() -> Any:
-    """The pass as inductor takes it. Internal, checked on 2.13."""
+    """The pass in the form that inductor accepts. Internal, checked on 2.13."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class KeepCopies(CustomGraphPass):

@@ -1,8 +1,9 @@
-"""Which vector instructions inductor may use, found out once per machine and not once per process.
+"""Detect the vector instruction sets that inductor may use once per machine, not once per process.
 
-In: the directory of the disk cache. Out: nothing; inductor knows. It builds a small library for each set of
-instructions and loads it, which takes 5 s of a core, and looks for the libraries in its own folder first. That folder
-is new with each of our processes, so the libraries are kept in a disk cache beside the one of graphs.
+In: the directory of the disk cache. Out: nothing; inductor remembers the result itself.
+To detect an instruction set, inductor builds a small library for it and loads that library, which takes 5 s of a core.
+Inductor first looks for the libraries in its cache folder, but each worker process has a new folder. So a disk cache
+next to the one for graphs keeps the libraries.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _MAX_BYTES = 1 << 24
 
 @functools.cache
 def try_instructions(directory: str) -> None:
-    """Have inductor find out. Does nothing where the user chose inductor's folder: there they stay anyway."""
-    # internal, checked on 2.13: remembers its result, and looks for files by the hash of what they are made from
+    """Have inductor detect the instruction sets. Does nothing if the user chose inductor's folder, which persists."""
+    # internal, checked on 2.13: the function caches its result, and finds libraries by a hash of their build inputs
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
     own = os.environ.get(OWN_INDUCTOR_FOLDER)

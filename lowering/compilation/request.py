@@ -47,17 +47,17 @@ class CompileRequest:
     def of(
         cls, graph: Graph, constants: Sequence[float], backend: Backend, promoted: Iterable[int] = ()
     ) -> CompileRequest:
-        """A request for a graph that nobody keeps elsewhere."""
+        """A request for a graph that has no `StoredGraph` yet."""
         return cls(StoredGraph(graph), tuple(constants), frozenset(promoted), backend)
 
     @property
     def signature(self) -> Signature:
-        """What the compiled code takes."""
+        """The signature of the compiled code."""
         num_symbols = 0 if self.sizes is None else len(self.sizes.symbols)
         return Signature.of(self.stored.get(), self.promoted, runs_module_as_is(self.backend), num_symbols)
 
     def specialised(self) -> dict[int, float]:
-        """By place, the constants that are compiled in: the code holds for these values only."""
+        """The constants that are compiled in, by place: the code is valid for these values only."""
         if runs_module_as_is(self.backend):
             return {}
         return {place: value for place, value in enumerate(self.constants) if place not in self.promoted}
@@ -72,14 +72,14 @@ class CompileRequest:
         return to_fx(graph, self.constants, self.signature)
 
     def examples(self) -> Examples:
-        """What the compiler is shown in place of inputs."""
+        """The example inputs for the compiler."""
         symbolic = self._symbolic()
         if symbolic is None:
             return static_examples(self.stored.get(), self.signature)
         return symbolic_examples(symbolic, self.signature)
 
     def key_parts(self) -> tuple[tuple[str, str], ...]:
-        """What the code depends on beyond the graph and the environment."""
+        """The key parts for what the code depends on besides the graph and the environment."""
         literals = [f"{place}={value.hex()}" for place, value in self.specialised().items()]
         return (
             ("inputs", ", ".join(map(str, sorted(self.promoted)))),
@@ -87,7 +87,7 @@ class CompileRequest:
             ("sizes", "" if self.sizes is None else json.dumps(self.sizes.to_json())),
         )
 
-    # For the compiler's process, with the graph itself beside it as bytes.
+    # For the worker process; the graph itself is sent alongside, as bytes.
 
     def to_json(self) -> dict[str, Any]:
         return {

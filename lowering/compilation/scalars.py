@@ -41,7 +41,7 @@ def _lerp_reduced(start: Any, end: Any, weight: Any) -> Any:
 
 
 def _clamp_min(x: Any, low: Any) -> Any:
-    if isinstance(low, int | float):  # an int beside the promoted float
+    if isinstance(low, int | float):  # an int next to the promoted float
         return aten.clamp_min.default(x, low)
     # not maximum: clamp keeps x where it equals the bound, so -0.0 stays; a NaN on either side wins
     return aten.where.self((x < low) | (low != low), low, x)
@@ -69,12 +69,12 @@ def _full(size: Sequence[int], value: Any) -> Any:
 
 
 def _power(x: Any, exponent: Any) -> Any:
-    """aten/src/ATen/native/cpu/PowKernel.cpp: two exponents have kernels that differ from pow on -inf and -0.0."""
+    """aten/src/ATen/native/cpu/PowKernel.cpp: kernels for two exponents differ from pow on -inf and -0.0."""
     root = aten.where.self(aten.eq.Scalar(exponent, -0.5), aten.rsqrt.default(x), x**exponent)
     return aten.where.self(aten.eq.Scalar(exponent, 0.5), aten.sqrt.default(x), root)
 
 
-# Formulas in schema order. The foreach forms have the same order, element by element.
+# Formulas with their arguments in schema order. The foreach forms have the same order, element by element.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": lambda x, other, alpha=1: x + _scaled(other, alpha),
     "sub": lambda x, other, alpha=1: x - _scaled(other, alpha),
@@ -113,10 +113,10 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
 _FORMULAS = {**_ARITHMETIC, **_COMPARISONS}
 
 
-# Of these a complex tensor's kernel takes a float as the complex number it is.
+# Operators whose kernels for complex tensors treat a float simply as a complex number.
 _COMPLEX = frozenset(("add", "sub", "rsub", "mul", "div", "fill", "full", "full_like", "scalar_tensor"))
 
-# What the target's meta says already.
+# Options that the target's meta already determines.
 _GEOMETRY_OPTIONS = frozenset(("dtype", "layout", "device", "pin_memory", "memory_format"))
 
 
@@ -125,7 +125,7 @@ def _formula(node: Node) -> Callable[..., Any]:
     target = _targets(node)[0]
     if name == "lerp" and target is not None and _compute_dtype(target.meta.dtype) is not target.meta.dtype:
         return _lerp_reduced
-    # of a power the base or the exponent is the tensor
+    # in a power, either the base or the exponent is the tensor
     return _power if name == "pow" and isinstance(node.args[0], Value | tuple) else _FORMULAS[name]
 
 
@@ -156,22 +156,22 @@ def _is_comparison(node: Node) -> bool:
 
 
 def _targets(node: Node) -> tuple[Value | None, ...]:
-    """The values a rule gives: an in-place foreach returns nothing and writes its first list."""
+    """The values that a rule computes: an in-place foreach returns nothing and writes to its first list."""
     return node.mutates if node.mutates else node.outputs
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What CPU and CUDA kernels compute in (at::opmath_type)."""
+    """The dtype in which CPU and CUDA kernels compute (at::opmath_type)."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def emit_promoted(
     node: Node, read: Callable[[Arg], Any], scalar: Callable[[int], Any], cast: Callable[[Any, torch.dtype], Any]
 ) -> list[Any]:
-    """Write the node's formula and return one result per target, in the target's dtype; None if it stays as it is.
+    """Emit the node's formula. Returns one result per target, in the target's dtype; None for an unchanged target.
 
-    `read` gives an operand, `scalar` a promoted constant as a 0-d float64 tensor, `cast` changes a dtype. All of them
-    deal in `torch.fx.Proxy` objects, so that a formula reads as arithmetic.
+    `read` gives an operand, `scalar` a promoted constant as a 0-d float64 tensor, `cast` changes a dtype. All three
+    work on `torch.fx.Proxy` objects, so that a formula reads as arithmetic.
     """
     if is_fused_optimizer(node.op):
         return write_out(node, read, scalar, cast)

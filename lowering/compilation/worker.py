@@ -1,8 +1,9 @@
-"""The compiler's own process.
+"""The program of the worker process, in which the compiler runs.
 
-In: requests, as `background.py` writes them: what to compile and how, and a graph. Out: an artefact, an entry in the
-disk cache if that is asked for, and a header: {"id", "seconds"}, with "kept" and "last_error" if there was an entry to
-make, or with "error" and "message". See `lifeline.py` for the life of this process.
+In: compile requests as `background.py` writes them: a header that says what to compile and how, and a graph. Out: for
+each request, an artefact, an entry in the disk cache if the request asks for one, and a reply header. The header is
+{"id", "seconds"}, plus "kept" and "last_error" if an entry was asked for, or "error" and "message" if the compile
+failed. See `lifeline.py` for the start and the end of this process.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from lazy_backend.lowering.compilation.lifeline import Lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import from_bytes
 
-# A compiled graph is serialised by the code that keeps it in inductor's caches. Where they are switched off, a compile
-# has caches of its own.
+# Compiled graphs are serialised by the code behind inductor's caches, so the caches are always on. If the user switched
+# them off, each compile gets temporary caches of its own.
 _CACHES_ON: dict[str, dict[str, Any]] = {
     "inductor": {"fx_graph_cache": True, "force_disable_caches": False},
     "functorch": {"enable_autograd_cache": True},
@@ -34,7 +35,7 @@ _CACHES_ON: dict[str, dict[str, Any]] = {
 
 
 def main(line: Lifeline) -> None:
-    """Serve until the parent is gone."""
+    """Serve requests until the parent is gone."""
     line.put({"ready": os.getpid()})
     while True:
         _answer(line, *line.get())
@@ -55,8 +56,8 @@ def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
 
 
 def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
-    """The artefact."""
-    # here, not above: the first import of the compiler takes seconds, and whoever asked may be gone by then
+    """The artefact for one request."""
+    # imported here: the first import of the compiler takes seconds, and the requesting process may be gone by then
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
@@ -66,8 +67,9 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
         try_instructions(data["keep"]["directory"])
     request = CompileRequest.from_json(data["request"], from_bytes(graph_bytes), "inductor")
     threads = {"cpp.threads": torch.get_num_threads()}
-    # cpp.threads: without it, where it equals the number of cores, parallel regions have as many threads as the process
-    # that *runs* them, while their arrays of partial sums have as many places as the one that compiled
+    # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
+    # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
+    # this process, which compiles it
     with contextlib.ExitStack() as stack:
         stack.enter_context(inductor_config.patch(data["settings"]["inductor"] | _CACHES_ON["inductor"] | threads))
         stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
@@ -77,14 +79,14 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
 
 
 def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]]) -> dict[str, Any]:
-    """Put an artefact into the disk cache. Returns what that counted."""
+    """Put an artefact into the disk cache. Returns the cache's counts and last error, as fields of the reply."""
     try:
         cache = DiskCache(directory, max_bytes)
     except CacheRefused as refused:
         return {"kept": asdict(DiskCounts(refused=1)), "last_error": str(refused)}
     try:
         cache.put(Key(tuple((name, text) for name, text in key)), artefact)
-    except Exception as error:  # nothing that befalls the cache may cost what was compiled
+    except Exception as error:  # the compiled artefact must survive any failure of the cache
         cache.last_error = f"{type(error).__name__}: {error}"
         return {"kept": asdict(DiskCounts(errors=1)), "last_error": cache.last_error}
     return {"kept": asdict(cache.counts()), "last_error": cache.last_error}

@@ -24,7 +24,7 @@ _numbers = itertools.count(1)
 
 
 class Computation:
-    """One canonical graph with all its plans. Identity is equality."""
+    """One canonical graph with all its plans. Compared by identity."""
 
     __slots__ = ("key", "hash", "executor", "number")
 
@@ -42,7 +42,7 @@ class Computation:
 
     @property
     def graph(self) -> Graph:
-        """The canonical graph; made again from its text if it was set aside."""
+        """The canonical graph; rebuilt from its text if it was set aside."""
         return self.executor.stored.get()
 
     @property
@@ -55,10 +55,10 @@ class Computation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedComputation:
-    """A computation bound to a path: which of a trace's inputs, constants and seeds it takes, in its order.
+    """A computation bound to a path, with the trace's inputs, constants and seeds in the order in which it takes them.
 
-    `outputs`: for each output, its place among the storages that are alive, or -1 if nobody holds it; None if all are
-    held, in order.
+    `outputs`: for each output, its place among the storages that are alive, or -1 if no tensor holds it; None if all
+    outputs are held, in order.
     """
 
     computation: Computation
@@ -81,7 +81,7 @@ def make_key(graph: Graph, settings: Environment) -> Key:
 
 
 def _capability(device: torch.device) -> str:
-    """What the device can do; asked for only when a graph is new."""
+    """The device's capability; queried only when a graph is new."""
     if device.type != "cuda":
         return torch.backends.cpu.get_cpu_capability()
     properties = torch.cuda.get_device_properties(device)

@@ -1,6 +1,6 @@
 """Programs that differ only in shapes, and the plans they share.
 
-In: graphs that recur. Out: `Family`, which says whether a graph gets a plan of its own or the symbolic one.
+In: graphs that recur. Out: `Family`, which decides whether a graph gets a plan of its own or the symbolic one.
 See Note [Shapes are checked, not assumed].
 """
 
@@ -19,15 +19,15 @@ from lazy_backend.lowering.ir.shapes import Sizes, generalise, input_sizes, numb
 from lazy_backend.lowering.plans.policy import CompilePolicy, FusionStrategy
 from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
 
-# Samples a guess is made from; the oldest stay, since every guess has to hold for the first shapes too.
+# Samples from which a guess is made. The oldest are kept, since every guess has to hold for the first shapes too.
 _MAX_SAMPLES = 16
 
-# Shapes that the compiler's conditions on symbols refuse (a batch of one, say) and that get plans of their own.
+# Shapes that the compiler's guards on symbols refuse (a batch of one, say) and that get plans of their own.
 _MAX_REFUSED = 4
 
 
 class TooManyShapes(RuntimeError):
-    """The shapes of a program go beyond its limits, so those that fit no plan are interpreted."""
+    """A program has more shapes than its limits allow, so shapes that fit no plan are interpreted."""
 
 
 class SizedPlan:
@@ -54,23 +54,23 @@ class Member:
         self.key = key
         self.numbers = numbers_of(stored.get())
         self.is_static = False  # has plans of its own
-        self.is_refused = False  # and has them because no symbol may have its sizes
+        self.is_refused = False  # static because the symbolic plan does not take its sizes
         self.is_sample = False
-        # what was found out last, so that it is not found out again at every sync: thousands of numbers are compared
+        # the latest result of `Family._bind`, which compares thousands of numbers: too much to repeat at every sync
         self.bound: tuple[Sizes, tuple[int, ...] | None] | None = None
-        self.failed_with: tuple[int, int] | None = None  # samples and symbols, when no guess held for it
+        self.failed_with: tuple[int, int] | None = None  # number of samples and of symbols, when no guess held for it
         self.is_counted = False
         self.limited: TooManyShapes | None = None  # why it has no plan, until the limits are raised
 
 
 class Family:
-    """All graphs of one skeleton and one set of settings. Safe from any thread."""
+    """All graphs of one skeleton and one set of settings. Thread-safe."""
 
     def __init__(self, report: Callable[[CompileReport], None]) -> None:
         self._report = report
         self._samples: list[tuple[int, ...]] = []
-        self._shapes = 0  # that recurred
-        self._told = False  # that limits are passed
+        self._shapes = 0  # shapes that recurred
+        self._told = False  # whether passing the limits was reported
         self._statics = 0
         self._refused = 0
         self._guesses = 0
@@ -82,7 +82,7 @@ class Family:
     def plan_for(
         self, member: Member, constants: Sequence[float], changed: Set[int], policy: CompilePolicy
     ) -> SizedPlan | None:
-        """The symbolic plan for a member that recurs, if there is one that holds for it. May make the member static.
+        """The symbolic plan for a member that recurs, if that plan is valid for it. May make the member static.
 
         `changed`: constants that were seen to change in this member.
         """
@@ -108,7 +108,7 @@ class Family:
             values = self._bind(member)
         if values is None or self._compiler is None:
             return None
-        if min(values, default=2) < 2:  # compilers take sizes 0 and 1 for constants
+        if min(values, default=2) < 2:  # compilers specialise on the sizes 0 and 1
             self._refuse(member, policy)
             return None
         member.limited = None
@@ -162,7 +162,7 @@ class Family:
             self._limit(member, policy, "max_static_shapes")
 
     def _limit(self, member: Member, policy: CompilePolicy, setting: str) -> None:
-        """Note why a member has no plan, and say so once per program."""
+        """Note why a member has no plan, and report it once per program."""
         if member.limited is not None:
             return
         member.limited = TooManyShapes(_describe_limits(member, self._shapes, policy.strategy, setting))
@@ -171,7 +171,7 @@ class Family:
             self._report(CompileReport(member.stored.get(), "limited", error=member.limited))
 
     def forget(self, member: Member) -> None:
-        """Forget the plan of a member, for all who share it."""
+        """Forget the plan of a member, for all members that share it."""
         with self._lock:
             if member.is_static:
                 member.is_static = False
@@ -187,7 +187,7 @@ class Family:
             member.limited = None
 
     def begin_due(self) -> None:
-        """Ask at once for the compile that is being asked for."""
+        """Advance the pending compile at once until its request is sent."""
         with self._lock:
             if self._compiler is not None:
                 self._compiler.begin_due()

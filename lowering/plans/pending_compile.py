@@ -1,7 +1,7 @@
 """One compile, from when it is due until there is a plan or an error.
 
-In: a `CompileRequest`, and where and how it may be answered. Out: a `CompiledPlan`, from disk, from the compiler's
-process, or made here.
+In: a `CompileRequest`, and a policy that says how it may be answered. Out: a `CompiledPlan`: from disk, from the worker
+process, or compiled in this process.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from lazy_backend.lowering.plans.policy import CompilePolicy, GraphTooLarge
 
 
 def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
-    """Whether the compiler's process compiles for this backend: the one whose results can be sent."""
+    """Whether the worker process compiles for this backend: only inductor's results for the CPU can be sent."""
     return backend == "inductor" and device.type == "cpu" and hasattr(os, "register_at_fork")
 
 
 class CompileState(Enum):
-    """How far a compile has come. It goes from one to the next, or at once to one of the last two."""
+    """How far a compile has come: from each state to the next, or straight to one of the last two.
 
-    DUE = "due"  # the disk is to be asked
-    LOOKED_UP = "looked up"  # not there: the compiler's process is to be started
-    READY = "ready"  # it is to be sent to that process
+    In a forked child, SENT goes back to LOOKED_UP.
+    """
+
+    DUE = "due"  # next: look on disk
+    LOOKED_UP = "looked up"  # not on disk; next: start the worker process
+    READY = "ready"  # next: send the request to that process
     SENT = "sent"
     DONE = "done"  # there is a plan
     FAILED = "failed"  # there is an error
 
 
 class PendingCompile:
-    """One compile. `advance` does the next piece of it, `poll` looks whether the compiler's process has answered.
+    """One compile. `advance` does the next part of the work, `poll` checks whether the worker process has answered.
 
-    `stage`: in the end, what `CompileReport` calls it: "compiled", "loaded" or "failed"; and `seconds` what it took.
+    Once the compile is over, `stage` is that of a `CompileReport` ("compiled", "loaded" or "failed") and `seconds` the
+    time it took.
     """
 
     def __init__(self, request: CompileRequest, policy: CompilePolicy, key: Key | None) -> None:
@@ -56,7 +60,7 @@ class PendingCompile:
         self._job: Job | None = None
         self._is_elsewhere = compiles_elsewhere(policy.backend, request.stored.device)
         if not self._is_elsewhere:
-            lookup_backend(policy.backend)  # a misspelt name is the user's error, not the compiler's
+            lookup_backend(policy.backend)  # raises for a misspelt name, which is the user's error, not the compiler's
 
     @property
     def is_over(self) -> bool:
@@ -67,7 +71,7 @@ class PendingCompile:
         return self.state is CompileState.SENT
 
     def advance(self) -> None:
-        """Do the next piece: a millisecond if the compiler's process compiles, otherwise the whole compile."""
+        """Do the next part: a millisecond of work if the worker process compiles, otherwise the whole compile."""
         nodes = self.request.stored.num_nodes
         if nodes > self.policy.max_compiled_nodes:
             bound = f"it has more nodes than config.max_compiled_nodes = {self.policy.max_compiled_nodes}"
@@ -83,20 +87,20 @@ class PendingCompile:
             self._send()
 
     def advance_to_the_end(self) -> None:
-        """Do all pieces; what is sent to the compiler's process is not waited for."""
+        """Do all remaining parts, but do not wait for the worker process's answer."""
         with worker.awaited():
             while not self.is_sent and not self.is_over:
                 self.advance()
 
     def wait(self) -> None:
-        """Wait for the answer of the compiler's process, and take it."""
+        """Wait for the worker process's answer, and take it."""
         if self._job is not None and self.is_sent:
             with profiled("compile"):
                 worker.wait_for(self._job)
             self.poll()
 
     def poll(self) -> None:
-        """Take the answer of the compiler's process, if there is one."""
+        """Take the worker process's answer, if there is one."""
         worker.poll()
         job = self._job
         if job is None or not job.done or not self.is_sent:
@@ -110,7 +114,7 @@ class PendingCompile:
             self._fail(job.error, job.seconds)
         elif job.result is not None:
             self._take(job.result, job)
-        else:  # this is a forked child, and the process was the parent's: ask again
+        else:  # this is a forked child, and the worker process was the parent's: ask again
             self._job, self.state = None, CompileState.LOOKED_UP
 
     def _take(self, data: bytes, job: Job) -> None:
@@ -121,7 +125,7 @@ class PendingCompile:
             return
         self._succeed(plan, "compiled", job.seconds)
         store = self.policy.store
-        if store is not None and self._key is not None and job.kept is None:  # a readonly one: it says so
+        if store is not None and self._key is not None and job.kept is None:  # readonly: `put` reports that
             store.put(self._artefact_key(self._key), data)
 
     def _load(self) -> None:
@@ -136,11 +140,11 @@ class PendingCompile:
         try:
             plan = load_graph(data, self.request)
         except Exception:
-            return  # made by a version that wrote something else: the compiler makes a new one
+            return  # made by a version with another format: compile again
         self._succeed(plan, "loaded", time.perf_counter() - start)
 
     def _send(self) -> None:
-        """Have the compiler's process compile. See Note [Compiles happen elsewhere]."""
+        """Send the request to the worker process. See Note [Compiles happen elsewhere]."""
         place = None if self.policy.store is None or self._key is None else self.policy.store.place()
         keep = None if place is None or self._key is None else (place, self._artefact_key(self._key))
         try:
@@ -169,5 +173,5 @@ class PendingCompile:
         self.state = CompileState.FAILED
 
     def _artefact_key(self, key: Key) -> Key:
-        """The exact key of a compiled graph: the graph's own, what was compiled in, and what it was compiled with."""
+        """The exact key of a compiled graph: the parts of the graph's key, of the request and of the environment."""
         return Key((*key.parts, *self.request.key_parts(), *disk_key_parts()))

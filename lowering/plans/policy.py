@@ -1,4 +1,4 @@
-"""When and with what graphs are compiled, as the layers above say."""
+"""When and with which backend graphs are compiled, as the layers above decide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lazy_backend.lowering.compilation.request import Backend
 
 
 class ArtefactStore(Protocol):
-    """Where compiled graphs outlive the process."""
+    """Storage in which compiled graphs outlive the process."""
 
     def get(self, key: Key) -> bytes | None: ...
 
@@ -28,8 +28,8 @@ class ArtefactStore(Protocol):
 class FusionStrategy:
     """How many plans the shapes of one program get. Seed: profiling_graph_executor_impl, `FusionStrategy`.
 
-    `static`: plans for one shape each, before a symbolic one is tried; `dynamic`: symbolic ones, a wrong guess counted
-    with the others; `symbols`: sizes that may vary independently.
+    `static`: plans for one shape each, before a symbolic plan is tried; `dynamic`: symbolic plans, wrong guesses
+    included; `symbols`: sizes that may vary independently.
     """
 
     static: int = 1
@@ -39,7 +39,7 @@ class FusionStrategy:
 
 @dataclass(frozen=True, slots=True)
 class CompilePolicy:
-    """When and with what a graph is compiled. Arrives as an argument, so that nothing here reads settings."""
+    """When and with which backend a graph is compiled. Passed as an argument, so that nothing here reads settings."""
 
     backend: Backend
     enabled: bool
@@ -49,8 +49,8 @@ class CompilePolicy:
     background: bool = False
     store: ArtefactStore | None = None
     strategy: FusionStrategy = FusionStrategy()
-    release_delay: float = math.inf  # seconds a graph is optimized before it is set aside
-    compiler_idle: float = math.inf  # seconds the compiler's process waits for more before it is ended
+    release_delay: float = math.inf  # seconds that a graph runs optimized before it is set aside
+    compiler_idle: float = math.inf  # idle seconds after which the worker process is ended
 
 
 def at_once(backend: Backend) -> CompilePolicy:

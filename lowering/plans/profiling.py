@@ -62,11 +62,11 @@ class GraphExecutorState:
     promoted_scalars: int
     specialized_plans: int
     error: str | None
-    released: bool = False  # what was kept of the graph to be compiled again is set aside
+    released: bool = False  # what is kept of the graph for another compile is set aside
 
 
 class ProfilingGraphExecutor:
-    """Hands out the plan for each run of one graph. Safe from any thread."""
+    """Hands out the plan for each run of one graph. Thread-safe."""
 
     def __init__(
         self,
@@ -80,17 +80,17 @@ class ProfilingGraphExecutor:
         self.runs = 0
         self._report = report
         self._key = key
-        # both are made when the graph recurs: one that does not is related to none
+        # family and member are found only when the graph recurs: until then no plan is shared
         self._find_family = find_family
         self._membership: tuple[Family, Member] | None = None
         self._compiler = GraphCompiler(self.stored, report, key)
         self._is_new = True
         self._declined: NotFunctional | None = None
-        self._is_checked = False  # whether `_declined` says what is so
+        self._is_checked = False  # whether `_declined` has been determined
         self._due: tuple[tuple[float, ...], CompilePolicy] | None = None  # see Note [No step pays twice]
         self._profiling_plan: SerialGraphExecutor | None = None
         self._latest = "profiling"
-        # what `ready_plan_for` gave last
+        # the latest result of `ready_plan_for`, with its constants
         self._ready: tuple[tuple[float, ...], ExecutionPlan] | None = None
         self._clock = clock
         self._release_delay = math.inf
@@ -143,7 +143,7 @@ class ProfilingGraphExecutor:
         return shared
 
     def _declines(self, policy: CompilePolicy) -> bool:
-        """Whether the graph is interpreted for good, since compilers would get a write wrong. Looks once."""
+        """Whether the graph is interpreted for good, since compilers would get a write wrong. Checked only once."""
         if runs_module_as_is(policy.backend):
             return False
         if not self._is_checked:
@@ -160,7 +160,7 @@ class ProfilingGraphExecutor:
         return self._membership is not None and self._membership[0].is_compiling()
 
     def begin_due(self) -> None:
-        """Ask at once for the compile that the next runs would ask for."""
+        """Request now the compile that the next runs would request."""
         with self._lock:
             due, self._due = self._due, None
             if due is not None:
@@ -170,11 +170,11 @@ class ProfilingGraphExecutor:
             self._compiler.begin_due()
 
     def ready_plan_for(self, constants: tuple[float, ...]) -> ExecutionPlan | None:
-        """As `plan_for`, if a plan compiled for this graph alone is there; otherwise None, and nothing is counted."""
+        """As `plan_for`, if there is a plan compiled for this graph alone; otherwise None, and no run is counted."""
         with self._lock:
             if self._compiler.is_compiling():
                 return None
-            # the same object as last time: comparing floats bit by bit takes 1 µs for three
+            # fast path if the tuple is the same object as last time: comparing three floats bit by bit takes 1 µs
             if self._ready is not None and self._ready[0] is constants:
                 plan: ExecutionPlan | None = self._ready[1]
             else:
@@ -189,7 +189,7 @@ class ProfilingGraphExecutor:
             return plan
 
     def _release_when_due(self) -> None:
-        """Called at each run of a compiled plan while the graph is there: 0.1 µs, and less once it is set aside."""
+        """Called at each run of a compiled plan until the graph is set aside: 0.1 µs, and less afterwards."""
         now = self._clock()
         if self._release_at is None:
             self._release_at = now + self._release_delay
@@ -198,13 +198,13 @@ class ProfilingGraphExecutor:
             self.stored.set_aside()
 
     def note_run(self, constants: Sequence[float]) -> None:
-        """The graph ran while it was recorded; that counts as a profiled run."""
+        """Count the run in which the graph was recorded as a profiled run."""
         with self._lock:
             self.runs += 1
             self._compiler.observe(constants)
 
     def adopt_compiled(self) -> None:
-        """Take a compile that has ended, if there is one; otherwise the next run does."""
+        """Take a finished compile now, if there is one, rather than at the next run."""
         if self._membership is not None:
             self._membership[0].adopt_compiled()
         with self._lock:
@@ -243,14 +243,14 @@ class ProfilingGraphExecutor:
         return self._profiling_plan
 
 
-# Those whose graph was being compiled in the background when they ran last, or was due to be.
+# Executors whose graph, at their latest run, was being compiled in the background or due to be.
 _compiling: weakref.WeakSet[ProfilingGraphExecutor] = weakref.WeakSet()
 
 
 def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
-    """Wait until nothing is being compiled or due to be; False if `timeout` seconds were not enough.
+    """Wait until no compile is under way or due; False if `timeout` seconds were not enough.
 
-    `asks`: whether what is due is asked for now; otherwise it is left to runs, and not waited for.
+    `asks`: whether due compiles are requested now; otherwise they are left to later runs, and not waited for.
     """
     with worker.awaited(timeout):
         for executor in list(_compiling) if asks else ():

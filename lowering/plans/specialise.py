@@ -1,4 +1,4 @@
-"""The compiled plans of one graph: what is compiled in, and what became an input.
+"""The compiled plans of one graph: which constants are compiled in, and which became inputs.
 
 In: a graph, concrete or with symbolic sizes, and the constants of a run. Out: a `CompiledPlan` that holds for them, or
 None while the compiler works, or for good if it failed.
@@ -6,8 +6,8 @@ None while the compiler works, or for good if it failed.
 Note [Scalars promote once]
 Floats are literals at first, because compilers fold them. A float that was seen to change becomes an input. If a
 literal changes after the compile, all floats that can be inputs become inputs at once: so scalars cost one further
-compile per graph, ever. A float that cannot be an input (`eps` of a norm) gets `max_specializations` plans; beyond that
-the graph is interpreted.
+compile per graph, ever. A float that cannot be an input (`eps` of a norm) gets up to `max_specializations` plans; for
+further values, the graph is interpreted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from lazy_backend.lowering.plans.policy import CompilePolicy
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """A compile that began, ended or failed, a graph found compiled on disk, or limits passed; for metrics and texts.
+    """A compile that began, ended, failed or was declined, an artefact loaded from disk, or limits that were passed.
+
+    For metrics and messages.
 
     `stage`: "started" (in the background), "compiled", "loaded" (from disk), "failed", "declined"
     (`NotFunctional`: no compiler was asked), or "limited" (`TooManyShapes`).
@@ -39,12 +41,12 @@ class CompileReport:
     seconds: float = 0.0
     plan: CompiledPlan | None = None
     error: Exception | None = None
-    symbolic: bool = False  # for many shapes
-    changed: tuple[tuple[int, float, float], ...] = ()  # constants that no plan had: place, value before, value now
+    symbolic: bool = False  # compiled for many shapes
+    changed: tuple[tuple[int, float, float], ...] = ()  # constants no plan accepts: place, value before, value now
 
 
 class GraphCompiler:
-    """Makes and keeps the compiled plans of one graph. The caller sees that one thread at a time uses it.
+    """Makes and keeps the compiled plans of one graph. The caller ensures that one thread at a time uses it.
 
     `sizes`: what the numbers of a symbolic graph are, `stored` being one sample.
     """
@@ -58,7 +60,7 @@ class GraphCompiler:
     ) -> None:
         self.stored = stored
         self.report = report
-        self.key = key  # without one nothing is stored
+        self.key = key  # without a key nothing is stored
         self.sizes = sizes
         self.compiles = 0
         self.error: Exception | None = None
@@ -74,9 +76,9 @@ class GraphCompiler:
         return self.stored.get()
 
     def plan_for(self, constants: Sequence[float], policy: CompilePolicy) -> CompiledPlan | None:
-        """A plan for these constants, if there is one; has one made otherwise, unless there are too many.
+        """A plan for these constants, if there is one. Otherwise has one compiled, unless there are too many already.
 
-        In the background each call does a piece of what there is to do. See Note [No step pays twice].
+        If compiles run in the background, each call does one part of the work here. See Note [No step pays twice].
         """
         self.adopt()
         plan = self.find(constants)
@@ -96,12 +98,12 @@ class GraphCompiler:
         return self._pending is not None
 
     def begin_due(self) -> None:
-        """Ask at once for the compile that is being asked for."""
+        """Advance the pending compile at once until its request is sent."""
         while self._pending is not None and not self._pending.is_sent:
             self._go_on()
 
     def adopt(self) -> None:
-        """Turn a compile that has ended into a plan."""
+        """Turn a finished compile into a plan."""
         if self._pending is not None and self._pending.is_sent:
             self._pending.poll()
             self._settle(self._pending)
@@ -115,7 +117,7 @@ class GraphCompiler:
         return PendingCompile(request, policy, self.key)
 
     def _go_on(self, waits: bool = False) -> None:
-        """Do the next piece of the compile that is pending, or all of it and wait for the answer."""
+        """Do the next part of the pending compile; if `waits`, do all of it and wait for the answer."""
         pending = self._pending
         assert pending is not None
         if waits:
@@ -129,7 +131,7 @@ class GraphCompiler:
         self._settle(pending)
 
     def _settle(self, pending: PendingCompile) -> None:
-        """Take what became of a compile that is over."""
+        """Take the plan or the error of a compile that is over."""
         if not pending.is_over:
             return
         self._pending = None
@@ -138,7 +140,7 @@ class GraphCompiler:
             self.error = pending.error
         else:
             self.compiles += pending.stage == "compiled"
-            # a plan with more inputs serves what the older ones did
+            # a plan with more inputs replaces the older plans that it covers
             self.plans = [p for p in self.plans if not _covers(plan, p)] + [plan]
         self._tell(pending.stage, pending.seconds, plan, pending.error)
 
@@ -150,7 +152,7 @@ class GraphCompiler:
         if self._seen is None:
             self._seen = tuple(constants)
         elif self._seen is not constants and self._seen != tuple(constants):
-            # != also holds for a constant that is NaN: it is promoted, which is right if not cheap
+            # a constant that is NaN differs from itself, so it is promoted: correct, though not cheap
             self.changed.update(i for i, (a, b) in enumerate(zip(self._seen, constants, strict=True)) if a != b)
             self._seen = tuple(constants)
 

@@ -1,6 +1,6 @@
 """One graph with its weights, for many callers at once.
 
-In: a `Graph`, its weights, inputs from any thread. Out: its outputs; weights can be swapped whole meanwhile.
+In: a `Graph`, its weights, inputs from any thread. Out: its outputs. Weights can be swapped as a whole during runs.
 
 Imports `interpreter`, `compilation`, `ir` and `cache`.
 """

@@ -1,14 +1,15 @@
-"""Compute what depends on weights alone once, when the weights are loaded.
+"""Compute everything that depends only on weights once, when the weights are loaded.
 
-In: a graph and which of its inputs are weights. Out: `ConstantFolder`: the graph that is left for each run, and `fold`,
+In: a graph and which of its inputs are weights. Out: `ConstantFolder`: the graph that remains for each run, and `fold`,
 which computes the rest from a set of weights. Seed: nativert Executor (`ConstantFolder`).
 
 Note [What is folded]
-A node is folded if all its operands are weights or folded, and running it once is as good as each time: it draws no
-random numbers, writes nothing, returns something, and nobody writes what it reads or makes. Results that are outputs
-stay: they belong to the caller, who may write them. The graph that is left holds the values that it takes from folded
-nodes; one of them may be a view of a weight, so they are no inputs, which own their storages. Where regions are
-compiled, views are left to them as well: a region then takes the weight itself, once, however many views it has.
+A node is folded if all its operands are weights or folded values, and running the node once is as good as each time:
+the node draws no random numbers, writes nothing and returns something, and no node writes what it reads or makes. Nodes
+that make outputs are not folded: outputs belong to the caller, who may write to them. The remaining graph has the
+folded values that it uses as `held` values, not as inputs: a folded value may be a view of a weight, but inputs own
+their storages. If regions are compiled, the remaining graph also makes the views itself: a region then takes each
+weight once, however many views of the weight it uses.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lazy_backend.lowering.serving.partition import makes_views
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstantFolder:
-    """A graph split in two. `remaining` holds the values `folded`, which the other part computes."""
+    """A graph split in two: `remaining` holds the values `folded`, which the other part computes."""
 
     remaining: Graph
     folded: tuple[Value, ...]
@@ -44,7 +45,7 @@ class ConstantFolder:
         return self.remaining.device
 
     def fold(self, weights: Mapping[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
-        """The folded values for these weights. A view of a weight stays one. Raises `NodeError`."""
+        """The folded values for these weights. A view of a weight stays a view. Raises `NodeError`."""
         frame = ExecutionFrame()
         kernels = self._folding.kernels
         frame.fill(kernels.template, [weights[value] for value in self._folding.graph.inputs], self._constants, ())
@@ -58,7 +59,7 @@ class ConstantFolder:
 def split_constants(
     graph: Graph, weights: Iterable[Value], constants: Iterable[float], leaves_views: bool = False
 ) -> ConstantFolder:
-    """Split `graph`. See Note [What is folded]. `leaves_views`: whether what is left makes its views itself."""
+    """Split `graph`. See Note [What is folded]. `leaves_views`: whether the remaining graph makes views itself."""
     weight_values = tuple(weights)
     fixed = _foldable_nodes(graph, weight_values)
     folding = [node for node in graph.nodes if node in fixed]
@@ -76,7 +77,7 @@ def split_constants(
 
 
 def _keeping(values: tuple[Value, ...], graph: Graph) -> SerialGraphExecutor:
-    """Runs all of `graph` and leaves `values` in the frame. They are no outputs, which own their storages."""
+    """Runs all of `graph` and leaves `values` in the frame. They are not outputs, since outputs own their storages."""
     kernels = make_kernels(graph)
     return SerialGraphExecutor(graph, kernels, replace(everything(kernels), outputs=values))
 

@@ -39,11 +39,11 @@ from lazy_backend.lowering.serving.weights import InputError, Weights, check_ten
 
 @dataclass(frozen=True, slots=True)
 class GraphSignature:
-    """What a graph's inputs and outputs are to its callers.
+    """How callers see a graph's inputs and outputs.
 
-    `weights` and `user_inputs` give names, and for each which of the graph's inputs it is; a user input that the graph
-    does not use is none of them. User inputs stand in the order in which they are given.
-    `in_spec` is the tree of (args, kwargs), `out_spec` that of what a call returns, filled with the graph's outputs.
+    `weights` and `user_inputs` pair each name with its place among the graph's inputs; the place is None for a user
+    input that the graph does not use. User inputs are in the order in which callers pass them.
+    `in_spec` is the tree of (args, kwargs), `out_spec` that of a call's result, whose leaves are the graph's outputs.
     """
 
     weights: tuple[tuple[str, int], ...]
@@ -72,11 +72,11 @@ class ExecutorConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProfileMetrics:
-    """Seconds per run of each kernel by itself, in the order in which they ran. A compiled region is one kernel."""
+    """Seconds per run of each kernel on its own, in the order of execution. A compiled region is one kernel."""
 
     seconds_per_node: tuple[float, ...]
     names: tuple[str, ...]
-    peak_bytes: int  # that results and buffers took at once
+    peak_bytes: int  # of results and buffers together
 
     @property
     def total_seconds(self) -> float:
@@ -96,7 +96,7 @@ class ProfileMetrics:
 
 
 class Executor:
-    """Runs one graph for many callers: a frame for each run in flight, and weights that can be swapped meanwhile.
+    """Runs one graph for many callers: a frame for each run in flight, and weights that can be swapped at any time.
 
     `constants` are the graph's floats. Random numbers follow `torch.manual_seed`. If the graph writes a weight, as a
     batch norm in training does, runs take turns. Raises `InputError` for weights that do not fit.
@@ -157,7 +157,7 @@ class Executor:
         return self._weights.tensors
 
     def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
-        """Check weights and compute what depends on them alone. Raises `InputError`."""
+        """Check weights and compute everything that depends only on them. Raises `InputError`."""
         return process_weights(tensors, self._expected, self._written, self._folder, self._kernels.template)
 
     def swap_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -179,7 +179,7 @@ class Executor:
     def execute_tree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run once on arguments that are trees of tensors, as `in_spec` describes them; returns a tree of `out_spec`.
 
-        Keywords may come in any order. Raises as `execute`.
+        Keywords may come in any order. Raises what `execute` raises.
         """
         outputs = self.execute(self._flatten(args, kwargs))
         spec = self.graph_signature.out_spec
@@ -197,7 +197,7 @@ class Executor:
         return leaves
 
     def validate_inputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The inputs that the graph uses, as it wants them. Raises `InputError` for the first that does not fit."""
+        """The inputs that the graph uses, laid out for it. Raises `InputError` for the first that does not fit."""
         if len(inputs) != len(self._user_values):
             names = ", ".join(name for name, _ in self._user_values)
             raise InputError(f"expected {len(self._user_values)} inputs ({names}), got {len(inputs)}")
@@ -212,7 +212,7 @@ class Executor:
         return [used[value] for value in self.graph.inputs if value in used]
 
     def _require_own_memory(self, name: str, given: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-        """The graph was made for inputs that share no memory. See Note [Inputs own their storage]."""
+        """Refuse a written input that shares memory with another tensor. See Note [Inputs own their storage]."""
         storages = storages_of([given])
         others = [*inputs, *self.weights.values()]
         if sum(not storages.isdisjoint(storages_of([other])) for other in others) > 1:
@@ -222,20 +222,20 @@ class Executor:
         seeds = [draw_seed() for _ in range(self.graph.num_seeds)]
         frame.fill(self._weights.template, arguments, self._constants, seeds)
 
-    # ----- looking
+    # ----- inspection
 
     @property
     def num_execution_frames(self) -> int:
-        """Frames of runs in flight, and those kept for the next."""
+        """Frames of runs in flight, and frames kept for later runs."""
         return self._frames.num_frames
 
     def clear_stale_execution_frames(self) -> None:
-        """Drop frames that were not used for `max_frame_age`. Every run does it, too."""
+        """Drop frames that were unused for `max_frame_age` seconds. Every run does this, too."""
         self._frames.clear_stale()
 
     @property
     def kernel_schemas(self) -> dict[str, torch.FunctionSchema]:
-        """The schema of every operator that runs, those within compiled regions too."""
+        """The schema of every operator that runs, including those in compiled regions."""
         nodes = [node for kernel in self._kernels.kernels for node in kernel.nodes]
         return {node.op.name(): node.op._schema for node in nodes}
 
@@ -245,7 +245,7 @@ class Executor:
         return [kernel for kernel in self._kernels.kernels if isinstance(kernel, DelegateKernel)]
 
     def benchmark_nodes(self, inputs: Sequence[torch.Tensor], warmup: int, runs: int) -> ProfileMetrics:
-        """Time each kernel by itself, one after the other, over `runs` runs. Writes neither inputs nor weights."""
+        """Time each kernel on its own, one after another, over `runs` runs. Writes neither inputs nor weights."""
         arguments = self.validate_inputs(inputs)
         seconds = [0.0] * len(self._kernels.kernels)
         with self._frames.frame() as frame:
@@ -256,7 +256,7 @@ class Executor:
         return ProfileMetrics(tuple(total / runs for total in seconds), names, max(peaks))
 
     def _time_kernels(self, frame: ExecutionFrame, arguments: Sequence[torch.Tensor], seconds: list[float]) -> int:
-        """Run once, add each kernel's seconds to `seconds`, and return the most bytes that were taken."""
+        """Run once, add each kernel's seconds to `seconds`, and return the peak memory in bytes."""
         kernels, values = self._kernels, frame.values
         self._fill(frame, arguments)
         for written in self._written:
@@ -264,7 +264,7 @@ class Executor:
         buffers = [buffer for _, buffer in frame.buffers]
         meter = MemoryMeter(foreign=storages_of(values) - storages_of(buffers))
         for place, buffer in enumerate(buffers):
-            meter.hold(-1 - place, buffer)  # no slot: held all the time
+            meter.hold(-1 - place, buffer)  # not a slot's number: the buffer is held throughout
         dying = last_uses(kernels.kernels, kernels.graph.outputs)
         with GraphTask(kernels, self._graph_executor.exec_info, frame).taken_over():
             for place, kernel in enumerate(kernels.kernels):

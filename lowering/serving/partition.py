@@ -1,13 +1,13 @@
 """Which parts of a graph are compiled, when a compiler cannot take all of it.
 
-In: a graph and a predicate over its nodes. Out: the graph's parts in an order that may run: regions, which are graphs
-of their own, and single nodes between them.
+In: a graph and a predicate over its nodes. Out: the graph's parts in a valid order of execution: regions, which are
+graphs of their own, and single nodes between them.
 
 Note [Regions]
-Parts are taken in turns: all supported nodes that can run now are a region, then all others that can run now stay
-single, and so on. That keeps data and effect edges, so the order computes the same (Note [Program order and effects]).
-Between parts only values with memory of their own are handed over. A view costs nothing to make, so each part that
-needs one makes it again from its base: no region has aliasing inputs or outputs (Note [Inputs own their storage]).
+Nodes are taken in turns: all supported nodes that can run now form a region, then all other nodes that can run now stay
+single, and so on. This respects data and effect edges, so results are the same (Note [Program order and effects]).
+Only values with memory of their own are passed between parts. A view costs nothing to make, so each part that needs a
+view makes it again from its base: no region has aliasing inputs or outputs (Note [Inputs own their storage]).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Supported = Callable[[Node], bool]
 
 @graph_pass("split into regions")
 def partition(graph: Graph, supported: Supported) -> list[Graph | Node]:
-    """See Note [Regions]. Whether a compiler can take a view is not asked: it has to take all of them."""
+    """See Note [Regions]. `supported` is not asked about views: a compiler has to take all of them."""
     parts = _Parts(graph)
     for turn in _turns(graph, supported):
         if supported(turn[0]):
@@ -35,7 +35,7 @@ def partition(graph: Graph, supported: Supported) -> list[Graph | Node]:
 
 
 def _turns(graph: Graph, supported: Supported) -> Iterable[list[Node]]:
-    """The nodes that make no views, in turns of supported ones and others, in program order where there is a choice."""
+    """Supported and other nodes in turns, without those that make views; in program order where there is a choice."""
     producers = dependencies(graph.nodes)
     users: list[list[int]] = [[] for _ in graph.nodes]
     for place, before in enumerate(producers):
@@ -68,7 +68,7 @@ def _turns(graph: Graph, supported: Supported) -> Iterable[list[Node]]:
 
 
 def makes_views(node: Node) -> bool:
-    """Whether all that the node does is to make views of its operands."""
+    """Whether the node does nothing but make views of its operands."""
     if node.mutates or node.seed is not None or not node.outputs:
         return False
     storages = {value.storage for value in node.inputs()}
@@ -76,13 +76,13 @@ def makes_views(node: Node) -> bool:
 
 
 class _Parts:
-    """Adds to each part the views it needs, and finds out what the regions hand over."""
+    """Adds to each part the views that it needs, and determines the outputs of each region."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._places = {node: place for place, node in enumerate(graph.nodes)}
         self._views = {value: node for node in graph.nodes if makes_views(node) for value in node.outputs}
-        self._made_between: set[Node] = set()  # views that exist between the parts
+        self._made_between: set[Node] = set()  # views that single nodes can use already
         self._parts: list[list[Node] | Node] = []
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
@@ -95,7 +95,7 @@ class _Parts:
         self._parts.append(self._in_program_order({*nodes, *self._views_behind(nodes)}))
 
     def _views_behind(self, nodes: Iterable[Node]) -> set[Node]:
-        """The views that `nodes` read, and those that they are views of."""
+        """The views that `nodes` read, and the views behind those."""
         found: set[Node] = set()
         unseen = list(nodes)
         while unseen:
@@ -110,7 +110,7 @@ class _Parts:
         return sorted(nodes, key=self._places.__getitem__)
 
     def finish(self) -> list[Graph | Node]:
-        """The parts, backwards: what a region hands over depends on the parts after it."""
+        """The parts, in order. Works backwards: the outputs of a region depend on the parts after it."""
         wanted = set(self._graph.outputs)
         finished: list[Graph | Node] = []
         for part in reversed(self._parts):

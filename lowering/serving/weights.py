@@ -1,11 +1,11 @@
 """The weights of a served graph.
 
-In: tensors by name. Out: `Weights`: checked, with all that depends on them alone computed, ready to start runs from.
+In: tensors by name. Out: `Weights`: the checked tensors and all that depends only on them, ready for runs.
 Seed: nativert Executor (`Weights`, `processWeights`, `atomicSwapWeights`).
 
 Note [Weights are swapped whole]
-`Weights` are never changed once they are made, and a run reads the executor's current ones exactly once, when it fills
-its frame. So a run sees the old weights or the new, folded values included, and a swap waits for nobody.
+A `Weights` object never changes once it is made, and a run reads the executor's current one exactly once, when it fills
+its frame. So a run sees either the old weights or the new ones, folded values included, and a swap never waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lazy_backend.lowering.serving.constant_folding import ConstantFolder
 
 
 class InputError(ValueError):
-    """A tensor given to an executor is not what its graph was made for. Says which, what was expected, what given."""
+    """A tensor given to an executor does not fit its graph. Says which tensor, what was expected and what was given."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,10 +39,10 @@ def process_weights(
     folder: ConstantFolder,
     template: FrameTemplate,
 ) -> Weights:
-    """Check `tensors` against the values that they are in the graph, and fold. Raises `InputError`.
+    """Check `tensors` against the graph's values `expected`, and fold constants. Raises `InputError`.
 
-    The tensors themselves are kept if they lie in memory as those that the graph was made for: writing to them later
-    changes what runs compute, but not what was folded.
+    A tensor itself is kept if its memory layout is the one that the graph was made for: writing to that tensor later
+    changes what runs compute, but not the folded values.
     """
     missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or unexpected:
@@ -56,7 +56,7 @@ def process_weights(
 
 
 def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.device, written: bool) -> torch.Tensor:
-    """`given` as a graph wants it: of the shape and dtype of `meta`, on its device; a copy if it lies otherwise.
+    """`given`, with the shape, dtype and memory layout of `meta`, on `device`; a copy if only its layout differs.
 
     A tensor that the graph writes must not be a copy. Raises `InputError`.
     """
