@@ -14,14 +14,10 @@ from typing import Any
 import torch
 
 import lazy_backend
-from lazy_backend import ir_cache, metrics
-from lazy_backend.diagnostics.history import history
-from lazy_backend.execution import closures
-from lazy_backend.execution.forgotten_steps import forgotten_steps
-from lazy_backend.execution.sync import executor
+from lazy_backend import metrics
+from lazy_backend.compat import installation
 from lazy_backend.settings import FLAGS, config
 from lazy_backend.tensors.contexts import contexts
-from lazy_backend.tensors.outside import data_cache
 
 Sync = Callable[[], None]
 Program = Callable[[str, Sync], Sequence[Any]]
@@ -42,18 +38,9 @@ def reset_state() -> None:
     config.compile = "foreground"
     config.cache = False
     config.run_in_background = "always"  # the harder case; a few files run in both
-    contexts.current = 0
-    ir_cache.reset()
-    executor.clear_computations()
-    executor._trim_warned = False
-    forgotten_steps.stop()  # many programs leave out mark_step on purpose
-    data_cache.clear()
-    closures.runner._pending.clear()
+    installation.reset()  # also stops the warning about forgotten steps: many programs leave out mark_step on purpose
     torch.manual_seed(0)
     random.seed(0)
-    metrics.reset()
-    history.reset()
-    executor.rules.allows_execution = True
 
 
 def settle() -> list[BaseException]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend import metrics
+from lazy_backend import ir_cache, metrics
 from lazy_backend.cache import process_locks
 from lazy_backend.compat import pytorch
 from lazy_backend.compat.device_module import DeviceModule
@@ -79,6 +79,18 @@ def install() -> None:
         os.register_at_fork(
             before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
         )
+
+
+def reset() -> None:
+    """A fresh runtime, as after the import, but for settings and devices: what one test left, the next does not see."""
+    contexts.current = 0
+    ir_cache.reset()
+    executor.reset()
+    forgotten_steps.stop()
+    outside.data_cache.clear()
+    closures.runner.forget()
+    metrics.reset()
+    history.reset()
 
 
 def _wire() -> None:

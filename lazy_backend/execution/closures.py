@@ -123,6 +123,11 @@ class ClosureRunner:
             print("lazy_backend: an asynchronous step closure failed:", file=sys.stderr)
             traceback.print_exception(error)
 
+    def forget(self) -> None:
+        """Drop the closures that wait for the next step."""
+        with self._lock:
+            self._pending.clear()
+
     def reset_after_fork(self) -> None:
         self.__init__()  # type: ignore[misc]
 

@@ -73,6 +73,12 @@ class LazyGraphExecutor:
         self.records.clear()
         self.compile_reports.clear()
 
+    def reset(self) -> None:
+        """Everything as after the import."""
+        self.clear_computations()
+        self.rules.allows_execution = True
+        self._trim_warned = False
+
     # ----- what a sync collects
 
     def should_sync_tensor(self, storage: LazyStorage) -> bool:
