@@ -54,7 +54,7 @@ INDEX_OPS = frozenset(
 )
 
 
-# Ops whose lengths must be on the CPU, beside a tensor on any device.
+# Ops whose lengths must be on the CPU, whatever the device of their other tensors.
 HOST_OPERAND_OPS = frozenset(("aten::_pack_padded_sequence",))
 
 
@@ -66,7 +66,7 @@ class Traits:
     draws: bool  # may draw random numbers
     runs_at_once: str | None  # why its calls cannot be recorded
     is_checked: bool  # whether a call can be recorded depends on its arguments
-    asks_fake: bool  # its fake kernel may know better than a run what is to be recorded
+    asks_fake: bool  # its fake kernel may know better than a run whether a call can be recorded
 
 
 def traits_of(op: torch._ops.OpOverload) -> Traits:

@@ -141,7 +141,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
 def data_ptr(tensor: LazyTensor) -> int:
     """`LazyTensor.data_ptr`: the address of the first element on the backing device. A read, which cuts the graph.
 
-    Serves to tell which tensors share memory. Writes to the tensor that are recorded later also go there.
+    Shows which tensors share memory. Writes to the tensor that are recorded later also go there.
     """
     return reads.read(tensor._data, "data_ptr").data_ptr()
 

@@ -49,7 +49,7 @@ class LazyGenerator(torch.Generator):
 
 
 def lazy_generator(generator: Any) -> LazyGenerator | None:
-    """The user's lazy generator behind `generator`, an argument of a call; None if it is no lazy one."""
+    """The user's lazy generator behind `generator`, an argument of a call; None if it is not lazy."""
     if not isinstance(generator, torch.Generator):
         return None
     return _known.get(generator._cdata)  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ def quantized_error() -> LazyBackendError:
 
 
 def mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> LazyBackendError:
-    if tensor.is_quantized:  # moved to this device, it stays where it is: PyTorch does not ask us
+    if tensor.is_quantized:  # PyTorch moves no quantised tensor to this device, and does not ask us
         return quantized_error()
     return DeviceError(
         f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "

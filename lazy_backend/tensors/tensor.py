@@ -165,7 +165,7 @@ class LazyTensor(torch.Tensor):
         if len(geometry) == 2:  # offset and size: the stride is optional
             geometry = (*geometry, contiguous_stride(tuple(geometry[1])))
         if isinstance(source, LazyTensor) and geometry:
-            # in C++ this form takes the source's storage, and a lazy tensor's storage does not say whose it is
+            # in C++ this form takes the source's storage, and a lazy tensor's storage does not lead back to it
             offset, size, stride = geometry
             source = source.as_strided(size, stride, offset)
             return super().set_(source)
@@ -348,7 +348,7 @@ def assign(tensor: LazyTensor, data: TensorData) -> None:
     """Make `tensor` stand for `data`, as `tensor.data = ...`, `set_` and `t_` do; sizes, strides and dtype follow."""
     # shallow_copy_from keeps the object, its autograd history and its version counter
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        # it refuses tensors whose bits differ; the conjugate bit counts for complex tensors only
+        # `_set_data` refuses tensors whose bits differ; the conjugate bit counts for complex tensors only
         if tensor.is_conj() != data.meta.conj:
             torch._C._set_conj(tensor, data.meta.conj)
         if tensor.is_neg() != data.meta.neg:
