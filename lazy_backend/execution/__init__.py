@@ -2,5 +2,5 @@
 
 In: the trace of a `DeviceContext`, and a reason to cut it. Out: real tensors in the storages that are still alive.
 
-Imports `tensors` and all that `tensors` may import.
+Imports `tensors` and everything that `tensors` may import.
 """

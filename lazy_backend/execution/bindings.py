@@ -1,10 +1,10 @@
-"""What a path was bound to before: by what was alive at its sync, and by settings.
+"""The computations that a path was bound to before, by the live set at its sync and by settings.
 
 Note [Live sets that differ]
-What is alive at a sync becomes an output, so a path is bound once for each live set. A computation with a few outputs
-more than are wanted is as good: it runs, and what nobody holds is dropped at once. Where live sets keep differing, as
-in a loop that keeps another activation each time, the third is bound to a computation with all outputs that were ever
-wanted there, which then serves whatever part of them is alive.
+Every storage that is alive at a sync becomes an output, so a path is bound once for each live set. A computation with a
+few more outputs than are wanted works as well: it runs, and outputs that nothing holds are dropped at once. If live
+sets keep differing, as in a loop that keeps another activation each time, the third live set is bound to a computation
+with all outputs that were ever wanted there, which then serves any subset of them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 
-# Live sets remembered per path. They differ from step to step only in odd programs; without a bound those would grow.
+# Live sets remembered per path. They differ from step to step only in odd programs; without a bound these would grow.
 _MAX_BINDINGS = 64
 
 # Live sets of a path that get computations of their own, before one with all their outputs is made.
 _MAX_LIVE_SETS = 2
 
-# Outputs that nobody holds and that are computed all the same, rather than making another computation.
+# Unwanted outputs that a computation may have and still be used, rather than making another computation.
 _MAX_UNWANTED = 2
 
 Indices = tuple[int, ...]  # places of the live storages among the pending ones
@@ -30,7 +30,7 @@ Indices = tuple[int, ...]  # places of the live storages among the pending ones
 
 @dataclass(frozen=True, slots=True)
 class FirstRun:
-    """What stands for the computation of a path that ran once, while it was recorded."""
+    """Takes the place of the computation of a path that ran once, while it was recorded."""
 
     constants: tuple[float, ...]
 
@@ -48,7 +48,7 @@ class PathBindings:
         return len(self._found)
 
     def known(self) -> list[tuple[Indices, Environment]]:
-        """Every live set and settings that this path had, the latest last."""
+        """Every pair of live set and settings that this path had, latest last."""
         return list(self._found)
 
     def has(self, indices: Indices, settings: Environment) -> bool:
@@ -70,7 +70,7 @@ class PathBindings:
         self._found[(indices, settings)] = bound
 
     def covering(self, wanted: Indices, settings: Environment) -> Indices | None:
-        """A set of outputs bound here that holds all of `wanted`: the union if there is one, or one hardly larger."""
+        """A bound set of outputs that contains all of `wanted`: the union if there is one, or a slightly larger set."""
         needed = set(wanted)
         union = self._unions.get(settings)
         if union is not None:
@@ -89,7 +89,7 @@ class PathBindings:
     def widen(self, wanted: Indices, settings: Environment) -> Indices:
         """The outputs that a new computation gets: `wanted`, or all that were ever wanted if live sets keep differing.
 
-        In that case the others are to be served by this one from now on, and are forgotten.
+        In the latter case it serves the earlier live sets too from now on, and their bindings are forgotten.
         """
         seen = [indices for indices, other in self._found if other == settings]
         union = self._unions.get(settings)

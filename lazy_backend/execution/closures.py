@@ -2,7 +2,7 @@
 
 In: closures added while a step is recorded. Out: their calls, after the sync that computed what they read.
 Seed: torch/_lazy/closure.py. Unlike there, an error of an asynchronous closure is never lost: it is raised at the next
-`mark_step`, `add_step_closure` or `wait_device_ops`, and what is left at interpreter exit is printed.
+`mark_step`, `add_step_closure` or `wait_device_ops`, and one that is left at interpreter exit is printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ClosureRunner:
             self._pending.append((lambda: function(*args), run_async))
 
     def run(self) -> None:
-        """Run what is pending now; what a closure adds is for the step after.
+        """Run the closures that are pending now; those that a closure adds run after the next step.
 
         A synchronous closure's error is raised here; the closures after it stay pending.
         """
@@ -55,11 +55,11 @@ class ClosureRunner:
                 closure()
 
     def wait(self) -> None:
-        """Wait for the asynchronous closures and raise the first error among them. One of them does not wait."""
+        """Wait for the asynchronous closures and raise the first error among them. Does not wait within one of them."""
         if self._thread is not None and not self._is_own_thread():
             done = threading.Lock()
             done.acquire()
-            self._tasks.put(done.release)  # in its turn, after what was queued before
+            self._tasks.put(done.release)  # runs in its turn, after the closures queued before
             with done:
                 pass
         self.raise_error()
@@ -82,9 +82,9 @@ class ClosureRunner:
             self._thread = threading.Thread(target=self._work, name="lazy-closures", daemon=True)
             self._thread.start()
         if self._is_own_thread() and self._places.empty():
-            closure()  # nobody else would make room
+            closure()  # no other thread would make room
             return
-        self._places.get()  # blocks when the bound is reached: a slow logger slows the loop, it loses nothing
+        self._places.get()  # blocks when the bound is reached: a slow logger slows the loop but loses nothing
         try:
             self._tasks.put(lambda: self._run(closure))
         except BaseException:
@@ -93,7 +93,7 @@ class ClosureRunner:
 
     def _run(self, closure: Closure) -> None:
         try:
-            # after an error the rest is dropped until somebody was told, as later closures may rely on earlier ones
+            # after an error, closures are dropped until it is raised, as later ones may rely on earlier ones
             if self._error is None:
                 closure()
         except BaseException as error:
@@ -104,10 +104,10 @@ class ClosureRunner:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # or it would keep its tensors until the next one comes
+            del task  # otherwise the task would keep its tensors alive until the next one comes
 
     def close(self, timeout: float) -> None:
-        """At interpreter exit: finish what was queued, for `timeout` seconds, and print an error nobody was told of."""
+        """At interpreter exit: finish queued closures within `timeout` seconds, and print an error not raised yet."""
         thread = self._thread
         if thread is not None:
             self._tasks.put(None)

@@ -1,4 +1,4 @@
-"""What users are told of compiles: records, counters, warnings, progress."""
+"""Report compiles to users: records, counters, warnings, progress."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lazy_backend.settings import config
 
 
 class CompileReports:
-    """Takes what the compiler's side reports.
+    """Receives the reports of the compiler's side.
 
-    Trouble of the compiler's process is told once, until a compile succeeds.
+    After the death of the compiler's process, users are warned once until a compile succeeds.
     """
 
     def __init__(self) -> None:
         self._worker_died = False
 
     def clear(self) -> None:
-        """Tell the next trouble of the compiler's process again."""
+        """Warn again at the next death of the compiler's process."""
         self._worker_died = False
 
     def report(self, report: CompileReport) -> None:
@@ -50,7 +50,7 @@ class CompileReports:
             return
         metrics.observe("CompileTime", report.seconds)
         metrics.increment("CompileFailed")
-        if isinstance(report.error, WorkerDied):  # not the graph's fault: told once, until a compile succeeds
+        if isinstance(report.error, WorkerDied):  # not the graph's fault: one warning until a compile succeeds
             if self._worker_died:
                 return
             self._worker_died = True

@@ -31,7 +31,7 @@ from lazy_backend.settings import config
 from lazy_backend.tensors.state import DeviceContext
 
 
-# every sync asks, and settings hardly change: 0.5 µs instead of 2
+# cached, as every sync asks and settings hardly ever change: 0.5 µs instead of 2
 @functools.lru_cache(maxsize=1)
 def _policy(
     backend: Backend,
@@ -62,7 +62,7 @@ def _policy(
 
 
 def compile_policy() -> CompilePolicy:
-    """How to compile now."""
+    """How to compile under the current settings."""
     return _policy(
         config.backend,
         config.compile,
@@ -79,7 +79,7 @@ def compile_policy() -> CompilePolicy:
 
 
 def current_environment() -> Environment:
-    """All that a key depends on beside the graph, as it is now."""
+    """Everything that a key depends on besides the graph, as of now."""
     return environment(config.backend if config.compile != "off" else None)
 
 
@@ -88,7 +88,7 @@ def _cache_size() -> int:
 
 
 class Computations:
-    """The computations of all devices. `report`: what is told of their compiles."""
+    """The computations of all devices. `report` is called with the report of each compile."""
 
     def __init__(self, report: Callable[[CompileReport], None]) -> None:
         self.cache: ComputationCache[Computation] = ComputationCache(_cache_size)
@@ -96,12 +96,12 @@ class Computations:
         self._report = report
 
     def clear(self) -> None:
-        """Forget every computation, and which of them differ in shapes only."""
+        """Forget every computation, and the families of those that differ only in shapes."""
         self.cache.clear()
         self._families.clear()
 
     def describe(self) -> list[dict[str, Any]]:
-        """The cached computations for a report: name, size and what `get_debug_state` shows. Makes no graph again."""
+        """The cached computations for a report: name, size and what `get_debug_state` shows. Rebuilds no graph."""
         return [
             {
                 "graph": f"#{computation.number}",
@@ -145,7 +145,7 @@ class Computations:
         return self._families.get_or_add((skeleton(graph), settings), lambda: Family(self._report))
 
     def try_run_cached_sync(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation | None:
-        """What this path was bound to before with the same live set and settings, if it was."""
+        """The computation that this path was bound to before with the same live set and settings, if any."""
         return bindings_of(collection.cursor).computation(collection.indices, settings)
 
     def compile(self, collection: SyncTensorCollection, settings: Environment) -> CachedComputation:
@@ -155,7 +155,7 @@ class Computations:
         bound = None if covering is None else bindings.computation(covering, settings)
         if covering is None or bound is None:
             covering = bindings.widen(wanted, settings)
-            first = bindings.first_run(wanted, settings)  # forgotten if it widened
+            first = bindings.first_run(wanted, settings)  # None if `widen` forgot it
             bound = self._bind_new(collection, covering, settings, first)
         else:
             metrics.increment("CachedCompile")
@@ -168,7 +168,7 @@ class Computations:
     def _bind_new(
         self, collection: SyncTensorCollection, indices: Indices, settings: Environment, first: FirstRun | None
     ) -> CachedComputation:
-        """Make or find the computation with the outputs `indices`, of which the collection wants some now."""
+        """Make or find the computation with the outputs `indices`, some of which the collection wants now."""
         data = self.run_post_order(collection.context, indices, collection.cursor)
         computation = self.lookup_cached_compile(data, settings)
         bound = CachedComputation(computation, data.parameters, data.constants, data.seeds)

@@ -1,8 +1,8 @@
 """Compiled graphs on disk, so that the next process does not compile them again.
 
 In: the settings `cache`, `cache_dir`, `cache_bytes`, `cache_readonly`. Out: the store that compiles use, or None.
-A directory that cannot be trusted or used is refused with one warning, and everything works without it; likewise where
-a disk is full.
+A directory that cannot be trusted or used is refused with one warning, and everything works without a disk cache. A
+full disk is handled in the same way.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Settings = tuple[bool, str | None, int, bool]
 
 _lock = process_lock()
 _opened: tuple[Settings, DiskCache | None] | None = None
-_told_of: DiskCache | None = None  # whose failure the user knows
+_told_of: DiskCache | None = None  # the store whose failure the user was warned about
 
 
 def current_store() -> DiskCache | None:
-    """The disk cache that the settings ask for; opened when it is first asked for."""
+    """The disk cache that the settings ask for, opened at its first use."""
     global _opened
     settings = (config.cache, config.cache_dir, config.cache_bytes, config.cache_readonly)
     with _lock:
@@ -41,7 +41,7 @@ def current_store() -> DiskCache | None:
 
 
 def _tell_of(store: DiskCache) -> None:
-    """Once for each cache: it is asked for in each step."""
+    """Warn once for each cache, since every step asks for the cache."""
     global _told_of
     _told_of = store
     warn_user(
@@ -63,7 +63,7 @@ def _open(settings: Settings) -> DiskCache | None:
         return None
 
 
-# What the stores counted that were open before.
+# The counts of stores that were open before.
 _earlier: Counter[str] = Counter()
 
 

@@ -1,8 +1,8 @@
-"""Tell who forgets `mark_step`: at the second `optimizer.step()`, not when the trace is full minutes later.
+"""Warn about a forgotten `mark_step`: at the second `optimizer.step()`, not when the trace is full minutes later.
 
 In: PyTorch's hook after each optimizer step. Out: one warning, with both lines.
-Several optimizers in one step, as of a GAN, and gradients accumulated over several batches are told from that by asking
-whether one optimizer steps twice within one trace. Costs 2 µs per `optimizer.step()` until it has warned.
+Only an optimizer that steps twice within one trace causes the warning, not several optimizers in one step, as in a GAN,
+nor gradients accumulated over several batches. Costs 2 µs per `optimizer.step()` until the warning was given.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class ForgottenSteps:
         self._is_done = False
 
     def watch(self) -> None:
-        """Look at every optimizer's steps from now on, until a warning was given."""
+        """Watch every optimizer's steps from now on, until a warning is given."""
         if self._hook is None and not self._is_done:
             self._hook = register_optimizer_step_post_hook(self._see_step)
 
     def reset(self) -> None:
-        """As if no optimizer had stepped and nobody had been warned."""
+        """Start over, as if no optimizer had stepped and no warning had been given."""
         self._last.clear()
         self._is_done = False
         self.watch()
 
     def stop(self) -> None:
-        """Look at no step any more, as after a warning."""
+        """Stop watching optimizer steps, as after a warning."""
         self._last.clear()
         self._is_done = True
         if self._hook is not None:
@@ -77,7 +77,7 @@ class ForgottenSteps:
 
 
 def _lazy_parameter(optimizer: torch.optim.Optimizer) -> LazyTensor | None:
-    """A lazy parameter of the optimizer: the first of one of its groups. Looking at all would cost by their number."""
+    """A lazy parameter of the optimizer: the first of one of its groups. Checking all would cost more with each."""
     for group in optimizer.param_groups:
         first = next(iter(group["params"]), None)
         if isinstance(first, LazyTensor):

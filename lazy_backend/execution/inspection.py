@@ -1,4 +1,4 @@
-"""Look at what would be computed, without computing it."""
+"""Inspect what a sync would compute, without computing it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def post_order_of(tensors: Sequence[LazyTensor]) -> PostOrderData:
 
 
 def graph_of(tensors: Sequence[LazyTensor]) -> Graph:
-    """The graph that gives `tensors` themselves, where a sync computes the storages behind them.
+    """The graph that returns `tensors` themselves, whereas a sync computes the storages behind them.
 
-    It is there to be looked at: its outputs may share memory, as a view and its base do.
+    For inspection only: its outputs may share memory, as a view and its base do.
     """
     context = _common_context(tensors)
     with context.lock:
@@ -38,7 +38,7 @@ def graph_of(tensors: Sequence[LazyTensor]) -> Graph:
 
 
 def get_graph_hash(tensors: Sequence[LazyTensor]) -> str:
-    """The name of the graph that `post_order_of` gives, in this process and in any other."""
+    """The hash of the graph that `post_order_of` returns, the same in every process."""
     data = post_order_of(tensors)
     return make_key(data.graph, current_environment()).hash_hex()
 

@@ -1,7 +1,7 @@
-"""Values for who asks for them.
+"""Read the values of lazy tensors.
 
 Note [A read cuts the graph]
-Whatever needs a value runs everything pending on the device, once, and waits. Nothing is ever computed twice: unlike
+Code that needs a value runs everything pending on the device, once, and waits. Nothing is ever computed twice: unlike
 in LTC and torch_xla, a read is not a separate graph whose operators stay pending. Every cut is counted with its cause.
 """
 
@@ -20,7 +20,7 @@ from lazy_backend.tensors.transfers import downloaded
 
 
 def read(data: TensorData, cause: str) -> torch.Tensor:
-    """The real tensor of `data`, computed first if need be. It is the tensor's own memory: do not write to it."""
+    """The real tensor of `data`, computed first if need be. Not a copy: do not write to it."""
     context = data.context
     storage = data.storage
     if storage.error is not None:
@@ -30,16 +30,16 @@ def read(data: TensorData, cause: str) -> torch.Tensor:
 
 
 def compute(context: DeviceContext, storages: Sequence[LazyStorage], cause: str) -> None:
-    """See that `storages` have their values, with a cut only if the trace makes or writes one of them.
+    """Make sure that `storages` have their values. Cuts only if the trace makes or writes one of them.
 
     So a thread that logs what earlier steps computed does not disturb the step that is being recorded.
     """
     executor.rules.check_allowed(cause)
     with context.lock:
         trace = context.trace
-        # an input may be without its value as well, while the run that makes it is under way: that needs no cut
+        # an input may lack its value too, while the run that makes it is under way: that needs no cut
         made_here = [s for s in storages if s.epoch is trace.epoch and s not in trace.groups]
-        # a trace whose calls run as they are recorded ends where a deferred one would: it names the same program
+        # a trace whose calls run as they are recorded ends where a deferred one would: both name the same program
         needs_cut = any(trace.computed or executor.should_sync_tensor(storage) for storage in made_here)
         used = {trace.groups[s] for s in storages if s in trace.groups}
         if used and not needs_cut:

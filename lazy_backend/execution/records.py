@@ -20,7 +20,7 @@ from lazy_backend.settings import config
 
 
 class SyncRecords:
-    """Begins and ends the records of syncs. A record is made if somebody looks: see `config.explain`."""
+    """Begins and ends the records of syncs, which are made only if explaining, debugging or a limit needs them."""
 
     def __init__(self) -> None:
         self._limit = GraphLimit("config.max_different_graphs")
@@ -32,7 +32,7 @@ class SyncRecords:
         self._limits.clear()
 
     def begin(self, collection: SyncTensorCollection, settings: Environment, is_bound: bool) -> SyncRecord | None:
-        """What a sync will be known by, and its explanation if path, live set or settings are new."""
+        """The record of a sync, with an explanation if path, live set or settings are new; None if nothing needs it."""
         if not (config.explain or config.debug or self._has_limit()):
             return None
         context = collection.context
@@ -45,7 +45,7 @@ class SyncRecords:
         return record
 
     def end(self, record: SyncRecord, times: tuple[float, float, float], computation: Computation | None) -> None:
-        """Keep the record of a sync that is done: seconds of trace, wait and sync. Raises `TooManyGraphsError`."""
+        """Complete the record of a sync; `times`: seconds of trace, wait and sync. Raises `TooManyGraphsError`."""
         record.trace_seconds, record.wait_seconds, record.sync_seconds = times
         if config.debug:
             tell_sync(record, computation)
@@ -61,7 +61,7 @@ class SyncRecords:
 
     @contextlib.contextmanager
     def limiting(self, limit: GraphLimit | str, number: int | None) -> Iterator[None]:
-        """Within the block this thread's syncs count against a region's limit, given itself or as the region's line."""
+        """Within the block this thread's syncs count against `limit`: a `GraphLimit`, or the line of a region."""
         if number is None:
             yield
             return
@@ -82,7 +82,7 @@ class SyncRecords:
         collection: SyncTensorCollection,
         record: SyncRecord | None,
     ) -> ExecutionPlan:
-        """The plan of a run, and in the record which it is and what it took."""
+        """The plan of a run. The record, if any, notes which plan it is and what choosing it took."""
         chooser = bound.computation.executor
         if record is None:
             return chooser.plan_for(constants, policy)

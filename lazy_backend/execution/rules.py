@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclass
 class PerThread(threading.local):
-    """What holds for one thread: every thread sees the defaults until it sets its own."""
+    """State of one thread: every thread sees the defaults until it sets its own."""
 
     refusal: Callable[[str], LazyBackendError] | None = None  # what a read or sync raises now
     strict: bool = False
@@ -40,8 +40,8 @@ class Rules:
     def call_refusing(
         self, refusal: Callable[[str], LazyBackendError], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Call `function`. This thread may neither read nor sync in it: it raises what `refusal` makes of the cause."""
-        # twice, and plain stores: see Note [Interruption]
+        """Call `function`. A read or sync of this thread in it raises what `refusal` returns for the cause."""
+        # two `finally` blocks of plain stores: see Note [Interruption]
         try:
             try:
                 per_thread.refusal = refusal

@@ -1,12 +1,12 @@
-"""One scheduled run: what it was cut from, what it gives to whom, what became of it.
+"""One scheduled run: the trace it was cut from, the storages it fills, and its outcome.
 
 Note [Where a run happens]
-On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU that
-thread would have an OpenMP team of its own beside the main thread's: with more threads than cores, libgomp sleeps
-between parallel regions, and a GPT's step took twice as long (30 against 15 ms, two cores), far more than overlapping
-it with recording gains. So unless operators use one thread, a CPU run happens within the call that synced. So does one
-that the caller waits for, as of a read: there is nothing to overlap with, and two switches of threads make a step of an
-MLP a tenth longer. Locks, errors and poisoning are the same; `config.run_in_background` decides.
+On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU, that
+thread would have an OpenMP team of its own besides the main thread's. With more threads than cores, libgomp sleeps
+between parallel regions, and a GPT step took twice as long (30 against 15 ms, two cores), far more than is gained by
+overlapping the run with recording. So unless operators use one thread, a CPU run happens within the call that synced.
+So does a run that the caller waits for, as for a read: there is nothing to overlap with, and two thread switches make
+an MLP step a tenth longer. Locks, errors and poisoning are the same in both cases; `config.run_in_background` decides.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class SyncTensorsConfig:
 
 @dataclass(slots=True)
 class SyncTensorCollection:
-    """What one sync of one device is about.
+    """What one sync of one device covers.
 
-    What is prepared rests on `cursor`, not on the context's trace, which a signal handler or a finalizer may replace.
+    The preparation relies on `cursor`, not on the context's trace, which a signal handler or a finalizer may replace.
     """
 
     config: SyncTensorsConfig
     context: DeviceContext
     cursor: TrieNode[Call | Cut]  # where the trace ends
     indices: tuple[int, ...]  # places of the live storages among the pending ones
-    storages: list[LazyStorage]  # the same, held strongly from here on
+    storages: list[LazyStorage]  # those storages, held strongly from here on
     cause: str
     site: str
     hash: str = ""  # of the computation's key, once it is known
@@ -68,14 +68,14 @@ class SyncTensorCollection:
 
 @dataclass(slots=True, eq=False)
 class Async(Work):
-    """One scheduled run. Done by the device's thread, or by whoever waits for it first. See Note [Interruption].
+    """One scheduled run. Done by the device's thread, or by the first caller that waits. See Note [Interruption].
 
-    `deliveries`: what is to stand for a result from now on, each with how it is told; the latest first.
+    `deliveries`: for each holder of a result, the function that hands it over and the new data. Done last to first.
     """
 
     collection: SyncTensorCollection
-    parameters_data: list[tuple[TensorData, bool]]  # each with whether its base is wanted rather than itself
-    tensors_data: list[LazyStorage | None]  # per output; None where nobody holds it
+    parameters_data: list[tuple[TensorData, bool]]  # each with whether the run takes its base instead
+    tensors_data: list[LazyStorage | None]  # per output; None where nothing holds it
     constants: Sequence[float]
     seeds: list[int]
     cached_computation: CachedComputation
@@ -96,11 +96,11 @@ class Async(Work):
         return any(one is storage for one in self.tensors_data)
 
     def start(self) -> None:
-        """From here on the run is under way. May be interrupted, and called again."""
+        """Do the deliveries, and put the run under way. May be interrupted, and called again."""
         while latest := self.deliveries[-1:]:
             deliver, data = latest[0]
             deliver(data, self)
-            if self.deliveries and self.deliveries[-1][1] is data:  # no signal handler did all of it
+            if self.deliveries and self.deliveries[-1][1] is data:  # no signal handler has done it all
                 self.deliveries.pop()
         self.delivered = True
         context = self.collection.context
@@ -118,10 +118,10 @@ class Async(Work):
     def perform(self) -> None:
         """Compute and hand out the results.
 
-        An exception is never raised here, so that it surfaces in the same way wherever the run happens; but Ctrl-C is.
+        Raises no exception except Ctrl-C and the like, so that errors surface in the same way wherever the run happens.
         """
         start = perf_counter()
-        # finalizers on this thread would find results that are not there yet; they run when this is over
+        # finalizers on this thread would find results that are not there yet; they run after the run
         pauses = not self.in_background and gc.isenabled()
         try:
             if pauses:
@@ -157,7 +157,7 @@ class Async(Work):
         self.parameters_data.clear()
         plan = self.plan
         outputs = plan.execute(inputs, self.constants, self.seeds)
-        # asking how a result lies takes 0.4 µs each
+        # checking the layout takes 0.4 µs per result
         is_known = plan.conforms
         conforms = plan.kind.lays_out_alike
         for place, storage in enumerate(self.tensors_data):
@@ -181,7 +181,7 @@ class Async(Work):
         if isinstance(raised, PoisonedTensorError):
             return raised
         error = ExecutionError(f"{raised}\n  in {self._whereabouts()}")
-        # a NodeError's text is in this one's
+        # this error's text includes that of a NodeError
         error.__cause__ = raised.__cause__ if isinstance(raised, NodeError) else raised
         return error
 
@@ -202,7 +202,7 @@ class Async(Work):
 
 
 def held_outputs(bound: CachedComputation, storages: Sequence[LazyStorage]) -> list[LazyStorage | None]:
-    """The storage behind each output of a computation; None where nobody holds it."""
+    """The storage behind each output of a computation; None where nothing holds it."""
     if bound.outputs is None:
         return list(storages)
     return [storages[place] if place >= 0 else None for place in bound.outputs]

@@ -1,9 +1,10 @@
 """Cut a trace, find or make its computation, and run it in the background.
 
 In: what a device recorded. Out: real tensors in the storages that are still alive.
-`LazyGraphExecutor` is the way through; each station has a module of its own: `bindings` (what the path had before),
-`computations` (path to graph to computation), `run` (what is scheduled), `records` and `compile_reports` (what is told
-of it), `rules` (whether it is allowed). Method names follow the seed document lazy_graph_executor, in snake_case.
+`LazyGraphExecutor` drives the sync; each stage has a module of its own: `bindings` (what the path was bound to before),
+`computations` (from path to graph to computation), `run` (the scheduled run), `records` and `compile_reports` (what
+users are told), `rules` (whether a sync is allowed). Method names follow the seed document lazy_graph_executor, in
+snake_case.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LazyGraphExecutor:
         self._trim_warned = False
 
     def clear_computations(self) -> None:
-        """Forget every computation, which of them differ in shapes only, and how many a limit has counted."""
+        """Forget every computation, the families of those that differ only in shapes, and the counts of limits."""
         self.computations.clear()
         self.records.clear()
         self.compile_reports.clear()
@@ -88,7 +89,7 @@ class LazyGraphExecutor:
     def collect_sync_tensors(
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
     ) -> SyncTensorCollection:
-        """The pending storages of `context` that somebody holds. The caller holds the context's lock."""
+        """The live set of `context`: its pending storages that are still held. The caller holds the context's lock."""
         site = user_site()
         while True:  # again if a finalizer records something meanwhile
             trace, cursor = context.trace, context.trace.cursor
@@ -99,11 +100,11 @@ class LazyGraphExecutor:
     def extract_ir_and_prepare_tensor_data(
         self, trace: Trace, bound: CachedComputation
     ) -> tuple[list[tuple[TensorData, bool]], list[float], list[int]]:
-        """Pick from the trace what the computation takes, in its order."""
+        """Pick the computation's parameters, constants and seeds from the trace, in its order."""
         parameters = [(trace.inputs[p.index], p.base) for p in bound.parameters]
         return parameters, [trace.constants[i] for i in bound.constants], [trace.seeds[i] for i in bound.seeds]
 
-    # ----- the way through a sync
+    # ----- the stages of a sync
 
     def sync_tensors_graph_internal(
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
@@ -118,7 +119,7 @@ class LazyGraphExecutor:
     def _sync_tensors_graph(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str) -> Async | None:
         start = perf_counter()
         waited_since = 0.0
-        # whoever holds the lock meanwhile runs it here: a finalizer on the device's thread may need that lock
+        # a caller that already holds the lock runs it here: a finalizer on the device's thread may need that lock
         is_held = context.holds_lock()
         background = not is_held and runs_in_background(context, sync_config.force_ltc_data)
         prepared: _Prepared | None = None
@@ -145,7 +146,7 @@ class LazyGraphExecutor:
     def _prepare(
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, background: bool
     ) -> _Prepared:
-        """Everything about a sync that changes nothing of the trace: its computation, plan and run."""
+        """Prepare a sync without changing the trace: its computation, plan and run."""
         trace, settings = context.trace, current_environment()
         collection = self.collect_sync_tensors(context, sync_config, cause)
         bound = self.computations.try_run_cached_sync(collection, settings)
@@ -153,7 +154,7 @@ class LazyGraphExecutor:
         policy = compile_policy()
         counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
         if bound is None:
-            del counted["CachedCompile"]  # `compile` counts
+            del counted["CachedCompile"]  # `compile` counts it
             bound = run_clean(self.computations.compile, collection, settings)
         collection.hash = bound.computation.hash
         parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(trace, bound)
@@ -198,9 +199,9 @@ class LazyGraphExecutor:
         return run
 
     def tensor_collection_barrier(self, collection: SyncTensorCollection) -> None:
-        """Raise what the device's last run raised, if nobody was told. See Note [The device lock].
+        """Raise the exception of the device's last run, if no caller has seen it yet. See Note [The device lock].
 
-        What was recorded since is poisoned then, since it may rest on that run.
+        What was recorded since is poisoned then, since it may depend on that run.
         """
         context = collection.context
         error = context.locker.untold_exception()
@@ -213,7 +214,7 @@ class LazyGraphExecutor:
         context.locker.check_reset_exception()
 
     def finish_interrupted(self, context: DeviceContext) -> None:
-        """Take back what was being recorded, or complete what was being scheduled, when an exception or another call
+        """Roll back what was being recorded, or complete what was being scheduled, when an exception or another call
         came in between. See Note [Interruption]. The caller holds the context's lock.
         """
         trace = context.trace
@@ -223,7 +224,7 @@ class LazyGraphExecutor:
         if isinstance(unfinished, Async):
             unfinished.start()
             trace.unfinished = None
-        else:  # stays: the call may be going on beneath this one, and must be taken back again then
+        else:  # `unfinished` stays: the call may be going on beneath this one, and must be rolled back again then
             trace.roll_back()
             context.outside.clear()
             if isinstance(trace.computed, Async):  # the run that was to give all recorded calls their values
@@ -245,8 +246,8 @@ class LazyGraphExecutor:
     ) -> Async | None:
         """Schedule a computation without a trace; the caller does the run unless it is in the background.
 
-        `storages` are to wait for it, and `deliveries` tell who holds them. The caller holds the context's lock, and
-        nothing is pending. None, and nothing has happened, if a run is under way or something came in between.
+        `storages` wait for the run, and `deliveries` hand them to their holders. The caller holds the context's lock,
+        and nothing is pending. None, with nothing done, if a run is under way or something came in between.
         """
         context = collection.context
         begin = perf_counter()
@@ -284,14 +285,14 @@ class LazyGraphExecutor:
         trace, cursor = context.trace, context.trace.cursor
         if trace.is_empty():
             context.locker.check_reset_exception()
-            if trace.cursor.depth == 0 and trace.changes == changes:  # no call between the question and the store
+            if trace.cursor.depth == 0 and trace.changes == changes:  # no call between the check and the store
                 trace.computed = True
             return
         run = self._prepare_catch_up(context)
         self.tensor_collection_barrier(run.collection)
         if context.trace is not trace or trace.cursor is not cursor or trace.changes != changes:
             return
-        trace.become_computed(run)  # the commit: from here on it is run once, whatever happens
+        trace.become_computed(run)  # the commit: from here on the run is done once, whatever happens
         run.start()
         run.do()
         try:
@@ -338,9 +339,9 @@ class LazyGraphExecutor:
             self.records.end(record, (start - trace.start, 0.0, seconds), None)
 
     def defer_again(self, context: DeviceContext) -> None:
-        """After a call that was not recorded in a trace that runs as it is recorded: known calls may follow.
+        """Defer calls again after a call that was not recorded, in a trace whose calls run as they are recorded.
 
-        They are deferred, so the trace ends here, or takes back that it runs if nothing stands in it.
+        Known calls may follow and are deferred, so the trace ends here; if empty, it is just no longer `computed`.
         """
         with context.lock:
             self._leave_computed(context)
@@ -363,7 +364,7 @@ class LazyGraphExecutor:
     def sync_live_tensors_graph(self, devices: Sequence[DeviceContext], wait: bool, cause: str) -> None:
         """Sync everything pending on `devices`, lowest index first."""
         self.rules.check_allowed(cause)
-        # one after the other, so several devices do not run at once where the first one's run is waited for
+        # no sync of several devices waits for its run: the next device could not run at the same time
         sync_config = SyncTensorsConfig(force_ltc_data=wait and len(devices) == 1)
         for context in devices:
             self.sync_tensors_graph_internal(context, sync_config, cause)
@@ -406,7 +407,7 @@ class LazyGraphExecutor:
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "trace too long")
 
     def change_default_dtype(self, context: DeviceContext) -> None:
-        """Start afresh after `torch.set_default_dtype`, which no key mentions but stored metadata rests on."""
+        """Start a new trace after `torch.set_default_dtype`: no key has the dtype, but stored metadata rests on it."""
         with context.lock:
             if context.trace.default_dtype is None:  # the first call under a profiler
                 context.begin_traced_range()
@@ -423,7 +424,7 @@ class LazyGraphExecutor:
     # ----- waiting
 
     def wait_device_ops(self, devices: Sequence[DeviceContext]) -> None:
-        """Wait for the runs under way on `devices` and raise what the first of them raised."""
+        """Wait for the runs under way on `devices` and raise the first exception among them."""
         for context in devices:
             self.barrier(context)
             context.restart_clock()

@@ -1,7 +1,7 @@
-"""From an operator call to one step down the trie.
+"""Turn an operator call into one step down the trie.
 
-In: calls that PyTorch dispatches to the lazy device. Out: lazy tensors with what they stand for recorded, or, for calls
-that cannot be recorded, computed at once.
+In: calls that PyTorch dispatches to the lazy device. Out: lazy tensors, whose calls were recorded or, where a call
+cannot be recorded, computed at once.
 
-Imports `execution`, `tensors` and all that `tensors` may import.
+Imports `execution`, `tensors` and everything that `tensors` may import.
 """

@@ -1,6 +1,6 @@
-"""Calls on real tensors: those that cannot be recorded, and those seen for the first time.
+"""Run calls on real tensors: calls that cannot be recorded, and calls seen for the first time.
 
-In: a call with lazy arguments, all of which have their values. Out: what the operator gives on the backing device.
+In: a call whose lazy arguments all have their values. Out: the operator's results on the backing device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, V
 from lazy_backend.tensors.tensor import LazyTensor, assign, backing_tensor, wrap
 from lazy_backend.tensors.thread_state import has_modes, run_clean
 
-# The reason why nothing is recorded in eager mode: no fallback, and nothing is cut.
+# The reason given in eager mode, where nothing is recorded: such a call counts no fallback and cuts nothing.
 EAGER = "eager mode"
 
 
 def run_at_once(
     context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str
 ) -> Any:
-    """Run a call on the backing device, after everything recorded before it. Counted with op, reason and line."""
+    """Run a call on the backing device, after everything recorded before it. Fallbacks count op, reason and line."""
     if reason is EAGER:
         executor.rules.check_allowed(f"{op} in eager mode")
         executor.barrier(context)
@@ -48,7 +48,7 @@ def run_at_once(
 
 
 def draw_seed_for(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """A seed for a call that draws random numbers; None for others, and if the user's own generator is to be used."""
+    """A seed for a call that draws random numbers; None for other calls, and if the user's own generator is used."""
     if not rng.draws_random_numbers(op, args) or not rng.can_seed(op) or kwargs.get("generator") is not None:
         return None
     return contexts.get_rng_seed()
@@ -60,7 +60,7 @@ def count_fallback(op: torch._ops.OpOverload, reason: str) -> None:
 
 
 class RealCall:
-    """One call with real arguments for lazy ones, and lazy results for real ones, with their aliasing."""
+    """One call on real tensors: makes lazy arguments real and real results lazy, and keeps their aliasing."""
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
@@ -69,10 +69,10 @@ class RealCall:
         self._has_bits = False  # whether an operand is a lazily conjugated or negated view
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
-        """What the operator gives, with its random numbers drawn from `seed` if there is one.
+        """Run the operator, and return its results. Its random numbers are drawn from `seed` if there is one.
 
-        Within a dispatch the keys of autograd are skipped already, so a kernel of PyTorch's needs a clean state only
-        for modes, for operands that the skipped keys would resolve, and where Python code is called.
+        Within a dispatch, the autograd keys are skipped already. So PyTorch's own kernels need a clean thread state
+        only if modes are active, if operands have bits that the skipped keys would resolve, or if Python code runs.
         """
         if seed is not None or op.namespace != "aten" or has_modes():
             return run_clean(self._run, op, args, kwargs, seed)
@@ -94,7 +94,7 @@ class RealCall:
         return None if lazy is None else lazy._data
 
     def resized(self) -> bool:
-        """Whether the call gave an operand another geometry."""
+        """Whether the call changed the geometry of an operand."""
         return any(meta_of(real) is not lazy._data.meta for lazy, real in self.operands)
 
     def _to_real(self, arg: Any) -> Any:
@@ -122,7 +122,7 @@ class RealCall:
         return arg
 
     def _update_operands(self) -> None:
-        """Follow operands that were resized."""
+        """Update the lazy operands that the call resized."""
         for sparse in self.sparse_operands:
             follow(sparse)
         for lazy, real in self.operands:
@@ -141,7 +141,7 @@ class RealCall:
         return real.untyped_storage()._cdata == storage.tensor.untyped_storage()._cdata
 
     def to_lazy(self, output: Any) -> Any:
-        """The results as lazy tensors that no trace has recorded; operands that were resized follow."""
+        """The results as lazy tensors that no trace has recorded. Resized operands are updated as well."""
         self._update_operands()
         return self._convert(output)
 
@@ -175,11 +175,11 @@ class RealCall:
             part = part_of(sparse, real)
             if part is not None:
                 return part
-        if real.storage_offset():  # eager gives it a place in a larger memory, as `as_strided_scatter` does
+        if real.storage_offset():  # eager puts the result inside a larger storage, as `as_strided_scatter` does
             return wrap(ViewData(self.context, None, None, meta_of(real), new_data(self.context, whole_storage(real))))
         return wrap(new_data(self.context, real))
 
     def _storages(self) -> list[LazyStorage]:
-        """The memory of all operands."""
+        """The storages of all operands."""
         dense = [lazy._data.storage for lazy, _ in self.operands]
         return dense + [storage for sparse in self.sparse_operands for storage in sparse._parts.values()]

@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` as the backing device would run it.
 
-PyTorch chooses an attention kernel by device type and knows none for `lazy`, so it would write attention out as matrix
-products: slower, larger, and not what eager computes bit for bit. Here the choice is made for the backing device.
+PyTorch chooses an attention kernel by device type. It has none for `lazy`, so it would decompose attention into matrix
+products: slower, larger, and not bit for bit what eager computes. Here the kernel is chosen for the backing device.
 Source: aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`.
 """
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _stand_in(tensor: Any) -> Any:
-    """Memory on the backing device that looks like `tensor`: the choice reads geometry, dtype and requires_grad."""
+    """An unfilled tensor like `tensor` on the backing device: the choice reads geometry, dtype and requires_grad."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     data = tensor._data
@@ -31,20 +31,20 @@ def _stand_in(tensor: Any) -> Any:
 
 
 def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
-    # about 8 µs. Internal, checked on 2.13: torch.nn.attention offers only to restrict the choice
+    # about 8 µs. Internal, checked on 2.13: torch.nn.attention can only restrict the choice
     number = torch._fused_sdp_choice(*map(_stand_in, args), **kwargs)
     return SDPBackend(number)  # type: ignore[call-arg]
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A boolean mask as what is added to the scores; fused kernels take no other."""
+    """`mask` in the form that is added to the scores, converted if it is boolean: fused kernels take no other form."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def _of_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention where an operand has no elements: zeros, as PyTorch writes them, with gradients to all operands."""
+    """Attention with an empty operand: zeros, as PyTorch returns them, with gradients for all operands."""
     zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     return zeros + (query.sum() + key.sum() + value.sum()) * 0
 
@@ -86,12 +86,12 @@ def scaled_dot_product_attention(
 
 
 def _handler(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """In inference mode there is no autograd key, and the operator arrives whole."""
+    """Handle the operator in inference mode, where there is no autograd key and it arrives undecomposed."""
     return scaled_dot_product_attention(*args, **kwargs)
 
 
 def _fused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A fused kernel draws random numbers only if it drops something out; a literal 0 says so in the key."""
+    """Record a fused kernel. Without dropout it draws no random numbers; a literal 0 puts that into the key."""
     place = rng.DROPOUT_PLACES[op]
     if len(args) > place and args[place] == 0:
         args = (*args[:place], 0, *args[place + 1 :])

@@ -1,7 +1,7 @@
-"""From a call and its results to the `Call` that stands in the trie.
+"""Turn a call and its results into the `Call` that the trie stores.
 
-In: the arguments, what the operator gave for them (real or fake tensors), and which results share an operand's memory.
-Out: a `Call` with tokens for tensors and `Constant`s for floats. Used for calls seen for the first time only.
+In: the arguments, the operator's results (real or fake tensors), and which results share an operand's memory.
+Out: a `Call` with tokens for tensors and `Constant`s for floats. Used only for calls seen for the first time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ aten = torch.ops.aten
 # Why a call runs at once. See Note [Sparse tensors are opaque]
 GIVES_SPARSE = "it gives a sparse tensor"
 
-# The operand whose memory a result shares, if any
+# Finds the operand whose memory a result shares, if any
 SourceOf = Callable[[torch.Tensor], TensorData | None]
 
 
 def check_recordable(
     context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises `NotRecordable` for a call that has to run at once, or an error for operands no operator takes."""
+    """Raise `NotRecordable` for a call that must run at once, or an error for operands that no operator takes."""
     for arg in args:
         if arg.__class__ is torch.dtype and arg in _QUANTIZED:
             raise quantized_error()
@@ -58,7 +58,7 @@ def _check_arguments(
             raise mixed_devices(context, op, target)
     if traits.draws and rng.draws_random_numbers(op, args) and not rng.can_seed(op):
         raise NotRecordable("it draws random numbers and takes no generator")
-    # `index` has the tag for its masks
+    # `index` has the tag only because of masks
     if traits.runs_at_once and (op is not aten.index.Tensor or _has_mask(args[1])):
         raise NotRecordable(traits.runs_at_once)
 
@@ -76,7 +76,7 @@ def describe(
     source_of: SourceOf,
     entered: tuple[Entered, ...],
 ) -> Call:
-    """The `Call` for these arguments, which gave `output`."""
+    """The `Call` for these arguments and their results, `output`."""
     traits = traits_of(op)
     schema = traits.schema
     converter = _Converter(context, op)
@@ -108,7 +108,7 @@ _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 
 
 class _Converter:
-    """Arguments of a call as they stand in a `Call`: tokens, constants in order, literals, lists as tuples."""
+    """Converts arguments to the form a `Call` stores: tokens, numbered constants, literals, and tuples for lists."""
 
     def __init__(self, context: DeviceContext, op: torch._ops.OpOverload) -> None:
         self.context = context
@@ -135,7 +135,7 @@ class _Converter:
         return arg
 
 
-# Kinds of arguments that stand in a `Call` as they are.
+# Types of arguments that a `Call` stores unchanged.
 _LITERALS = frozenset((int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format))
 
 
@@ -186,7 +186,7 @@ def _describe_results(
 
 
 def num_slots_of(cursor: TrieNode[Call | Cut]) -> int:
-    """Slots made on the way to `cursor`."""
+    """The number of slots made on the path to `cursor`."""
     call = cursor.call
     return call.num_slots if isinstance(call, Call) else 0
 

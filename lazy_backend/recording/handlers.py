@@ -48,7 +48,7 @@ def _itself(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _metadata_in_place(view: Op) -> Callable[[Op, Args, Kwargs], Any]:
-    """`t_` and its like: record the view, then let the tensor stand for it."""
+    """`t_` and similar ops: record the view, then make the tensor stand for it."""
 
     def handler(op: Op, args: Args, kwargs: Kwargs) -> Any:
         target = args[0]
@@ -64,7 +64,7 @@ def _set_tensor(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(source, LazyTensor) or not isinstance(target, LazyTensor):
         raise DeviceError(f"set_ takes tensors of one device\n  at {user_site()}\n  copy the source with .to() first")
-    # the source's memory, under the target's own bits
+    # the source's memory, with the target's own conjugate and negative bits
     bits, own = source._data.meta, target._data.meta
     source = record(aten._conj.default, (source,), {}) if bits.conj != own.conj else source
     source = record(aten._neg_view.default, (source,), {}) if bits.neg != own.neg else source
@@ -77,9 +77,9 @@ def _set_storage(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, storage, *geometry = args
     offset, size, *strides = geometry or (0, (storage.nbytes() // target.element_size(),))
     base = _uploaded_storage(target._data.context, storage, target.dtype)
-    # an empty stride is the default, which the dispatcher drops: that of every 0-d tensor, and "contiguous" otherwise
+    # the dispatcher drops an empty stride: the stride of a 0-d tensor, or the default, which means "contiguous"
     stride = tuple(strides[0]) if strides else contiguous_stride(tuple(size))
-    if base.tensor is None:  # recorded or scheduled: the view has to be recorded too
+    if base.tensor is None:  # the base is recorded or scheduled, so the view has to be recorded too
         flat = wrap(base).as_strided((extent(base.meta),), (1,), 0)
         flat = flat if flat.dtype == target.dtype else flat.view(target.dtype)
         assign(target, cast("LazyTensor", flat.as_strided(size, stride, offset))._data)
@@ -118,7 +118,7 @@ def _empty_set(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`to`, `cpu`, `float`: recorded within a device; a copy elsewhere needs the value."""
+    """`to`, `cpu`, `float`: recorded within a device; a copy to another device needs the value."""
     source = args[0]
     device = kwargs.get("device")
     context = source._data.context
@@ -152,7 +152,7 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.Tensor) -> None:
-    """Upload `source` into `target`. Memory nobody used yet takes the upload as its data, and nothing is recorded."""
+    """Upload `source` into `target`. Unused memory takes the upload as its data, and nothing is recorded."""
     data = target._data
     storage = data.storage
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
@@ -168,8 +168,8 @@ def _lazy_copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bo
     return _copy(aten.copy_.default, (target, source), {})  # type: ignore[no-any-return]
 
 
-# Operators with kernels for CPU and CUDA as well as a composite one, which PyTorch would take for a device without
-# kernels. That they exist is enough: calls arrive in __torch_dispatch__ whole.
+# Operators with a composite kernel besides those for CPU and CUDA. PyTorch would use it for a device without a kernel;
+# registering any kernel is enough to make calls arrive in __torch_dispatch__ undecomposed.
 _KERNELS_BESIDE_COMPOSITES = ("silu_backward", "mish_backward", "native_channel_shuffle")
 
 
@@ -203,7 +203,7 @@ def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _resize(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`resize_` and `resize_as_`; nothing at all if the size stays."""
+    """`resize_` and `resize_as_`; nothing is done if the size stays the same."""
     target, size = args[0], args[1]
     shape = tuple(size.shape if isinstance(size, torch.Tensor) else size)
     if shape == tuple(target.shape) and kwargs.get("memory_format") is None:
@@ -212,7 +212,7 @@ def _resize(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _pack_padded_sequence(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """The batch sizes it returns are on the CPU on every device."""
+    """The batch sizes that it returns are on the CPU, whatever the device of the data."""
     data, sizes = run_at_once(args[0]._data.context, op, args, kwargs, "it reads lengths on the CPU")
     return data, reads.read(sizes._data, "batch sizes").to("cpu", copy=True)
 
@@ -240,7 +240,7 @@ def _storage_numel(tensor: torch.Tensor) -> int:
 
 
 def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`native_batch_norm` updates its statistics without saying so in its schema; the `_legit` forms say so."""
+    """`native_batch_norm` updates its statistics, but its schema does not say so; those of the `_legit` forms do."""
     input, weight, bias, mean, var, training, momentum, eps = args
     if mean is None or var is None:
         rest = (training, momentum, eps)
@@ -249,7 +249,7 @@ def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _histc(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Integers are counted as floats: CUDA's kernel takes them, the CPU's does not, and libraries ask for the type."""
+    """Count integers as floats on the CPU. CUDA's kernel takes integers, and libraries convert only for type `cpu`."""
     source = args[0]
     if source.dtype.is_floating_point or source._data.context.backing.type != "cpu":
         return record(op, args, kwargs)
@@ -259,13 +259,13 @@ def _histc(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _native_dropout(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`train` None means True; PyTorch's decomposition, which fake tensors use, takes it for False."""
+    """`train=None` means True; PyTorch's decomposition, which fake tensors use, treats it as False."""
     input, p, train = args
     return record(op, (input, p, train is not False), {})
 
 
 def _vdot(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Eager gives the conjugate view of a product if the second operand alone is one."""
+    """Eager returns a conjugate view of the product if only the second operand is a conjugate view."""
     one, other = args
     if other.is_conj() and not one.is_conj():
         product = record(aten.dot.default, (one, record(aten._conj.default, (other,), {})), {})
@@ -274,7 +274,7 @@ def _vdot(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _lu_solve(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """From the right, eager solves the adjoint system and gives a conjugate view of what it finds."""
+    """With `left=False`, eager solves the adjoint system and returns a conjugate view of the solution."""
     found = record(op, args, kwargs)
     if kwargs.get("left", True) or not found.is_complex() or not found.numel():
         return found
@@ -282,7 +282,7 @@ def _lu_solve(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`zeros_like(x, device=...)` and its like: only the geometry of `x` counts."""
+    """`zeros_like(x, device=...)` and similar ops: only the geometry of `x` counts."""
     device = kwargs.get("device")
     source = args[0]
     if not isinstance(source, LazyTensor) or device is None:
@@ -314,7 +314,7 @@ _LIKE_OPS = (
 )
 
 
-# In-place ops that change sizes or strides only, and the views they amount to.
+# In-place ops that change only sizes or strides, each with the equivalent view op.
 _METADATA_OPS = {
     aten.t_.default: aten.t.default,
     aten.transpose_.default: aten.transpose.int,
@@ -352,7 +352,7 @@ def install_handlers() -> None:
     add_handler(aten.vdot.default, _vdot)
     add_handler(aten.linalg_lu_solve.default, _lu_solve)
     add_handler(aten.histc.default, _histc)
-    # composite: whole in inference mode
+    # composite ops, which arrive undecomposed in inference mode
     add_handler(aten.group_norm.default, lambda op, args, kwargs: _group_norm(*args, **kwargs))
     add_handler(aten.one_hot.default, lambda op, args, kwargs: _one_hot(*args, **kwargs))
     for op in _LIKE_OPS:
@@ -428,7 +428,7 @@ def _factory(op: Op) -> Callable[..., Any]:
         options = {k: kwargs[k] for k in defaults if k in kwargs and k not in ("device", "pin_memory", "layout")}
         own = lazy_generator(generator)
         if generator is not None and own is None:
-            # the user's generator decides: draw now, on the host side of the queue
+            # the numbers come from the user's generator: draw them now, on the calling thread
             real = op(*args, **options, generator=generator, device=context.backing)
             return wrap(new_data(context, real))
         options = {k: v for k, v in options.items() if v is not None}
@@ -454,7 +454,7 @@ _FACTORIES = (
 )  # fmt: skip
 
 
-# Composite operators whose `out` forms ask whether wrappers share memory, which they never do, or replace `out` in C++.
+# Composite ops whose `out` forms check whether wrappers share memory, which they never do, or replace `out` in C++.
 _OUT_BY_COPY = {
     "linalg_matrix_rank.out": aten.linalg_matrix_rank.default,
     "linalg_matrix_rank.out_tol_tensor": aten.linalg_matrix_rank.tol_tensor,
@@ -463,7 +463,7 @@ _OUT_BY_COPY = {
 }
 
 
-# Those of them whose rounding depends on how `out` lies in memory: recorded whole.
+# `out` forms of composite ops whose rounding depends on the layout of `out`: recorded undecomposed.
 _OUT_WHOLE = (aten.matmul.out, aten.linear.out)
 
 
@@ -477,7 +477,7 @@ def _check_no_gradients(op: Op, *operands: Any) -> None:
 
 
 def _out_whole(op: Op) -> Callable[..., torch.Tensor]:
-    """`op`, an `out` form, for the AutogradLazy key."""
+    """A kernel for the AutogradLazy key that records `op`, an `out` form, undecomposed."""
 
     def kernel(*args: Any, out: torch.Tensor) -> torch.Tensor:
         _check_no_gradients(op, *args, out)
@@ -491,7 +491,7 @@ def _out_whole(op: Op) -> Callable[..., torch.Tensor]:
 
 
 def _out_by_copy(op: Op) -> Callable[..., torch.Tensor]:
-    """The `out` form of `op`, for the AutogradLazy key."""
+    """The `out` form of `op` as a kernel for the AutogradLazy key: runs `op` and copies its result into `out`."""
 
     @hide_internals
     def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -507,7 +507,7 @@ def _out_by_copy(op: Op) -> Callable[..., torch.Tensor]:
 
 
 def _max_pool1d(input: torch.Tensor, *window: Any, **options: Any) -> torch.Tensor:
-    """`aten::max_pool1d` on the AutogradLazy key: the composite kernel ends in a view, the CPU's own does not."""
+    """`aten::max_pool1d` on the AutogradLazy key: the composite kernel returns a view, the CPU's own does not."""
     op = aten.max_pool1d.default
     pooled: torch.Tensor = op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, input, *window, **options)
     if pooled.requires_grad:
@@ -539,7 +539,7 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """`aten::group_norm` on the AutogradLazy key: the composite kernel keeps channels last for CPU tensors only."""
+    """`aten::group_norm` on the AutogradLazy key: the composite kernel keeps channels-last for CPU tensors only."""
     composite = aten.group_norm.default._op_dk
     last = _channels_last(input) if _backing_of(input).type == "cpu" and input.dim() > 1 else None
     if last is None or input.shape[1] % num_groups or not input.numel():
@@ -554,7 +554,7 @@ def _group_norm(
 
 
 def _channels_last(x: torch.Tensor) -> torch.memory_format | None:
-    """The format of channels last that `x` suggests to a kernel, if it does."""
+    """The channels-last format that `x` suggests to a kernel, if any."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     made = formats.get(x.dim())
     return made if made is not None and x.is_contiguous(memory_format=made) and not x.is_contiguous() else None
@@ -565,9 +565,9 @@ def _backing_of(x: torch.Tensor) -> torch.device:
 
 
 def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`aten::one_hot` on the AutogradLazy key: the composite kernel checks classes of CPU tensors only."""
+    """`aten::one_hot` on the AutogradLazy key: the composite kernel checks class values for CPU tensors only."""
     if num_classes > 0 and input.numel() and input.dtype == torch.int64:
-        # checked by the run, so that nothing has to be read now
+        # the run checks the values, so nothing has to be read now
         torch.ops.aten._assert_async.msg((input >= 0).all(), "Class values must be non-negative.")
         inside = (input < num_classes).all()
         torch.ops.aten._assert_async.msg(inside, "Class values must be smaller than num_classes.")
@@ -580,7 +580,7 @@ def install_factories(library: torch.library.Library) -> None:
     library.impl("empty.memory_format", hide_internals(_empty_memory_format), "Lazy")
     library.impl("empty_strided", hide_internals(_empty_strided), "Lazy")
     library.impl("_copy_from", hide_internals(_lazy_copy_from), "Lazy")
-    # torch.tensor([loss, other_loss]) asks below __torch_dispatch__
+    # torch.tensor([loss, other_loss]) calls this below __torch_dispatch__
     library.impl("_local_scalar_dense", hide_internals(_lazy_local_scalar), "Lazy")
     library.impl("max_pool1d", hide_internals(_max_pool1d), "AutogradLazy")
     library.impl("ormqr", hide_internals(_ormqr), "AutogradLazy")
@@ -593,7 +593,7 @@ def install_factories(library: torch.library.Library) -> None:
         library.impl(name, _out_by_copy(op), "AutogradLazy")
     for name in _KERNELS_BESIDE_COMPOSITES:
         library.impl(name, _record_kernel(getattr(aten, name).default), "Lazy")
-    # zeros that autograd makes up; a lazy one costs nothing until it is used
+    # zeros that autograd fills in; a lazy tensor of zeros costs nothing until it is used
     library.impl("_efficientzerotensor", _factory(aten.zeros.default), "Lazy")
     for name in _FACTORIES:
         packet, _, overload = name.partition(".")

@@ -1,6 +1,6 @@
-"""What a call would give, without running it.
+"""Metadata inference: what a call would return, without running it.
 
-In: a call seen for the first time. Out: fake tensors of the backing device, or eager's error.
+In: a call seen for the first time. Out: fake tensors on the backing device, or eager's error.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lazy_backend.tensors.thread_state import run_clean
 
 
 class Inference:
-    """One call on fake tensors of the backing device."""
+    """One call on fake tensors on the backing device."""
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
         self.fakes: StandIns[TensorData] = StandIns()
 
     def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the call gives. Raises `NotRecordable`, or eager's error."""
+        """The results of the call, as fake tensors. Raises `NotRecordable`, or eager's error."""
         if is_fused_optimizer(op):
-            return None  # half of them have no fake kernel, and there is nothing to infer
+            return None  # half of these ops have no fake kernel, and there is nothing to infer
         schema = schema_of(op)
         if schema.mutates:
             self._check_overlaps(op, args, kwargs)
@@ -65,7 +65,7 @@ class Inference:
         return output
 
     def _infer_view(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A view on the meta device, whose kernel is eager's: FakeTensor's rules accept views that eager refuses."""
+        """Infer a view on the meta device, with eager's kernel: FakeTensor's rules accept views that eager refuses."""
 
         def call() -> Any:
             meta = torch.device("meta")
@@ -85,9 +85,9 @@ class Inference:
         return output
 
     def _check_overlaps(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise what eager raises where a call writes memory that it reads as other elements, or twice.
+        """Raise eager's error for a call that writes to memory that overlaps itself or another operand.
 
-        Fake operands have memory of their own each, so nothing overlaps there.
+        Each fake operand has memory of its own, so fake operands never overlap.
         """
         written = [t._data for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor)]
         operands = [t._data for t in flat([*args, *kwargs.values()]) if isinstance(t, LazyTensor)]
@@ -108,14 +108,14 @@ class Inference:
                     fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
                     return op(*fake_args, **fake_kwargs)
             finally:
-                # a C function: the mode's own __exit__ is Python, and its interruption would leave the thread in it
+                # a C function: the mode's __exit__ is Python, and interrupting it would leave the thread in the mode
                 torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # internal, checked on 2.13
 
         with quiet_fake_tensors():
             return run_clean(call)
 
     def _meta(self, arg: Any) -> Any:
-        """(geometry, device) of a tensor, for `probe`."""
+        """The pair (geometry, device) of a tensor, for `probe`; the backing device in place of the lazy one."""
         if isinstance(arg, torch.Tensor):
             data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
             return data.meta, self.context.backing
@@ -134,7 +134,7 @@ class Inference:
         return arg
 
     def _fake_of(self, data: TensorData, cached: bool) -> torch.Tensor:
-        """A fake of the same geometry. Kept per geometry (making one costs 25 µs), but used once in a call."""
+        """A fake tensor like `data`. Cached by geometry (making one costs 25 µs), but used only once in a call."""
         known = self.fakes.of(data)
         if known is not None:
             return known
@@ -155,7 +155,7 @@ class Inference:
 
 
 def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:
-    """Raise what `as_strided` of a real tensor raises beyond the end of its storage."""
+    """Raise what `as_strided` of a real tensor raises if the window reaches beyond the end of the storage."""
     room = extent(storage.meta) * storage.meta.dtype.itemsize
     if storage.tensor is not None:
         room = max(room, storage.tensor.untyped_storage().nbytes())
@@ -169,7 +169,7 @@ def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:
 
 
 def _fake_mode(context: DeviceContext) -> FakeTensorMode:
-    # one per context, whose lock is held: a mode is not to be entered by two threads
+    # one per context, whose lock is held: two threads must not enter the same mode
     if context.fake_mode is None:
         context.fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
     return context.fake_mode  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# internal, checked on 2.13: the public torch.library.opcheck asks the same, by calling the operator
+# internal, checked on 2.13: the public torch.library.opcheck can tell only by calling the operator
 from torch._library.utils import has_fake_kernel
 
 from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
@@ -14,22 +14,22 @@ from lazy_backend.lowering.ir.schema import OpSchema, schema_of
 
 aten = torch.ops.aten
 
-# Tables of operators have their ids as keys: OpOverload.__hash__ is a Python function, 74 ns against 36. A program may
-# take back an operator that it registered, and the next object could then have its id: so what is in a table stays.
+# Tables of operators are keyed by id: OpOverload.__hash__ is a Python function, 74 ns against 36. A program may
+# unregister an operator, and a new object could then get the same id, so operators in a table are kept alive here.
 _kept: dict[int, torch._ops.OpOverload] = {}
 
 
 def id_of(op: torch._ops.OpOverload) -> int:
-    """`id(op)`, which is no other object's from now on."""
+    """`id(op)`. Keeps `op` alive, so that no other object can get that id."""
     _kept[id(op)] = op
     return id(op)
 
 
-# Ops with a list of numbers, ints among floats. Other lists that start with an int hold ints only.
+# Ops with a list of numbers, which may mix ints and floats. Other lists that start with an int hold only ints.
 scalar_list_ops: set[int] = set()
 
-# Ops whose result may change its shape with a float, as `arange(0, 1, 0.1)`: there floats are structure, not data. What
-# a custom operator does with a float nobody knows.
+# Ops whose result shape may depend on a float, as in `arange(0, 1, 0.1)`: their floats are structure, not data. So are
+# the floats of custom operators, which may do anything with them.
 float_shaped_ops: set[int] = set()
 _FLOAT_SHAPED = frozenset(("aten::arange", "aten::range"))
 
@@ -39,7 +39,7 @@ class NotRecordable(Exception):
 
 
 def learn(op: torch._ops.OpOverload) -> None:
-    """Note what the tokens of `op`'s arguments depend on. Before its first `record`."""
+    """Note what the tokens of `op`'s arguments depend on. Call before the first `record` of `op`."""
     arguments = op._schema.arguments
     if any(str(argument.type) == "List[number]" for argument in arguments):
         scalar_list_ops.add(id_of(op))
@@ -48,13 +48,13 @@ def learn(op: torch._ops.OpOverload) -> None:
         float_shaped_ops.add(id_of(op))
 
 
-# Ops that take index tensors on the CPU, as they do beside a CUDA tensor.
+# Ops that take index tensors on the CPU, as they do together with a CUDA tensor.
 INDEX_OPS = frozenset(
     ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_")
 )
 
 
-# Ops whose lengths must be on the CPU, beside a tensor on any device.
+# Ops whose lengths must be on the CPU, whatever the device of their other tensors.
 HOST_OPERAND_OPS = frozenset(("aten::_pack_padded_sequence",))
 
 
@@ -66,7 +66,7 @@ class Traits:
     draws: bool  # may draw random numbers
     runs_at_once: str | None  # why its calls cannot be recorded
     is_checked: bool  # whether a call can be recorded depends on its arguments
-    asks_fake: bool  # its fake kernel may know better than a run what is to be recorded
+    asks_fake: bool  # its fake kernel may know better than a run whether a call can be recorded
 
 
 def traits_of(op: torch._ops.OpOverload) -> Traits:
@@ -94,8 +94,8 @@ def _look_at(op: torch._ops.OpOverload) -> Traits:
         draws=draws,
         runs_at_once=reason,
         is_checked=bool(schema.mutates or draws or reason or name in INDEX_OPS),
-        # Custom operators say nowhere else that shapes depend on values; what a compiler would make of powers of
-        # booleans is known to nobody else.
+        # For custom operators, only the fake kernel says that shapes depend on values; for powers of booleans, only
+        # the fake kernel says what a compiler would make of them.
         asks_fake=not is_ours or name in _POWERS or op is aten._padded_dense_to_jagged_forward.default,
     )
 
@@ -105,7 +105,7 @@ def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
-# What most training uses. Looking an operator up takes 0.1 ms, torch's own part of it included: a first step has tens.
+# Ops of most training steps. Looking up an op takes 0.1 ms, torch's own part included, and a first step has tens.
 _COMMON = """
 _foreach_add_.List _foreach_add_.Scalar _foreach_add.List _foreach_addcdiv_.ScalarList _foreach_addcmul_.Scalar
 _foreach_div_.ScalarList _foreach_lerp_.Scalar _foreach_mul_.Scalar _foreach_mul.Scalar _foreach_sqrt.default
@@ -127,7 +127,7 @@ unsqueeze.default view.default zero_.default zeros_like.default
 
 
 def common_ops() -> list[torch._ops.OpOverload]:
-    """The operators that most programs use, as far as this PyTorch has them."""
+    """The operators that most programs use, except those that this version of PyTorch lacks."""
     names = [name.split(".") for name in _COMMON.split()]
     found = [getattr(getattr(aten, name, None), overload, None) for name, overload in names]
     return [op for op in found if op is not None]

@@ -1,9 +1,9 @@
-"""Errors that eager would raise, at the line that makes them.
+"""Raise eager's errors at the line that causes them.
 
 In: a call seen for the first time. Out: eager's own exception, with eager's text, or nothing.
-Fake kernels check shapes but not everything else, and word their errors in their own way. So what fails there is tried
-on ones (zero divides badly), and operators whose checks do not depend on values are tried on tiny operands of the same
-dtypes and layout. Costs 10 µs per unseen call and nothing afterwards.
+Fake kernels check shapes but not everything else, and word their errors differently. So a call that fails there is
+tried on ones (zeros would break divisions), and operators whose checks do not depend on values are tried on tiny
+operands of the same dtypes and layout. Costs 10 µs per unseen call and nothing afterwards.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 
-# Elements of all operands together, up to which a failed call is tried on ones of full size.
+# A failed call is tried on ones of full size if its operands have at most this many elements in all.
 _MAX_NUMEL = 1 << 22
 
-# Beside the pointwise operators, those that check dtypes or emptiness in their kernels, never values.
+# Besides the pointwise operators, these check dtypes or emptiness in their kernels, never values.
 _CHECKING = frozenset(
     f"aten::{name}"
     for name in (
@@ -38,7 +38,7 @@ def checks_more_than_its_fake(op: torch._ops.OpOverload) -> bool:
 
 
 def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
-    """Call `op` on operands with every size above 2 made 2. Returns what eager returns, raises what eager raises."""
+    """Call `op` on operands with sizes above 2 reduced to 2. Returns what eager returns, raises what eager raises."""
     try:
         return _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _tiny))
     except Exception:
@@ -47,7 +47,7 @@ def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 
 def try_ones(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> bool:
-    """Call `op` on ones of the operands' geometry, unless they are large: then False. Raises what eager raises."""
+    """Call `op` on ones of the operands' geometry; False and no call if they are large. Raises what eager raises."""
     metas = [item for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
     small = sum(meta.numel for meta, _ in metas) <= _MAX_NUMEL
     if small:
@@ -55,7 +55,7 @@ def try_ones(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     return small
 
 
-# Those that check sizes, dtypes and dimensions in their kernels, and whatever values an index of zeros is right for.
+# Operators that check sizes, dtypes and dimensions in their kernels. An index of zeros passes any check of values.
 _CHECKED_ON_ZEROS = frozenset(
     f"aten::{name}"
     for name in (
@@ -71,7 +71,7 @@ _CHECKED_ON_ZEROS = frozenset(
 
 
 def try_zeros(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> None:
-    """Call one of these operators on zeros, unless they would be large. Raises what eager raises."""
+    """Call `op` on zeros if it is in `_CHECKED_ON_ZEROS` and the operands are not large. Raises what eager raises."""
     if op._schema.name not in _CHECKED_ON_ZEROS:
         return
     metas = [item[0] for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
@@ -88,9 +88,9 @@ def try_shared(
     operands: Sequence[TensorData],
     read: Reader,
 ) -> None:
-    """Call `op` on operands that share memory as the lazy ones do. Raises eager's error about that, no other.
+    """Call `op` on operands that share memory as the lazy ones do. Raises eager's error about overlaps, and no other.
 
-    Where that takes much memory, the call is run at once: raises `NotRecordable`.
+    Raises `NotRecordable` if that would take too much memory: the call then runs at once.
     """
     lengths: dict[int, int] = {}
     for data in operands:
@@ -115,14 +115,14 @@ def try_shared(
         if "single memory location" in str(error):
             raise
     except Exception:
-        return  # another error: of the values, or one that is found elsewhere
+        return  # another error: about values, or one that is found elsewhere
 
 
 def _ones(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     return empty_of(meta, device).fill_(1)
 
 
-# Gives (meta, backing device) for a tensor, the argument itself otherwise.
+# Returns (meta, backing device) for a tensor, and any other argument as it is.
 Reader = Callable[[Any], Any]
 
 
@@ -133,7 +133,7 @@ def _operand(item: Any, make: Callable[[TensorMeta, torch.device], torch.Tensor]
 def _tiny(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     shape = [min(size, 2) for size in meta.shape]
     tiny = torch.ones([1 if step == 0 else n for n, step in zip(shape, meta.stride, strict=True)], dtype=meta.dtype)
-    # dimensions of stride 0 keep it: writing through an expanded tensor is an error
+    # dimensions of stride 0 keep that stride: writing to an expanded tensor is an error
     return tiny.to(device).expand(shape)
 
 

@@ -1,24 +1,26 @@
 """Record operator calls: the hot path.
 
 In: one dispatched aten call. Out: lazy tensors, made from stored metadata.
-A call seen before at this place of the program takes one step down the trie: no inference, no graph, no hashing of
-anything but its own tokens. It allocates a key (a tuple), a tensor and a `LazyStorage`, nothing else.
+A call seen before at this point of the program takes one step down the trie: no inference, no graph, and no hashing
+except of its own tokens. It allocates a key (a tuple), a tensor and a `LazyStorage`, nothing else.
 
 Note [What is in a key]
-Operator, tokens of tensors, structural arguments (ints, bools, dtypes, strings) and, at a tensor's first use, its
-geometry and alias group. Not in it: floats (placeholders, the values go to the trace's constants), seeds, user lines.
+A key holds the operator, the tokens of tensors, structural arguments (ints, bools, dtypes, strings) and, at a tensor's
+first use, its geometry and alias group. A key does not hold floats (it has placeholders; the values go to the trace's
+constants), seeds or user lines.
 
 Note [First sight runs]
-A call never seen at its place runs at once, on real tensors, as in eager, and is recorded with the geometry it really
-gave: no inference, and eager's own errors. A trace that has left the known paths does not come back to one, so the rest
-of it runs so too; only what was recorded before has to be run first, without ending the trace. Its sync has nothing to
-run. (A call that fails is not recorded, and known calls may follow it: then the trace ends, see `defer_again`.) So the
-first step of a program costs what eager costs plus the recording, and from the second step on everything is deferred.
-`config.first_sight = "record"` defers unseen calls too, after inferring what they will give.
+A call not seen before at its point of the program runs at once, on real tensors, as in eager. It is recorded with the
+geometry of its real results: no inference, and eager's own errors. A trace that has left the known paths does not
+return to one, so the rest of its calls run at once too. What was recorded before them runs first, without ending the
+trace, and the sync then has nothing left to run. (A call that fails is not recorded, and known calls may follow it:
+then the trace ends, see `defer_again`.) So the first step of a program costs what eager costs plus the recording, and
+from the second step on everything is deferred. `config.first_sight = "record"` defers unseen calls too, after inferring
+the metadata of their results.
 
 Note [Eager mode]
-With `config.eager` a trace starts at a root of its own that has no children and never gets any. So every call is
-unseen, and runs at once as calls do that cannot be recorded; otherwise the mode costs nothing for being there.
+With `config.eager` a trace starts at a root of its own, which never has children. So every call is unseen, and runs at
+once like a call that cannot be recorded. While the mode is off, it costs nothing.
 """
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ from lazy_backend.tensors.thread_state import run_clean
 
 aten = torch.ops.aten
 
-# globals of ours: 20 ns less than attributes of `torch`, on every call
+# our own globals: 20 ns faster than attributes of `torch`, on every call
 get_default_dtype = torch.get_default_dtype
 is_inference_mode_enabled = torch.is_inference_mode_enabled
 
 _NO_KWARGS: dict[str, Any] = {}
 
-# What the training steps of most models stay below. 0.2 ms for all of them.
+# Training steps of most models use fewer slots and inputs than this. Reserving all of them takes 0.2 ms.
 _USUAL_SLOTS, _USUAL_INPUTS = 1000, 300
 
 
@@ -91,7 +93,7 @@ _FLOAT, _TRUE, _FALSE, _COMPLEX, _ENTER = map(_Marker, ("float", "true", "false"
 _PLAIN = frozenset((int, type(None), str, torch.dtype, torch.layout, torch.memory_format))
 
 
-# Treats one operator in another way than recording it as it is: (op, args, kwargs) -> results
+# Handles the calls of one operator, by recording them or otherwise: (op, args, kwargs) -> results
 Handler = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 
 _handlers: dict[int, Handler] = {}  # by `id_of`
@@ -114,11 +116,11 @@ def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str,
 
 
 def _choose_handler(op: torch._ops.OpOverload) -> Handler:
-    """How to treat an operator that arrives for the first time."""
-    # composite operators arrive whole only where autograd is off altogether, in inference mode
+    """Choose the handler for an operator that arrives for the first time."""
+    # composite operators arrive undecomposed only where autograd is off altogether, in inference mode
     handler: Handler = _decompose if op._can_decompose() else record
     if op is aten._nested_tensor_from_mask_left_aligned.default:
-        handler = _ask  # whether a mask could become a nested tensor: a bool
+        handler = _ask  # it returns a bool: whether a mask could become a nested tensor
     elif op.namespace == "_c10d_functional":
         handler = _COLLECTIVE_ENDS.get(op._opname, _communicate)
     elif op._schema.name.startswith("aten::_nested_"):
@@ -133,9 +135,9 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
 
 
 def prepare() -> None:
-    """Look up the common operators, and make the tokens of a usual step.
+    """Look up the common operators, and make the tokens of a typical step.
 
-    When the first lazy device is made: the first step would pay for it otherwise.
+    Called when the first lazy device is made: otherwise the first step would pay for this.
     """
     SLOTS.reserve(_USUAL_SLOTS)
     INPUTS.reserve(_USUAL_INPUTS)
@@ -150,9 +152,10 @@ def _ask(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _communicate(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A functional collective runs at once and is waited for.
+    """Run a functional collective at once, and wait for it.
 
-    Recorded, it would be waited for by nobody: its results share memory with those of `wait_tensor`, which are views.
+    If it were recorded, nothing would wait for it: its results share memory with those of `wait_tensor`, which are
+    views.
     """
     results = run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it communicates")
     for result in flat(results):
@@ -164,7 +167,7 @@ def _waited(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     return wrap(args[0]._data, view_of=args[0])
 
 
-# What follows a functional collective.
+# Ops that follow a functional collective.
 _COLLECTIVE_ENDS: dict[str, Handler] = {"wait_tensor": _waited, "_wrap_tensor_autograd": _waited}
 
 
@@ -184,7 +187,7 @@ def _decompose(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _record_list_write(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An in-place foreach op: autograd leaves it to the kernel to raise the version counters."""
+    """Record an in-place foreach op, and bump the version counters: autograd leaves that to the kernel."""
     result = record(op, args, kwargs)
     written = [t for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor) and not t.is_inference()]
     torch.autograd.graph.increment_version(written)
@@ -192,18 +195,18 @@ def _record_list_write(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: M
 
 
 class _StepOut(Exception):
-    """Something must be done before a call is recorded, and may wait for a run: not while the lock is held."""
+    """`action` must be done before a call is recorded, without the lock held, since it may wait for a run."""
 
     def __init__(self, action: Callable[[DeviceContext], object]) -> None:
         self.action = action
 
 
 class _Interrupted(Exception):
-    """A signal handler or a finalizer recorded or ran something meanwhile: the call is recorded anew, after that."""
+    """A signal handler or a finalizer recorded or ran something in between: the call is recorded again, after that."""
 
 
 def _record_random(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An op that may be given a generator: a lazy one gives the seed, any other the numbers themselves."""
+    """Record an op that may be given a generator: a lazy one gives the seed, any other gives the numbers themselves."""
     generator = lazy_generator(kwargs.get("generator") or (args[-1] if args else None))
     if generator is None:
         return record(op, args, kwargs)
@@ -220,22 +223,22 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             # an RLock, 0.14 µs: a user's __del__ may run tensor code while the garbage collector interrupts us here
             with context.lock:
                 trace = context.trace
-                changes = trace.changes  # no call since the line above: whatever comes later is seen at the commit
+                changes = trace.changes  # no call since the line above: the commit notices all later changes
                 interrupted = trace.unfinished
-                if interrupted is not None:  # 15 ns, as for each store to it below
+                if interrupted is not None:  # 15 ns, and so is each store to `unfinished` below
                     executor.finish_interrupted(context)
                     trace = context.trace
                     changes = trace.changes
                     interrupted = trace.unfinished
                 if trace.cursor.depth >= config.max_trace_length:
                     raise _StepOut(executor.reset_trim_counter)
-                if trace.default_dtype is not get_default_dtype():  # stored metadata may rest on it
+                if trace.default_dtype is not get_default_dtype():  # stored metadata may depend on it
                     raise _StepOut(executor.change_default_dtype)
                 epoch = trace.epoch
                 key: list[Any] = [id(op)]
                 trace.unfinished = key  # see Note [Interruption]
                 try:
-                    # `_add_tokens`, written out: a call of it costs 0.3 µs, and most arguments are tensors and numbers
+                    # `_add_tokens`, inlined: calling it costs 0.3 µs, and most arguments are tensors and numbers
                     for arg in args:
                         kind = arg.__class__
                         if kind is LazyTensor:
@@ -252,11 +255,11 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                             key.append(name)
                             _add_tokens(trace, context, op, key, (value,))
                     full_key = tuple(key)
-                    # Any: the kinds are told apart by class below, and an isinstance for the type checker would cost
-                    # 40 ns
+                    # Any: the code below distinguishes the kinds by class; an isinstance for the type checker would
+                    # cost 40 ns
                     node: Any
                     result: Any
-                    # only now: an operand's first use may itself have recorded something
+                    # read only now: an operand's first use may itself have recorded something
                     cursor = trace.cursor
                     if cursor.next_key == full_key:
                         node = cursor.next
@@ -284,7 +287,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                         kind = result.__class__
                         if kind is Fresh:
                             data = LazyStorage(context, epoch, result.token, result.meta)
-                            trace.pending.append(data)  # strongly: no known call follows in a computed trace
+                            trace.pending.append(data)  # strong: a computed trace meets no known call
                             result = make(LazyTensor, *result.wrapper)
                             result._data = data
                         elif kind is View:
@@ -299,13 +302,13 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                             result = operand_at(result.path, args, kwargs)
                 except BaseException as error:
                     if not isinstance(error, NotRecordable | _StepOut):
-                        # before `unfinished` is put back: were this interrupted, a known call might follow in a
-                        # computed trace, and nobody would compute it
+                        # before `unfinished` is restored: if this were interrupted, a known call might follow in a
+                        # computed trace, and nothing would compute it
                         trace.roll_back()
                         executor.defer_again(context)
                     _undo(context, trace, interrupted)
                     raise
-                # the commit; no call between the question and the store
+                # the commit; no call between the check and the store
                 if trace.changes == changes:
                     trace.cursor = node
                     trace.unfinished = interrupted
@@ -322,14 +325,14 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _undo(context: DeviceContext, trace: Trace, interrupted: Any) -> None:
-    """A call that is not recorded leaves nothing behind, or the path would no longer name the program."""
+    """Remove what an unrecorded call left in the trace; otherwise the path would no longer identify the program."""
     trace.roll_back()
     trace.unfinished = interrupted
     context.outside.clear()
 
 
 def _check_uninterrupted(trace: Trace, changes: int) -> None:
-    """Raises `_Interrupted`, so that what rests on the state of the trace is not kept."""
+    """Raise `_Interrupted` if the trace has changed, so that nothing derived from its old state is kept."""
     if trace.changes != changes:
         raise _Interrupted
 
@@ -337,7 +340,7 @@ def _check_uninterrupted(trace: Trace, changes: int) -> None:
 def _add_tokens(
     trace: Trace, context: DeviceContext, op: Any, key: list[Any], args: Sequence[Any], in_list: bool = False
 ) -> None:
-    """Append what stands for `args` in a key; floats and tensors from outside go to the trace."""
+    """Append the tokens of `args` to a key. The trace takes the floats, and tensors from outside."""
     epoch = trace.epoch
     for arg in args:
         kind = arg.__class__
@@ -363,7 +366,7 @@ def _add_tokens(
 
 
 def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any, in_list: bool) -> Any:
-    """What stands for an argument of a rare type."""
+    """The token of an argument of a rare type."""
     if isinstance(arg, torch.Tensor):
         if op._schema.name in HOST_OPERAND_OPS:
             raise NotRecordable("it reads lengths on the CPU")
@@ -371,7 +374,7 @@ def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any, in_list:
         data = operand_from_outside(context, op, arg, is_index)
         return data.token if data.epoch is trace.epoch else enter(trace, context, data)
     if isinstance(arg, torch.device):
-        # lazy:0 names the context, which owns the trie
+        # without the index: each context has a trie of its own
         return "lazy" if arg.type == "lazy" else arg
     if isinstance(arg, complex):
         return (_COMPLEX, repr(arg))
@@ -381,7 +384,7 @@ def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any, in_list:
 
 
 def enter(trace: Trace, context: DeviceContext, data: TensorData) -> Any:
-    """Make `data`, which this trace has not used yet, an input; return what stands for it in the key."""
+    """Make `data`, which this trace has not used yet, an input; return its part of the key."""
     storage = data.storage
     if data.context is not context:
         raise DeviceError(
@@ -399,9 +402,9 @@ def enter(trace: Trace, context: DeviceContext, data: TensorData) -> Any:
                 return data.token
     group = trace.groups.setdefault(storage, len(trace.groups))
     token = INPUTS[len(trace.inputs)]
-    if data.epoch is trace.epoch:  # by a signal handler or a finalizer, meanwhile: it has its token
+    if data.epoch is trace.epoch:  # a signal handler or a finalizer has entered it meanwhile
         raise _Interrupted
-    # in this order, with no call before the last line: whatever comes in between, `roll_back` finds what was entered
+    # in this order, with no call before the last line: wherever an interruption comes, `roll_back` finds the new input
     trace.entering = data
     data.token = token
     data.epoch = trace.epoch
@@ -489,13 +492,13 @@ def _run_unseen(
         if trace.changes != changes:
             return _return_unrecorded(context, op, real, output)
         _end_after(context, trace, full_key, op, str(reason))
-        return real.to_lazy(output)  # after the cut: it changes operands, and with them what is alive
+        return real.to_lazy(output)  # after the cut: this changes operands, and with them the live set
     if seed is not None:
         trace.seeds.append(seed)
     results = _make_results(context, trace, call, args, kwargs)
     _give_values(call, results, output)
     if trace.changes != changes:
-        # it has run, and cannot be recorded where it stood: what came in between left the trace, or goes on there
+        # it has run but cannot be recorded at `cursor`: what came in between ended the trace, or continued it there
         return _return_unrecorded(context, op, real, output)
     node = _add_node(context, cursor, full_key, call)
     # the commit, as in `record`
@@ -507,7 +510,7 @@ def _run_unseen(
 
 
 def _return_unrecorded(context: DeviceContext, op: torch._ops.OpOverload, real: RealCall, output: Any) -> Any:
-    """The results of a call that has run while a signal handler or a finalizer recorded something."""
+    """The results of a call during which a signal handler or a finalizer recorded something."""
     _undo(context, context.trace, None)
     executor.cut(context, f"{op}: something was recorded while it ran")
     return real.to_lazy(output)
@@ -516,7 +519,7 @@ def _return_unrecorded(context: DeviceContext, op: torch._ops.OpOverload, real: 
 def _run_drawing(
     real: RealCall, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, int | None]:
-    """What a call gives that may draw random numbers, and the seed they came from if it took one."""
+    """Run a call that may draw random numbers. Returns its results, and the seed if it took one."""
     generator = rng.generator_in_use()
     before = generator.get_state()
     seed = draw_seed_for(op, args, kwargs)
@@ -528,7 +531,7 @@ def _run_drawing(
 
 
 def _fake_decides(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether to ask the fake kernel before running, of an op that has the trait: of a power, only for booleans."""
+    """Whether to ask the fake kernel before running an op with the trait `asks_fake`: for powers, only of booleans."""
     if op.namespace not in ("aten", "prims") or op is aten._padded_dense_to_jagged_forward.default:
         return True
     return any(arg.dtype == torch.bool for arg in flat(list(args)) if isinstance(arg, torch.Tensor))
@@ -537,7 +540,7 @@ def _fake_decides(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
 def _end_after(
     context: DeviceContext, trace: Trace, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str
 ) -> None:
-    """A call that turned out not to be recordable has run already: the trace ends before it, as it will next time."""
+    """End the trace before a call that has run but turned out not to be recordable, as it will end next time."""
     _add_node(context, trace.cursor, key, Cut(reason))
     _undo(context, trace, None)
     count_fallback(op, reason)
@@ -545,7 +548,7 @@ def _end_after(
 
 
 def _give_values(call: Call, results: Any, output: Any) -> None:
-    """Put the memory of real results behind the lazy ones that have memory of their own."""
+    """Put the real results into the storages of the lazy results that have memory of their own."""
     single = call.single
     if single is not None:
         if single.__class__ is Fresh:
@@ -560,7 +563,7 @@ def _give_values(call: Call, results: Any, output: Any) -> None:
 
 
 def _owned(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """`value`, which was described as `meta`, as the tensor of a storage: at its start, without bits."""
+    """`value`, which was described as `meta`, as the tensor of a storage: at offset 0, without the conjugate bit."""
     return conform(value, meta) if value.storage_offset() or value.is_conj() else value
 
 
@@ -605,7 +608,7 @@ def _has_bits(result: Fresh | View | Same | None) -> bool:
 
 
 def _entered(trace: Trace, key: tuple[Any, ...]) -> tuple[Entered, ...]:
-    """The inputs that a key introduces; their tokens are the latest of the trace."""
+    """The inputs that a key introduces, which are the latest inputs of the trace."""
     found: list[tuple[TensorMeta, int, TensorMeta]] = []
     _find_entered(key, found)
     if not found:
@@ -620,7 +623,7 @@ def _find_entered(parts: tuple[Any, ...], found: list[tuple[TensorMeta, int, Ten
             head = part[0]
             if head is _ENTER:
                 found.append(part[1:])
-            elif head.__class__ is not int:  # a list of sizes otherwise
+            elif head.__class__ is not int:  # otherwise a list of sizes
                 _find_entered(part, found)
 
 
@@ -635,7 +638,7 @@ def record_factory(
 
 
 def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) -> None:
-    """Record the allocation of memory that was asked for before and is used only now."""
+    """Record the allocation of memory that was requested earlier and is used only now."""
     meta = storage.meta
     key = (id(aten.empty_strided.default), meta)
     cursor, changes = trace.cursor, trace.changes
@@ -671,7 +674,7 @@ def _empty_call(context: DeviceContext, cursor: TrieNode[Call | Cut], meta: Tens
 
 
 def _find_context(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceContext:
-    """The device of a call: that of its first lazy operand, or the one it names."""
+    """The context of a call: that of its first lazy operand, or of the device that it names."""
     first = args[0] if args else None
     if first.__class__ is list and first and first[0].__class__ is LazyTensor:  # foreach ops
         return first[0]._data.context  # type: ignore[no-any-return]

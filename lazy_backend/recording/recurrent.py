@@ -1,9 +1,9 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN` with the inputs of all time steps multiplied at once.
 
-PyTorch does so for tensors on the CPU only; for other devices without a kernel of their own it multiplies the input of
-each time step by itself, forward and backward: for an LSTM of 12 steps, 62 products instead of 40.
+PyTorch does this only for tensors on the CPU. For other devices without a kernel of their own, it multiplies the input
+of each time step separately, forward and backward: for an LSTM of 12 steps, 62 products instead of 40.
 Source: aten/src/ATen/native/RNN.cpp, the cells, `FullLayer` and `FullBidirectionalLayer`; operator by operator, so that
-values are those that PyTorch's own composite kernels compute on the CPU. Packed sequences are left to those.
+values are those that PyTorch's own composite kernels compute on the CPU. Packed sequences are left to these kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Weights:
         return functional.linear(hidden, self.w_hh, self.b_hh)
 
 
-# (what a step's input became by `of_inputs`, state, weights) -> the next state; its first part is the output
+# (a step's input after `of_inputs`, state, weights) -> the next state, whose first part is the output
 Cell = Callable[[torch.Tensor, State, _Weights], State]
 
 
@@ -74,7 +74,7 @@ def _relu_cell(igates: torch.Tensor, state: State, weights: _Weights) -> State:
 
 
 def _split(params: Sequence[torch.Tensor], has_biases: bool, projected: bool) -> list[_Weights]:
-    """One for each layer and direction, in the order of `nn.RNNBase._flat_weights`."""
+    """The weights of each layer and direction, in the order of `nn.RNNBase._flat_weights`."""
     size = 2 + 2 * has_biases + projected
     if len(params) % size:
         raise RuntimeError("got an incorrect number of RNN parameters")
@@ -90,7 +90,7 @@ def _weights(layer: list[torch.Tensor], has_biases: bool, projected: bool) -> _W
 def _run(
     cell: Cell, inputs: torch.Tensor, state: State, weights: _Weights, is_reverse: bool = False
 ) -> tuple[torch.Tensor, State]:
-    """One layer in one direction: outputs of all steps, and the last state."""
+    """Run one layer in one direction. Returns the outputs of all steps, and the last state."""
     steps = weights.of_inputs(inputs).unbind(0)
     if not steps:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
@@ -111,7 +111,7 @@ def _run_layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """All layers: the last one's outputs, then each part of the last states, stacked."""
+    """Run all layers. Returns the last layer's outputs, then each part of the last states, stacked."""
     outputs = inputs.transpose(0, 1) if batch_first else inputs
     directions = 2 if bidirectional else 1
     last: list[State] = []
@@ -130,7 +130,7 @@ def _run_layers(
 
 
 def _kernel(cell: Cell) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """`aten::lstm.input` and its like: outputs of the last layer, then each part of the last states."""
+    """The kernel of `aten::lstm.input` or a similar op: returns what `_run_layers` returns."""
 
     def run(
         input: torch.Tensor,
@@ -166,4 +166,4 @@ def _handler(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 def install_recurrent(library: torch.library.Library) -> None:
     for op, kernel in _KERNELS.items():
         library.impl(op.name().removeprefix("aten::"), hide_internals(kernel), "AutogradLazy")
-        add_handler(op, _handler)  # in inference mode
+        add_handler(op, _handler)  # for inference mode

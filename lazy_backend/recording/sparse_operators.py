@@ -1,4 +1,4 @@
-"""Operators on sparse tensors: they run at once.
+"""Operators on sparse tensors, which run at once.
 
 In: calls with a `LazySparseTensor` among the operands, and factories. Out: lazy tensors, sparse or strided.
 See Note [Sparse tensors are opaque].
@@ -50,7 +50,7 @@ def dispatch(op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None)
 
 
 def _run(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Any operator: at once, on the real tensors."""
+    """Run any operator at once, on the real tensors."""
     context = _context_of(op, args, kwargs)
     device = kwargs.get("device")
     if device is not None and (device.type != "lazy" or device.index not in (None, context.index)):
@@ -61,7 +61,7 @@ def _run(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _context_of(op: Op, args: Args, kwargs: Kwargs) -> DeviceContext:
-    """The device of all operands."""
+    """The context that all operands belong to."""
     tensors = [arg for arg in (*flat(list(args)), *flat(list(kwargs.values()))) if isinstance(arg, torch.Tensor)]
     context = next(tensor._context for tensor in tensors if isinstance(tensor, LazySparseTensor))
     for tensor in tensors:
@@ -77,7 +77,7 @@ def _context_of(op: Op, args: Args, kwargs: Kwargs) -> DeviceContext:
 
 
 def _run_elsewhere(op: Op, args: Args, kwargs: Kwargs, device: torch.device) -> Any:
-    """A copy on another device, or something like the operand there."""
+    """A copy of the operand on another device, or a new tensor like it there."""
     source = args[0]
     real = read(source, f"copy to {device}")
     if device.type == "meta":
@@ -89,7 +89,7 @@ def _run_elsewhere(op: Op, args: Args, kwargs: Kwargs, device: torch.device) -> 
 
 
 def read(tensor: LazySparseTensor, cause: str) -> torch.Tensor:
-    """The real tensor, once what is pending has been written to it. It is its own memory: do not write to it."""
+    """The real tensor, once pending writes to it have run. Not a copy: do not write to it."""
     for storage in tensor._parts.values():
         reads.read(storage, cause)
     return tensor._real
@@ -103,7 +103,7 @@ def _num_bytes(tensor: LazySparseTensor) -> int:
 
 
 def _answer(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """A question about the layout."""
+    """Answer a question about the layout."""
     return op(args[0]._real, *args[1:], **kwargs)
 
 
@@ -112,7 +112,7 @@ def _device(op: Op, args: Args, kwargs: Kwargs) -> torch.device:
 
 
 def _part(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Indices or values: a view."""
+    """Indices or values, as a view."""
     call = RealCall(args[0]._context)
     return call.to_lazy(call.run(op, args, kwargs, None))
 
@@ -136,7 +136,7 @@ def _mark_coalesced(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _mm_reduce(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.sparse.mm(a, b, reduce)`: the kernel notes what gradients need only if an operand wants one."""
+    """`torch.sparse.mm(a, b, reduce)`: the kernel saves what gradients need only if an operand requires grad."""
     real = args[0]._real
     if not (args[0].requires_grad or args[1].requires_grad):
         return _run(op, args, kwargs)
@@ -148,9 +148,9 @@ def _mm_reduce(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _clone(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """A gradient that is accumulated for the first time is not marked as coalesced, as in eager.
+    """Clone; as in eager, a gradient that is accumulated for the first time is not marked as coalesced.
 
-    There autograd takes the gradient over without a copy, and the mark is lost. What comes from here it copies.
+    In eager, autograd takes such a gradient over without a copy and loses the mark, but it copies a lazy gradient.
     """
     made = _run(op, args, kwargs)
     node = torch._C._current_autograd_node()  # internal, checked on 2.13
@@ -163,7 +163,7 @@ def _clone(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`dst.copy_(src)` between sparse tensors, of which one may be elsewhere."""
+    """`dst.copy_(src)` between sparse tensors, one of which may be on another device."""
     target, source = args[0], args[1]
     if not isinstance(target, LazyTensor | LazySparseTensor):
         real = read(source, f"copy to {target.device}")
@@ -177,7 +177,7 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _assemble(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """A sparse tensor of lazy indices and values, whose memory it shares. Cuts only if those are pending."""
+    """A sparse tensor that shares the memory of lazy indices and values. Cuts only if those are pending."""
     tensors = [arg for arg in args if isinstance(arg, LazyTensor)]
     context = tensors[0]._data.context
     for tensor in args:
@@ -192,7 +192,7 @@ def _assemble(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _assemble_compressed(*args: Any, **kwargs: Any) -> Any:
-    """`aten::_sparse_compressed_tensor_unsafe` on the AutogradLazy key: its composite kernel knows no lazy device."""
+    """`aten::_sparse_compressed_tensor_unsafe` on the AutogradLazy key: its composite kernel takes no lazy device."""
     with torch._C._AutoDispatchBelowAutograd():
         return _assemble(aten._sparse_compressed_tensor_unsafe.default, args, kwargs)
 
@@ -204,7 +204,7 @@ def _empty(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _unclaimed(op: Op) -> Callable[..., Any]:
-    """A kernel of `op` for the devices that have none for a layout or dtype: what is lazy of those comes here."""
+    """A kernel of `op` for devices without one of their own for a layout or dtype, among them `lazy`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         device, layout = kwargs.get("device"), kwargs.get("layout")
@@ -219,8 +219,8 @@ def _unclaimed(op: Op) -> Callable[..., Any]:
 
 _ANSWERS = ("_nnz", "sparse_dim", "dense_dim", "_dimI", "_dimV", "is_coalesced")
 _PARTS = (*("_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices"),)
-# No key of PyTorch's names sparse or quantised tensors of the lazy device alone, but a kernel for all devices is called
-# for those only that have none of their own.
+# PyTorch has no dispatch key for the sparse or quantised tensors of the lazy device alone. But a kernel for all devices
+# is called only for devices that have none of their own.
 _UNCLAIMED = (
     aten.empty.memory_format,
     aten._sparse_coo_tensor_with_dims.default,

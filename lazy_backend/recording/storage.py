@@ -1,8 +1,8 @@
-"""The storage of a lazy tensor, as `tensor.untyped_storage()` gives it and as files are saved and loaded with it.
+"""The storage of a lazy tensor: what `tensor.untyped_storage()` returns, and what is saved to and loaded from files.
 
-In: a `LazyStorage`, or bytes from a file. Out: a `torch.UntypedStorage` that says it is on `lazy`. Whoever asks it for
-bytes or for its address reads, that is, cuts the graph: the address is the backing memory's, so that libraries can tell
-which tensors share memory (safetensors, transformers).
+In: a `LazyStorage`, or bytes from a file. Out: a `torch.UntypedStorage` that says it is on `lazy`. Asking it for its
+bytes or its address is a read, which cuts the graph. The address is that of the backing memory, so that libraries can
+tell which tensors share memory (safetensors, transformers).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
 
     @classmethod
     def loaded(cls, plain: torch.UntypedStorage, device: torch.device) -> LazyUntypedStorage:
-        """Bytes from a file, to become a lazy storage at the first tensor that is set to it."""
+        """Bytes from a file, which become a lazy storage when the first tensor is set to them."""
         return cls._make(device, None, plain)
 
     @classmethod
@@ -64,7 +64,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
 
     @property
     def _cdata(self) -> int:
-        # identity, by which torch.save finds storages it has written
+        # identity: torch.save uses it to find storages that it has written already
         return self.plain._cdata
 
     def __eq__(self, other: object) -> bool:
@@ -123,7 +123,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
     __setitem__ = fill_ = copy_ = resize_ = byteswap = share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _refuse
 
     def __reduce__(self) -> Any:  # type: ignore[override]
-        # torch's would save a file that refers to this very object; multiprocessing sends tensors so
+        # torch's own version would refer to this very object in the file; multiprocessing sends tensors this way
         return _load_storage, (self.cpu(), str(self.lazy_device))
 
     def _write_file(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,9 +139,9 @@ class LazyUntypedStorage(torch.UntypedStorage):
 
 
 def data_ptr(tensor: LazyTensor) -> int:
-    """`LazyTensor.data_ptr`: where the tensor's first element is on the backing device. Reads, that is, cuts the graph.
+    """`LazyTensor.data_ptr`: the address of the first element on the backing device. A read, which cuts the graph.
 
-    Good for telling which tensors share memory. What is recorded later and writes the tensor writes there.
+    Shows which tensors share memory. Writes to the tensor that are recorded later also go there.
     """
     return reads.read(tensor._data, "data_ptr").data_ptr()
 

@@ -1,6 +1,6 @@
-"""`capture`: functions whose calls are run again without their Python.
+"""`capture`: replay the calls of a function without running its Python.
 
-In: a function, and two calls of it as they were recorded. Out: a run per further call, bound by place.
+In: a function, and two recorded calls of it. Out: one run for each later call, with inputs bound by position.
 
-Imports `execution`, `tensors` and all that `tensors` may import; nothing of `recording`.
+Imports `execution`, `tensors` and everything that `tensors` may import; nothing from `recording`.
 """

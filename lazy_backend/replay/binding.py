@@ -1,6 +1,6 @@
-"""From two recorded calls to the program that stands for further ones.
+"""Bind two recorded calls to a program that replays later ones.
 
-In: two consecutive calls of one function, and who holds what the second made. Out: a `CapturedProgram`, or
+In: two consecutive calls of one function, and the holders of what the second made. Out: a `CapturedProgram`, or
 `NotCapturable`.
 """
 
@@ -41,7 +41,7 @@ Held = Sequence[Sequence[tuple[Any, Holder]]]
 
 
 def check_same_program(last: RecordedCall, record: RecordedCall) -> None:
-    """Raises `NotCapturable` with the first difference."""
+    """Raise `NotCapturable` with the first difference between two calls."""
     before, now = last.calls(), record.calls()
     if last.cursor is not record.cursor:
         for a, b in zip(before, now, strict=False):
@@ -80,8 +80,8 @@ def bind(
     with_grad: TensorSet,
     arguments: Arguments,
 ) -> CapturedProgram:
-    """The program of `record`, bound to the state it left. Raises `NotCapturable`."""
-    # a path that was forgotten since runs while it is recorded, but its calls are those of the last record
+    """The program of `record`, bound to the state that the call left. Raises `NotCapturable`."""
+    # a path that was forgotten since then runs while it is recorded, but its calls are those of `last`
     bound = record.bound or (last.bound if last.settings == record.settings else None)
     if bound is None:
         raise NotCapturable("it ran while it was recorded" if record.calls() else "it records no operator")
@@ -124,7 +124,7 @@ def bind(
 
 
 def _kept_grads(parameters: Sequence[LazyTensor], used: set[TensorData]) -> Iterator[tuple[LazyTensor, TensorData]]:
-    """The gradients that a body adds to."""
+    """The gradients that a body adds to, with their parameters."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, LazyTensor) and grad._data in used:
@@ -132,14 +132,14 @@ def _kept_grads(parameters: Sequence[LazyTensor], used: set[TensorData]) -> Iter
 
 
 def _check_nothing_piles_up(start: Start, record: RecordedCall) -> None:
-    """What a body replaces dies. A list that grows is no state that a replay could leave."""
+    """What a body replaces must die. A replay could not leave a growing list as its state."""
     returned = record.returned_outputs()
     if any(storage() is not None for storage, place in start.left if place not in returned):
         raise NotCapturable("tensors that the call before left are still held, as in a list that grows")
 
 
 def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool) -> Source:
-    """Where an input of a recorded call came from, as the call before tells. Raises `NotCapturable`."""
+    """Where an input of a recorded call came from, going by the call before. Raises `NotCapturable`."""
     if place in record.arguments:
         return Argument(record.arguments[place])
     if place in record.carried:
@@ -161,7 +161,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequence[Source]) -> None:
-    """Raises `NotCapturable` for an argument that is part of the state, or that the body made stand for other data."""
+    """Raise `NotCapturable` for an argument that is part of the state, or that the body made stand for other data."""
     given = {tensor._data.storage for tensor in arguments.tensors}
     for place, source in enumerate(sources):
         data = record.inputs[place]()
@@ -178,9 +178,9 @@ def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequen
 
 
 def follow_floats(seen: Sequence[RecordedCall]) -> Floats:
-    """Which floats of the arguments and optimizers the constants of one program follow, as calls of it showed.
+    """Which floats of the arguments and optimizers the constants of one program followed in its recorded calls.
 
-    Raises `NotCapturable` for a constant that changed and followed none.
+    Raises `NotCapturable` for a constant that changed and followed none of them.
     """
     latest = seen[-1]
     given = [record.floats for record in seen]
@@ -215,7 +215,7 @@ def _all_same(values: Sequence[float]) -> bool:
 
 
 def _returned(last: RecordedCall, record: RecordedCall, sources: list[Source]) -> Returned:
-    """What a call returns. Adds to `sources` what it returns without having used it. Raises `NotCapturable`."""
+    """What a call returns. Adds returned tensors that the call did not use to `sources`. Raises `NotCapturable`."""
     if last.spec != record.spec or not all(map(_agree, last.returned, record.returned)):
         raise NotCapturable("it returned something else than in the call before, which is no lazy tensor it computed")
     return Returned(tuple(_leaf(leaf, sources) for leaf in record.returned), record.spec)

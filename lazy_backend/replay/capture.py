@@ -1,16 +1,16 @@
 """Replay a function of lazy tensors without running its Python.
 
-In: a function, such as a training step. Out: one that runs as written at first, and from then on binds its arguments to
-the program that it recorded.
+In: a function, such as a training step. Out: a function that runs as written at first, and from then on binds its
+arguments to the program that was recorded.
 
 Note [What a captured call does]
 A recorded call is a step of its own: what was pending is synced first, the body runs, and its trace is synced. Two
 consecutive recorded calls that record the same path are compared input by input. Each input must be an argument, the
-same data as before, what the call before left in one of its outputs, or an equal constant uploaded by the body. Each
-float that differs must have followed a float of the arguments or of an optimizer. Whatever the first of the two left,
-the second must have left in the same way. Then a `CapturedProgram` is bound, and calls are replayed until a guard
-fails; after that one recorded call is enough to bind it again, if it compares with what the replays left. Nothing is
-assumed of a body that cannot be captured: it runs as written, with a warning that says why.
+same data as before, an output that the previous call left, or an equal constant uploaded by the body. Each float that
+differs must have followed a float of the arguments or of an optimizer. Whatever the first call left, the second must
+have left in the same way. Then a `CapturedProgram` is bound, and calls are replayed until a guard fails. After that,
+one recorded call is enough to bind a program again, if that call matches what the replays left. Nothing is assumed
+about a body that cannot be captured: it runs as written, with a warning that says why.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from lazy_backend.tensors.tensor import LazyTensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Consecutive calls that could not be replayed before there is a warning: first steps differ from the rest.
+# Consecutive calls that cannot be replayed before there is a warning: the first steps differ from the rest.
 _PATIENCE = 4
-# After that, two calls of so many are recorded, in case it can be replayed by then: looking for all holders of all
+# After that, only two calls in this many are recorded, in case they can be replayed by then: finding all holders of all
 # state makes a step of a CNN 1.4 times as long.
 _RETRY = 64
-# Kinds of arguments that one captured function remembers.
+# Argument signatures that one captured function remembers.
 _MAX_SIGNATURES = 64
 # Recordings that are compared to learn which floats a program's constants follow.
 _MAX_RECORDS = 4
@@ -77,7 +77,7 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[An
 
 
 def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Arguments]:
-    """What a program depends on among the arguments, and what it takes from them."""
+    """The key of what a program depends on among the arguments, and the values that it takes from them."""
     key: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     tensors: list[LazyTensor] = []
     floats: list[float] = []
@@ -120,10 +120,10 @@ def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext:
 
 @dataclass(slots=True, eq=False)
 class _Signature:
-    """What is known of calls with one kind of arguments."""
+    """What is known about the calls with one argument signature."""
 
-    pinned: Sequence[Any]  # arguments that its key names by id
-    records: list[RecordedCall] = field(default_factory=list)  # the latest, all of one program
+    pinned: Sequence[Any]  # kept alive: the key names these arguments by id
+    records: list[RecordedCall] = field(default_factory=list)  # the latest recorded calls, all of one program
     program: CapturedProgram | None = None
     with_grad: TensorSet = field(default_factory=TensorSet)  # parameters that were found with a .grad
     failures: int = 0
@@ -188,17 +188,17 @@ class Captured(Generic[P, R]):
     def _replay_or_record(
         self, context: DeviceContext, signature: _Signature, arguments: Arguments, args: Any, kwargs: Any
     ) -> tuple[Any, Async | None] | None:
-        """What a call returns, and the run that the caller is to do. None, with nothing done, if one is under way."""
+        """What a call returns, and the run that the caller must do. None, with nothing done, if a run is under way."""
         program = signature.program
         is_due = self._verify_every > 0 and signature.calls % self._verify_every == 0
         if program is not None and not is_due:
-            # the deliveries of a replay drop what was held before, and a finalizer may run: not while it is prepared
+            # a replay delivers only once it is prepared: a delivery drops the old value, and a finalizer may run then
             try:
                 return program.run(arguments)
             except Stale:
                 pass
         if not context.locker.is_idle():
-            return None  # a body runs with the lock held, and would wait for that run
+            return None  # a body runs with the lock held, and would wait for the run under way
         if program is None and not is_due and signature.failures >= _PATIENCE and signature.calls % _RETRY > 1:
             return self._run_as_written(context, args, kwargs), None
         return self._record(context, signature, arguments, args, kwargs, is_due), None
@@ -236,7 +236,7 @@ class Captured(Generic[P, R]):
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
         start = look(last, program.carried() if program else None)
-        del program  # or its state would outlive its replacement
+        del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)
         with young_objects_stay_young():
@@ -252,7 +252,7 @@ class Captured(Generic[P, R]):
         del storages, pending
         run = self._sync(context)
         record.bound = None if run is None else run.cached_computation
-        executor.barrier(context)  # what the run holds would look like state
+        executor.barrier(context)  # otherwise what the run holds would look like state
         try:
             self._bind(signature, start, record, held, arguments)
         except NotCapturable as reason:
@@ -308,19 +308,19 @@ def capture(
 
 
 def capture(step: Any = None, *, verify_every: int = 0, max_different_graphs: int | None = None) -> Any:
-    """`step` as a function whose calls are replayed without running its Python, once two calls recorded the same.
+    """Return `step` as a function that replays calls without running its Python, once two calls recorded the same.
 
-    For training steps, evaluation and generation. Tensors that change from call to call are arguments, on the lazy
-    device; results are detached, and new tensors at each call. What the body updates or replaces (parameters, `.grad`,
-    optimizer state, statistics, tensors in objects of yours) is as if it had run. Random operators go on drawing.
-    Each call is a step of its own: no `mark_step` is needed.
+    For training steps, evaluation and generation. Pass tensors that change from call to call as arguments, on the lazy
+    device; results are detached, and are new tensors at each call. What the body updates or replaces (parameters,
+    `.grad`, optimizer state, statistics, tensors in your objects) ends up as if the body had run. Random operators keep
+    drawing new numbers. Each call is a step of its own: no `mark_step` is needed.
 
     A call runs as written if the structure, shapes or dtypes of its arguments, other Python values among them, training
-    flags, hyperparameters or the state itself changed from outside. Nothing else of the Python is looked at again:
+    flags, hyperparameters or the state itself changed from outside. Nothing else in the Python code is checked again:
     `verify_every=n` runs every n-th call as written and raises `CaptureError` with the first difference, if there is
     one. A read within the body raises `CaptureError` with its line. A body that cannot be replayed for another reason
-    goes on running as written, with a `CaptureWarning` that says why. `max_different_graphs`: `TooManyGraphsError` at
-    the first call that records one program more.
+    keeps running as written, with a `CaptureWarning` that says why. `max_different_graphs`: the first call that records
+    one more program than this raises `TooManyGraphsError`.
     """
     if step is None:
         return lambda function: Captured(function, verify_every, max_different_graphs)

@@ -1,14 +1,15 @@
-"""What a captured function uses beside its arguments, and where it leaves what it makes.
+"""What a captured function uses besides its arguments, and where it leaves what it makes.
 
-In: a call of the function, watched. Out: guards over the modules and optimizers it used, and holders: the tensors of
-the user's that hold what the call made.
+In: a watched call of the function. Out: guards over the modules and optimizers it used, and holders: the user's tensors
+that hold what the call made.
 
 Note [State has places]
-State that a body replaces (`self.hidden = new`, a `.grad` made anew) is found again by the tensor object that holds it:
-a replay lets that object stand for the new value. The old value lives on in whatever else refers to it, since an object
-takes over new data instead of writing to old. An object that somebody took hold of since the body ran, which Python's
-reference count tells, must not change under him: then the body runs again. A `.grad` has a place of its own, the
-parameter: it is made anew whenever the old object is not the parameter's alone.
+State that a body replaces (`self.hidden = new`, a newly made `.grad`) is found again through the tensor object that
+holds it: a replay makes that object stand for the new value. The old value lives on in whatever else refers to it,
+since the object takes over new data instead of writing to the old data. An object that has gained a reference since the
+body ran, as Python's reference count shows, must not change under its new holder: then the body runs again. A `.grad`
+has a place of its own, the parameter: the `.grad` is made anew whenever the parameter is not the only holder of the old
+object.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from lazy_backend.tensors.tensor import LazyTensor, wrap
 class Watch:
     """The modules and optimizers that a thread calls, and the leaves it computes with, each once. See `watches`.
 
-    Without `arguments`: they are other tensors in the next call.
+    Leaves out `arguments`, which are other tensors in the next call.
     """
 
     def __init__(self, arguments: Sequence[LazyTensor]) -> None:
         self.modules: dict[torch.nn.Module, None] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
-        self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors is an operator
+        self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors calls an operator
         self._arguments = set(map(id, arguments))
 
     def see_module(self, module: torch.nn.Module) -> None:
@@ -58,7 +59,7 @@ class Watch:
                 self.leaves[id(operand)] = operand
 
     def parameters(self) -> list[LazyTensor]:
-        """The lazy parameters of what was seen, each once."""
+        """The lazy parameters of the modules and optimizers seen, and the leaves, each once."""
         found: list[torch.Tensor] = []
         for module in self.modules:
             found += module.parameters(recurse=False)
@@ -70,19 +71,19 @@ class Watch:
         return [tensor for tensor in unique.values() if isinstance(tensor, LazyTensor)]
 
     def host_versions(self) -> list[tuple[torch.Tensor, int]]:
-        """The tensors in the optimizers' state that are not lazy, and how often each was written."""
+        """The tensors in the optimizers' state that are not lazy, each with its version counter."""
         return [(tensor, tensor._version) for optimizer in self.optimizers for tensor in host_state(optimizer)]
 
 
 def host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors in the optimizer's state that are not lazy: step counts, as most optimizers keep them."""
+    """The tensors in the optimizer's state that are not lazy: step counts, in most optimizers."""
     states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
     tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
     return [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
 
 
 class TensorSet:
-    """Tensors by identity, weakly: `WeakSet` would compare them, which is an operator."""
+    """A weak set of tensors by identity: `WeakSet` would compare them, which calls an operator."""
 
     def __init__(self) -> None:
         self._references: dict[int, weakref.ref[LazyTensor]] = {}
@@ -96,15 +97,15 @@ class TensorSet:
 
 
 def _is_inner(tensor: LazyTensor) -> bool:
-    """Whether a tensor without a `grad_fn` is a view made without gradients, as backward transposes what it saved."""
+    """Whether a tensor without a `grad_fn` is a view made without gradients, as backward transposes saved tensors."""
     return tensor._base is not None and tensor._base.requires_grad
 
 
 class _Watches:
-    """Shows what a thread calls to the watch of that thread. Costs nothing while nobody watches.
+    """Shows what a thread calls to the watch of that thread. Costs nothing while there is no watch.
 
-    What is put in place is always the same object: an interruption may leave it there, once, and the next watch removes
-    it.
+    The wrapper and the hooks are installed at most once: if an interruption leaves them in place, the next watch
+    removes them.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class _Watches:
             yield
         finally:
             with self._lock:
-                if self._watches.get(thread) is watch:  # it may end late, after an interruption
+                if self._watches.get(thread) is watch:  # this block may end late, after an interruption
                     del self._watches[thread]
                 if not self._watches:
                     self._remove()
@@ -195,7 +196,7 @@ class ModuleGuard:
 
 
 class OptimizerGuard:
-    """The hyperparameters of one optimizer. Floats may change: `floats` gives them as they are."""
+    """The hyperparameters of one optimizer. Floats may change: `floats` returns their current values."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -211,8 +212,8 @@ class OptimizerGuard:
         self._floats = self._read_floats()
 
     def option_for_counts(self) -> str | None:
-        """The option that has the optimizer count its steps on the device, if it counts them elsewhere."""
-        # with `fused` the learning rate, too, may change; `capturable` computes with it in Python
+        """The option that makes the optimizer count its steps on the device, if it counts them elsewhere."""
+        # `fused` first: it lets the learning rate change, while `capturable` computes with the rate in Python
         options = [name for name in ("fused", "capturable") if name in self._optimizer.defaults]
         return options[0] if options and host_state(self._optimizer) else None
 
@@ -249,11 +250,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-# ----- who holds what a body made
+# ----- holders of what a body made
 
 
 def _count_references(tensor: torch.Tensor) -> tuple[int, int]:
-    """References from Python and from C++, in this function's way of counting."""
+    """The numbers of references from Python and from C++, as counted inside this function."""
     return getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
 
 
@@ -264,7 +265,7 @@ def _count_of_a_grad() -> tuple[int, int]:
     return _count_references(grad)
 
 
-# What `_count_references` gives for a `.grad` that its parameter alone holds, and a local variable of the caller's.
+# What `_count_references` returns for a `.grad` that only its parameter and one local variable of the caller hold.
 _ALONE = _count_of_a_grad()
 
 
@@ -282,7 +283,7 @@ class GradHolder:
         return grad._data.storage if isinstance(grad, LazyTensor) else None
 
     def put(self, data: TensorData, run: Any) -> None:
-        """`run` says whether somebody delivered it meanwhile: what came in between may have gone on since."""
+        """Hold `data`, unless `run.delivered`: then an interrupting call delivered it and may have gone on since."""
         grad = self._parameter.grad
         if grad.__class__ is LazyTensor and grad._data.meta is data.meta and _count_references(grad) == _ALONE:  # type: ignore
             if not run.delivered:
@@ -302,13 +303,13 @@ class TensorHolder:
         self._count = (0, 0)
 
     def settle(self) -> None:
-        """Note who refers to the tensor; the caller has let go of it."""
+        """Note the tensor's reference counts, after the caller has dropped its own reference."""
         tensor = self._reference()
         if tensor is not None:
             self._count = _count_references(tensor)
 
     def holds(self) -> bool:
-        """Whether the tensor is still what the last call left, and nobody took hold of it."""
+        """Whether the tensor still stands for what the last call left, and has gained no reference."""
         tensor = self._reference()
         return tensor is not None and tensor._data is self._data and _count_references(tensor) == self._count
 
@@ -316,7 +317,7 @@ class TensorHolder:
         return self._data.storage
 
     def put(self, data: TensorData, run: Any) -> None:
-        """As that of `GradHolder`."""
+        """As `GradHolder.put`."""
         tensor = self._reference()
         if tensor is not None and not run.delivered:
             tensor._data = self._data = data
@@ -326,7 +327,7 @@ Holder = GradHolder | TensorHolder
 
 
 class Unaccounted(Exception):
-    """Something refers to a storage that is no tensor anybody could find."""
+    """A storage has a reference that no tensor found accounts for."""
 
 
 @contextmanager
@@ -344,10 +345,10 @@ def young_objects_stay_young() -> Iterator[None]:
 def find_tensors(
     storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
 ) -> list[list[LazyTensor]]:
-    """For each storage the tensors that stand for it or look into it, but for those that are `known`.
+    """For each storage, the tensors that stand for it or are views of it, except those in `known`.
 
-    Looks among the objects made since the last garbage collection, then among all. Raises `Unaccounted`. Nobody but
-    tensors, the caller's list and `pending`, the trace's, may refer to the storages.
+    Searches the objects made since the last garbage collection, then all objects. Raises `Unaccounted` if anything
+    besides tensors, the caller's list and `pending`, the trace's list, refers to the storages.
     """
     try:
         return _find_among(gc.get_objects(generation=0), storages, known, pending)
@@ -359,7 +360,7 @@ def _find_among(
     objects: list[Any], storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
 ) -> list[list[LazyTensor]]:
     places = {id(storage): place for place, storage in enumerate(storages)}
-    # type(), not __class__, which is whatever a foreign object says, and may warn
+    # type(), not __class__: a foreign object may return anything for that, or warn
     tensors = {id(item): item for item in [*objects, *known] if type(item) is LazyTensor}
     views = [item for item in objects if type(item) is ViewData and id(item._storage) in places]
     objects.clear()
@@ -379,12 +380,12 @@ def _account(
     views: Sequence[ViewData],
     pending: Sequence[object],
 ) -> None:
-    """Raises `Unaccounted` if anything but these refers to the storages, or to the views."""
+    """Raise `Unaccounted` if anything besides the arguments refers to the storages, or to the views."""
     references = Counter(id(tensor._data) for tensor in tensors)
     references.update(map(id, pending))
     references.update(id(view._storage) for view in views)
     for of in (storages, views):
         for place in range(len(of)):
-            # the sequence's own reference, and the argument's
+            # less the references of the sequence and of the argument
             if getrefcount(of[place]) - 2 != references[id(of[place])]:
                 raise Unaccounted

@@ -1,6 +1,6 @@
 """One call of a captured function that ran as written.
 
-In: the function's results and the trace it left. Out: `RecordedCall`, which two of are compared by `binding`.
+In: the function's results and the trace it left. Out: a `RecordedCall`; `binding` compares two of them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class NotCapturable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReturnedTensor:
-    """A tensor that a call returned: of which storage, and what it sees of it.
+    """A tensor that a call returned: its storage, and its geometry.
 
-    `kind` says what `place` counts: the call's outputs, its trace's inputs, or its tensor arguments; -1 if it is none.
+    `kind` says what `place` indexes: the call's outputs, its trace's inputs or its tensor arguments; -1 for any other.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class ReturnedTensor:
 
 @dataclass(frozen=True, slots=True)
 class FirstUse:
-    """An input as the line at `site` saw it."""
+    """An input as the line at `site` first used it."""
 
     meta: TensorMeta
     site: str
@@ -77,11 +77,11 @@ class RecordedCall:
     indices: tuple[int, ...]
     argument_data: list[weakref.ref[TensorData]]  # of the tensor arguments, before the body ran
     inputs: list[weakref.ref[TensorData]]
-    uploads: dict[int, torch.Tensor]  # copies of the inputs that the body got from the host
-    arguments: dict[int, int]  # inputs that are tensor arguments, each with which of them
-    carried: dict[int, int]  # inputs that the call before made, each with which of its outputs
+    uploads: dict[int, torch.Tensor]  # copies of the inputs that the body uploaded from the host
+    arguments: dict[int, int]  # by input: which tensor argument it is
+    carried: dict[int, int]  # by input: which output of the previous call it is
     constants: tuple[float, ...]
-    generators: tuple[torch.Generator | None, ...]  # what each seed was drawn from; None: torch's default one
+    generators: tuple[torch.Generator | None, ...]  # the source of each seed; None: torch's default one
     outputs: list[weakref.ref[LazyStorage]]
     metas: list[TensorMeta]
     returned: list[Any]  # `ReturnedTensor`s and other values
@@ -96,7 +96,7 @@ class RecordedCall:
         return [call for call in self.cursor.path() if isinstance(call, Call)]
 
     def entered(self, place: int) -> FirstUse:
-        """How the trace used an input first."""
+        """The first use of an input in the trace."""
         return next(
             FirstUse(entered.meta, call.site)
             for call in self.calls()
@@ -124,7 +124,7 @@ class RecordedCall:
 
 
 def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
-    """The leaves of what a body returned, detached: no replay has the body's autograd graph."""
+    """The leaves of what a body returned, detached: a replay has no autograd graph of the body."""
     if isinstance(result, LazyTensor):
         return [result.detach()], None
     leaves, spec = pytree.tree_flatten(result)
@@ -136,9 +136,9 @@ def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
 
 @dataclass(slots=True, eq=False)
 class Start:
-    """What a body finds, as far as the call before tells where to look."""
+    """The state that a body starts from, as far as the previous call shows where to look for it."""
 
-    left: list[tuple[weakref.ref[LazyStorage], int]]  # by the call before, each with the output it was
+    left: list[tuple[weakref.ref[LazyStorage], int]]  # by the previous call, each with the place of its output
     floats: list[tuple[float, ...] | None]
     guards: tuple[OptimizerGuard, ...]
     host_versions: list[tuple[torch.Tensor, int]]
@@ -149,7 +149,7 @@ class Start:
 
 
 def look(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Start:
-    """Look around before the body runs. `left` is what replays left since `last`."""
+    """Note the state before the body runs. `left`: what replays left since `last`."""
     if last is None:
         return Start([], [], (), [], [], [], [], random.getstate())
     parameters = last.watch.parameters()
@@ -170,7 +170,7 @@ def look(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Star
 
 
 def check_side_effects(start: Start, record: RecordedCall) -> None:
-    """Raises `NotCapturable` for what a body did beside lazy operators, as far as it can be seen."""
+    """Raise `NotCapturable` for side effects of a body besides lazy operators, as far as they can be detected."""
     if [guard.floats() for guard in start.guards] != start.floats:
         raise NotCapturable(
             "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
@@ -191,7 +191,7 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
 
 
 def _drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor) -> bool:
-    """Whether `generator`, whose state was `before`, stands where `num_seeds` seeds leave it."""
+    """Whether drawing `num_seeds` seeds takes `generator` from the state `before` to its current state."""
     after = generator.get_state()
     try:
         generator.set_state(before)
@@ -215,7 +215,7 @@ def note(
     leaves: Sequence[Any],
     spec: pytree.TreeSpec | None,
 ) -> tuple[RecordedCall, list[LazyStorage]]:
-    """What the trace and the results say, before the trace is synced; and what is alive of what it made."""
+    """The record of a call, made before its trace is synced; and the storages that it made and that are alive."""
     trace = context.trace
     indices, storages = trace.live()
     guards = tuple(OptimizerGuard(optimizer) for optimizer in watch.optimizers)
@@ -271,9 +271,9 @@ def find_holders(
     parameters: Sequence[LazyTensor],
     pending: Sequence[object],
 ) -> list[list[tuple[TensorMeta, Holder]]] | None:
-    """For each storage who holds it beside the returned tensors, and what each sees of it; None if nobody knows.
+    """For each storage its holders besides the returned tensors, with their geometries; None if some stay unknown.
 
-    `pending`: what the trace refers to.
+    `pending`: the trace's references to the storages.
     """
     try:
         found = find_tensors(storages, returned, pending)

@@ -3,9 +3,9 @@
 In: the arguments of a call. Out: what the body would have returned, and the state it would have left.
 
 Note [A replay is a step]
-A replay is what `mark_step` does with a trace, without the trace: it draws the seeds, takes the device's lock, lets
-storages wait for the run, and schedules it, in the background where steps run there. Errors, poisoning, plans and
-compiles are those of steps. What it costs depends on the inputs and outputs of the graph, not on its operators.
+A replay does what `mark_step` does with a trace, without the trace: it draws the seeds, takes the device's lock, makes
+the storages that wait for the run, and schedules the run, in the background where steps run in the background. Errors,
+poisoning, plans and compiles are those of steps. The cost depends on the graph's inputs and outputs, not its operators.
 On CUDA this is where a plan with static shapes would be launched as one CUDA graph.
 """
 
@@ -45,7 +45,7 @@ _CONFIG = SyncTensorsConfig()
 
 
 class Stale(Exception):
-    """A program no longer fits what is there. Says what changed; the body runs again."""
+    """A program no longer fits the current state. The text says what changed; the body runs again."""
 
 
 # ----- where the inputs of a program come from
@@ -63,7 +63,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Data that every call finds where it was: parameters, statistics, momenta."""
+    """Data that stays in place from call to call: parameters, statistics, momenta."""
 
     reference: weakref.ref[TensorData]
     site: str
@@ -77,7 +77,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What the call before left in the `output`-th of its outputs."""
+    """What the previous call left as its `output`-th output."""
 
     output: int
     meta: TensorMeta
@@ -91,7 +91,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """A constant that the body uploads at each call. Where the program writes it, each run has its own."""
+    """A constant that the body uploads at each call. If the program writes to it, each run gets its own copy."""
 
     storage: LazyStorage
     meta: TensorMeta
@@ -117,25 +117,25 @@ def _look_into(storage: LazyStorage, meta: TensorMeta) -> TensorData:
 # ----- where its outputs go
 
 
-# How somebody is told what to hold from now on, and what that is.
+# A holder's `put`, and the data that it is to hold from now on.
 Delivery = tuple[Callable[[TensorData, Any], None], TensorData]
 
 
 class Output:
-    """One value a program makes, and who holds it between calls."""
+    """One value that a program makes, and its holders between calls."""
 
     __slots__ = ("meta", "holders", "context")
 
     def __init__(self, context: DeviceContext, meta: TensorMeta, holders: Sequence[tuple[TensorMeta, Holder]]) -> None:
         self.context = context
         self.meta = meta
-        self.holders = holders  # each with what it sees of the value
+        self.holders = holders  # each with its geometry over the value
 
     def current(self) -> LazyStorage | None:
         return self.holders[0][1].storage() if self.holders else None
 
     def renew(self, deliveries: list[Delivery]) -> LazyStorage:
-        """A storage for the next value. By the deliveries, who holds the last one is to hold this one."""
+        """A storage for the next value. Adds the deliveries that make the holders of the last value hold this one."""
         storage = LazyStorage(self.context, None, None, self.meta)
         deliveries.extend((holder.put, _look_into(storage, meta)) for meta, holder in self.holders)
         return storage
@@ -143,7 +143,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A returned tensor: what an output is, or a view of it."""
+    """A returned tensor that is an output, or a view of one."""
 
     output: int
     meta: TensorMeta
@@ -151,7 +151,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A returned tensor that the call did not make: the memory of an input."""
+    """A returned tensor that the call did not make: it shares the memory of an input."""
 
     source: int
     meta: TensorMeta
@@ -159,7 +159,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Something returned that is no tensor."""
+    """A returned value that is not a tensor."""
 
     value: Any
 
@@ -176,7 +176,7 @@ def _returned(leaf: Leaf, storages: Sequence[LazyStorage], inputs: Sequence[Tens
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a call returns. `spec` None stands for one leaf."""
+    """What a call returns. `spec` is None for a single leaf."""
 
     leaves: tuple[Leaf, ...]
     spec: pytree.TreeSpec | None
@@ -186,7 +186,7 @@ class Returned:
 class Floats:
     """The floats a program was recorded with, and which of them may change.
 
-    `places`: for each constant that changes, the floats that it was seen to follow, each with its sign. `used`: the
+    `places`: for each constant that changes, the floats that it followed so far, each with its sign. `used`: the
     constants that the computation takes.
     """
 
@@ -224,20 +224,20 @@ class CapturedProgram:
     bound: CachedComputation
     settings: Environment
     sources: tuple[Source, ...]
-    parameters: tuple[tuple[int, bool], ...]  # each a source, and whether its base is wanted
+    parameters: tuple[tuple[int, bool], ...]  # each the place of a source, and whether its base is wanted
     outputs: tuple[Output, ...]
     returned: Returned
     floats: Floats
-    generators: tuple[torch.Generator | None, ...]  # each seed's; None: torch's default one
+    generators: tuple[torch.Generator | None, ...]  # one per seed; None: torch's default one
     module_guard: ModuleGuard
     optimizer_guards: tuple[OptimizerGuard, ...]
-    kept: frozenset[int]  # ids of storages that no argument may share: holding them would keep dead state alive
+    kept: frozenset[int]  # ids of storages that no argument may share: references would keep dead state alive
     must_lack_grad: tuple[LazyTensor, ...]
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
     site: str
 
     def check(self, arguments: Arguments) -> tuple[float, ...]:
-        """All that a replay rests on. Returns the computation's constants, or raises `Stale`."""
+        """Check all that a replay relies on. Returns the computation's constants, or raises `Stale`."""
         if not self.module_guard.holds():
             raise Stale("a module's training flag or one of its tensors changed")
         floats = arguments.floats
@@ -263,9 +263,9 @@ class CapturedProgram:
         return self.floats.bind(floats)
 
     def run(self, arguments: Arguments) -> tuple[Any, Async] | None:
-        """One replay: what the body would have returned, and the run; None if one is under way, and nothing happened.
+        """Replay: what the body would have returned, and the run; None, with nothing done, if a run is under way.
 
-        The caller holds the context's lock, and nothing is recorded. Raises `Stale` before anything has happened.
+        The caller holds the context's lock, and nothing is pending. Raises `Stale` before anything has happened.
         """
         constants = self.check(arguments)
         if current_environment() != self.settings:
@@ -298,5 +298,5 @@ class CapturedProgram:
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     def carried(self) -> dict[LazyStorage, int]:
-        """The storages that the last call left, each with the output it is."""
+        """The storages that the last call left, each with the place of its output."""
         return {storage: place for place, output in enumerate(self.outputs) if (storage := output.current())}

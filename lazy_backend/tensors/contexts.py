@@ -32,7 +32,7 @@ class DeviceContextArena:
         self.prepare: Callable[[], None] = lambda: None  # called once, before the first context is made
 
     def backing_type(self) -> str:
-        """`cuda` or `cpu`: the setting, or what there is."""
+        """`cuda` or `cpu`: the setting, or else what this machine has."""
         chosen = config.device
         if chosen is not None:
             return str(chosen)
@@ -83,7 +83,7 @@ class DeviceContextArena:
         return self.get_device_context(torch.device(device).index).live_by_line()
 
     def all_live_by_line(self) -> list[dict[str, Any]]:
-        """The same of all devices."""
+        """`DeviceContext.live_by_line` of all devices."""
         return [row for context in self.get_active_devices() for row in context.live_by_line()]
 
     def get_rng_seed(self, generator: torch.Generator | None = None) -> int:
@@ -106,7 +106,7 @@ class DeviceContextArena:
         self.for_all_device_contexts(DeviceContext.reset_counters)
 
     def reset(self) -> None:
-        """Forget every context, as for tests: traces are dropped, tensors of theirs must not be used again."""
+        """Forget every context, as tests do: traces are dropped, and the contexts' tensors must not be used again."""
         with self._lock:
             contexts, self._contexts = self._contexts, {}
         for context in contexts.values():
@@ -115,7 +115,7 @@ class DeviceContextArena:
         self.current = 0
 
     def reset_after_fork(self) -> None:
-        """In a forked child: new locks, new queues; the threads stayed with the parent."""
+        """Make new locks and queues in a forked child: the threads stayed with the parent."""
         self._lock = threading.RLock()
         for context in self._contexts.values():
             context.lock = threading.RLock()

@@ -1,9 +1,9 @@
-"""`torch.Generator(device="lazy")`: a source of random numbers of the user's own.
+"""`torch.Generator(device="lazy")`: the user's own source of random numbers.
 
-In: a device. Out: a generator from which random operators on it draw their seeds when they are recorded, instead of
-from torch's default one. So it cuts nothing, and its numbers are the same in every plan (`lowering.ir.rng`, Note
-[Random numbers are data]). `torch.Generator("lazy").manual_seed(7)` gives the numbers that `torch.manual_seed(7)`
-gives.
+In: a device. Out: a generator that random operators on the device draw their seeds from when they are recorded, instead
+of torch's default generator. So a lazy generator cuts nothing, and its numbers are the same in every plan
+(`lowering.ir.rng`, Note [Random numbers are data]). `torch.Generator("lazy").manual_seed(7)` gives the same numbers as
+`torch.manual_seed(7)`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from lazy_backend.tensors.contexts import contexts
 
-# A dispatched call has a new Python object around the user's generator: this is how to find the user's own.
+# A dispatched call has a new Python object around the user's generator: this table leads back to the user's object.
 _known: weakref.WeakValueDictionary[int, LazyGenerator] = weakref.WeakValueDictionary()
 
 
 class LazyGenerator(torch.Generator):
-    """A generator of the CPU that says it is on a lazy device: seeds are drawn on the host. State and all else is its.
+    """A CPU generator that says it is on a lazy device: seeds are drawn on the host. Its state is that of the CPU one.
 
     Made by `torch.Generator(device="lazy")`.
     """
@@ -49,7 +49,7 @@ class LazyGenerator(torch.Generator):
 
 
 def lazy_generator(generator: Any) -> LazyGenerator | None:
-    """The user's lazy generator that `generator`, an argument of a call, is; None if it is another."""
+    """The user's lazy generator behind `generator`, an argument of a call; None if it is not lazy."""
     if not isinstance(generator, torch.Generator):
         return None
     return _known.get(generator._cdata)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from lazy_backend.tensors.transfers import uploaded
 
 
 def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
-    """A tensor whose memory is recorded at its first use, so that an upload into it leaves no trace."""
+    """A tensor whose allocation is recorded at its first use, so that an upload into it records nothing."""
     storage = LazyStorage(context, None, UNWRITTEN, meta)
     context.registry.register(storage)
     context.paths.create()
@@ -28,7 +28,7 @@ def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
 
 
 def new_data(context: DeviceContext, tensor: torch.Tensor) -> LazyStorage:
-    """A storage that holds `tensor`, a real tensor on the backing device that nobody else writes to."""
+    """A storage that holds `tensor`, a real tensor on the backing device that nothing else writes to."""
     base = tensor
     if tensor.storage_offset():
         base = run_clean(tensor.clone)
@@ -46,7 +46,7 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),))  # type: ignore[call-overload, no-any-return]
 
 
-# Host constants that were uploaded once; read-only, shared by as many inputs as have the value.
+# Host constants that were uploaded once; read-only, shared by all inputs with the same value.
 data_cache: DataCacheArena[torch.Tensor] = DataCacheArena(config.constants_cache_entries, config.constants_cache_bytes)
 _counted_before: Counter[str] = Counter()
 
@@ -98,7 +98,7 @@ def quantized_error() -> LazyBackendError:
 
 
 def mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> LazyBackendError:
-    if tensor.is_quantized:  # PyTorch leaves it where it is when it is moved to this device, and asks nobody
+    if tensor.is_quantized:  # PyTorch moves no quantised tensor to this device, and does not ask us
         return quantized_error()
     return DeviceError(
         f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "

@@ -1,4 +1,4 @@
-"""How often each path of a trie was taken, and what that makes in calls and tensors."""
+"""How often each path of a trie was taken, and how many calls and tensors that makes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lazy_backend.lowering.ir.program import Call, Cut, Fresh
 
 
 class PathCounts:
-    """Paths, each with how often it was taken. A sync costs one count; calls are counted when somebody asks."""
+    """Paths, each with how often it was taken. A sync costs one count; calls are counted when they are asked for."""
 
     def __init__(self) -> None:
         self._uses: Counter[TrieNode[Call | Cut]] = Counter()
-        self._created = 0  # tensors made outside a path, or in one that is forgotten
+        self._created = 0  # tensors made outside a path, or on a forgotten one
 
     def take(self, cursor: TrieNode[Call | Cut]) -> None:
-        """The path that ends at `cursor` was taken once more."""
+        """Count one more use of the path that ends at `cursor`."""
         self._uses[cursor] += 1
 
     def create(self, number: int = 1) -> None:
-        """Tensors were made outside any path."""
+        """Count tensors that were made outside any path."""
         self._created += number
 
     def calls(self) -> Counter[str]:
@@ -36,7 +36,7 @@ class PathCounts:
         return self._created + sum(uses * _created_in(cursor.path()) for cursor, uses in self._uses.items())
 
     def forget(self) -> Counter[str]:
-        """Let go of the paths. Returns their calls; what they created stays counted."""
+        """Drop the paths. Returns their calls; the tensors that they created stay counted."""
         calls, self._created = self.calls(), self.created()
         self._uses.clear()
         return calls

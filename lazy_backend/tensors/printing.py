@@ -1,7 +1,7 @@
 """Print a lazy tensor as PyTorch prints tensors of its other devices: `tensor([1., 2.], device='lazy:0')`.
 
 In: a lazy tensor and its values on the CPU. Out: its `repr`, with the options of `torch.set_printoptions`.
-PyTorch begins the `repr` of a subclass with the name of its class and indents by that, whatever is inside.
+PyTorch would begin the `repr` of a subclass with its class name and indent by the length of that name.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 # Internal, checked on 2.13: the parts that torch._tensor_str prints every strided tensor with. There is no public way
-# to print a tensor with other suffixes than its own.
+# to print a tensor with suffixes other than its own.
 from torch._tensor_str import PRINT_OPTS, _add_suffixes, _tensor_str
 
 _PREFIX = "tensor("
 
-# Dtypes that a printed number shows by itself
+# Dtypes that are evident from a printed number
 _EVIDENT = (torch.int64, torch.bool)
 
 
@@ -29,7 +29,7 @@ def print_tensor(tensor: torch.Tensor, values: torch.Tensor, tangent: torch.Tens
 
 
 def _geometry(values: torch.Tensor) -> list[str]:
-    """Shape and dtype, where what is printed between the brackets leaves them open."""
+    """Shape and dtype, where the printed values do not show them."""
     default = torch.get_default_dtype()
     is_empty = values.numel() == 0
     default_complex = torch.complex128 if default == torch.float64 else torch.complex64
@@ -39,7 +39,7 @@ def _geometry(values: torch.Tensor) -> list[str]:
 
 
 def _history(tensor: torch.Tensor) -> list[str]:
-    """What autograd knows of a tensor."""
+    """The suffix for what autograd knows about a tensor."""
     try:
         made_by = tensor.grad_fn
     except RuntimeError:  # a view made without autograd whose base was written

@@ -1,4 +1,4 @@
-"""What is alive, by weak references."""
+"""Weak references to the objects that are alive."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Weak references to everything that was registered and may be alive.
 
-    Seed: lazy_graph_executor, `RegisterTensor`, `UnregisterTensor`. What dies is unregistered when there is reason to
-    look, so that registering costs a constant.
+    Seed: lazy_graph_executor, `RegisterTensor`, `UnregisterTensor`. Dead objects are unregistered only when the list
+    has doubled, so that registering costs a constant.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Registry(Generic[T]):
         self.register_all((one,))
 
     def register_all(self, several: Iterable[T]) -> None:
-        """Note what a trace or a replay made and somebody holds."""
+        """Note objects that a trace or a replay made and that are still held."""
         self.references.extend(map(weakref.ref, several))
         if len(self.references) > self._bound:
             self._unregister_dead()
@@ -39,13 +39,13 @@ class Registry(Generic[T]):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[T]]:
-        """A list that takes up what is registered one by one within the block."""
+        """A list that collects what `register` gets within the block."""
         watched: list[T] = []
         self._watched = watched
         try:
             yield watched
         finally:
-            if self._watched is watched:  # it may end late, after an interruption
+            if self._watched is watched:  # this block may end late, after an interruption
                 self._watched = None
 
     def _unregister_dead(self) -> None:

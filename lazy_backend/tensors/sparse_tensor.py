@@ -3,12 +3,12 @@
 In: a sparse tensor on the backing device (COO, CSR, CSC, BSR, BSC). Out: a `LazySparseTensor` that stands for it.
 
 Note [Sparse tensors are opaque]
-How many elements a sparse tensor has depends on values, so nothing can be recorded of it: it always has its value, and
-operators on it run at once. PyTorch sees a sparse tensor on the device "lazy", with the layout and the answers of the
-real one, so optimizers and autograd take their sparse paths. It is no `LazyTensor`, which has a geometry, and the
-recorder never meets one as an operand: where a call has operands of both classes, this class gets it. Indices and
-values taken from it are lazy tensors that share its memory. They are recorded as any other; what is pending on them has
-run before an operator looks at the sparse tensor.
+The number of elements of a sparse tensor depends on values, so nothing about it can be recorded: a sparse tensor always
+has its value, and operators on it run at once. PyTorch sees a sparse tensor on the device "lazy" with the layout and
+properties of the real one, so optimizers and autograd take their sparse paths. A `LazySparseTensor` is not a
+`LazyTensor`, which has a geometry, and the recorder never meets one as an operand: a call with operands of both classes
+is dispatched to `LazySparseTensor`. Indices and values taken from a sparse tensor are lazy tensors that share its
+memory. They are recorded like any other; what is pending on them runs before an operator reads the sparse tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LazySparseTensor(torch.Tensor):
 
     _real: torch.Tensor  # on the backing device
     _context: DeviceContext
-    # what lazy tensors share memory with the indices and values, by the address of the real storage
+    # the lazy storages behind the indices and values, by the address of the real storage
     _parts: dict[int, LazyStorage]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -44,11 +44,11 @@ class LazySparseTensor(torch.Tensor):
         raise TypeError('LazySparseTensor is not called: make one with device="lazy" or .to("lazy")')
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `wrap_sparse` makes instances."""
+        """Do nothing: `wrap_sparse` makes instances."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError("lazy_backend was not installed")  # it puts the dispatcher here
+        raise NotImplementedError("lazy_backend was not installed")  # installation puts the dispatcher here
 
     @property
     def is_lazy(self) -> bool:
@@ -69,14 +69,14 @@ class LazySparseTensor(torch.Tensor):
         follow(self)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # torch compares devices with their index: without one, `x.to("lazy")` would copy
+        # torch compares device indices as well: without an index, `x.to("lazy")` would copy
         default = contexts.default_device()
         places = [default if _is_lazy_without_index(arg) else arg for arg in args]
         named = {name: default if _is_lazy_without_index(arg) else arg for name, arg in kwargs.items()}
         return super().to(*places, **named)  # type: ignore[arg-type]
 
     def new(self, *args: Any, device: Any = None) -> torch.Tensor:  # type: ignore[override]
-        """The old constructor, which optimizers call. Torch has none for sparse tensors of this device."""
+        """The old constructor, which optimizers call. Torch has none for sparse tensors on this device."""
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device if device is None else device}
         if args and isinstance(args[0], torch.Tensor):
             return torch.sparse_coo_tensor(*args, **options)
@@ -107,7 +107,7 @@ class LazySparseTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         printed = super().__repr__(tensor_contents=tensor_contents)  # type: ignore[call-arg]
-        # torch indents by the name of the class
+        # torch indents by the length of the class name
         surplus = "\n" + " " * (len(type(self).__name__) - len("tensor"))
         return printed.replace(f"{type(self).__name__}(", "tensor(", 1).replace(surplus, "\n")
 
@@ -130,7 +130,7 @@ class LazySparseTensor(torch.Tensor):
 
 
 def attributes_of(tensor: LazySparseTensor) -> dict[str, Any]:
-    """What users have set on `tensor`."""
+    """The attributes that users have set on `tensor`."""
     return {name: value for name, value in tensor.__dict__.items() if name not in ("_real", "_context", "_parts")}
 
 
@@ -143,7 +143,7 @@ def wrap_sparse(context: DeviceContext, real: torch.Tensor, storages: Iterable[L
 
 
 def follow(tensor: LazySparseTensor) -> None:
-    """Show what an operator has made of the real tensor in place: its size, and its memory."""
+    """Update `tensor` after an operator has changed the real tensor in place: its size, and its memory."""
     real = tensor._real
     if real.shape == tensor.shape and all(_place(part) in tensor._parts for part in _real_parts(real)):
         return
@@ -153,7 +153,7 @@ def follow(tensor: LazySparseTensor) -> None:
 
 
 def part_of(tensor: LazySparseTensor, real: torch.Tensor) -> LazyTensor | None:
-    """Indices or values of `tensor`, which share its memory: what is written to them is written to it."""
+    """Indices or values of `tensor`, as a lazy tensor that shares their memory, so that writes reach `tensor`."""
     storage = tensor._parts.get(_place(real))
     if storage is None:
         return None
@@ -164,7 +164,7 @@ def part_of(tensor: LazySparseTensor, real: torch.Tensor) -> LazyTensor | None:
 def _storages_behind(
     context: DeviceContext, real: torch.Tensor, storages: Iterable[LazyStorage]
 ) -> dict[int, LazyStorage]:
-    """The memory of indices and values as lazy storages: those that are known, and new ones."""
+    """Lazy storages for the memory of indices and values: the known ones, and new ones for the rest."""
     known = {_place(storage.tensor): storage for storage in storages if storage.tensor is not None}
     found: dict[int, LazyStorage] = {}
     for part in _real_parts(real):
@@ -187,19 +187,19 @@ def _place(real: torch.Tensor) -> int:
 
 
 def _base_of(part: torch.Tensor) -> torch.Tensor:
-    """A tensor for all the memory that `part` looks into: itself, if it has neither gaps nor an offset."""
+    """A tensor over the whole storage of `part`: `part` itself, if it has neither gaps nor an offset."""
     if not part.storage_offset() and torch.ops.aten.is_non_overlapping_and_dense(part):
         return part.detach()
     return whole_storage(part)
 
 
-# internal, checked on 2.13; FakeTensor makes its sparse tensors so
+# internal, checked on 2.13; FakeTensor makes its sparse tensors this way
 _make_subclass: Any = torch.Tensor._make_subclass
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 def _shell(context: DeviceContext, real: torch.Tensor) -> LazySparseTensor:
-    """What PyTorch sees: a sparse tensor of its own that says it is on the lazy device."""
+    """The tensor that PyTorch sees: one of its own sparse tensors that says it is on the lazy device."""
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         made = _make_subclass(
             LazySparseTensor, real, False, dispatch_device=True, device_for_backend_keys=context.device

@@ -1,20 +1,22 @@
 """The state of one device: data that tensors stand for, the trace that makes it, the context around both.
 
-In one module because each refers to the others: data knows its device, a device its trace, a trace its data.
+In one module because they refer to each other: data to its device, a device to its trace, a trace to its data.
 Seed: lazy_graph_executor, `DeviceContextArena`.
 
 Note [Traced ranges]
-Under a profiler each trace is shown as a range, from its first call to its sync. The recorder must not ask at every
-call whether this is the first one under a profiler; but it compares the default dtype with the trace's at every call.
-So a trace made under a profiler has none: its first call finds a difference, and whoever looks into it opens the range.
+Under a profiler, each trace is shown as a range, from its first call to its sync. The recorder must not check at every
+call whether this is the first one under a profiler, but it does compare the default dtype with the trace's at every
+call. So a trace made under a profiler has no default dtype: its first call finds a difference, and the code that
+handles the difference opens the range.
 
 Note [Who holds a pending storage]
-A sync computes what somebody still holds. Weak references would not tell: before the garbage collector calls the
-finalizers of a dead cycle, it clears the weak references into it, and a finalizer that reads would find that a sync
-since then, its own or a signal handler's, passed its tensors over. So a deferred trace refers strongly to every storage
-it made, which has no memory of its own yet, and asks for the number of references: that drops when the last holder is
-really gone, as objects here are part of no cycle. Once the calls of a trace have their values when they are recorded,
-it refers to the storages weakly, as memory must be freed as in eager; whom the collector hides then has its value.
+A sync computes the live set: the pending storages that are still held. Weak references could not tell which those are:
+before the garbage collector calls the finalizers of a dead cycle, it clears the weak references into the cycle. A
+finalizer that reads would then find that a sync in between, its own or a signal handler's, had skipped its tensors. So
+a deferred trace refers strongly to every storage it made, none of which has memory yet, and reads their reference
+counts: a count drops when the last holder is really gone, as objects here are not part of cycles. Once the calls of a
+trace get their values as they are recorded, the trace refers to its storages weakly, since memory must be freed as in
+eager; a storage that the collector hides then has its value already.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from lazy_backend.tensors.registry import Registry
 class TensorData:
     """What a lazy tensor stands for: a geometry over a storage, and its token in the trace that last used it.
 
-    `epoch` is the trace the token belongs to. A tensor of an earlier trace enters the current one as an input.
+    `epoch` identifies the trace the token belongs to. A tensor of an earlier trace enters the current one as an input.
     """
 
     __slots__ = ("context", "epoch", "token", "meta", "__weakref__")
@@ -69,7 +71,7 @@ class LazyStorage(TensorData):
     """The memory shared by a base and all its views; also the base's own `TensorData`.
 
     Pending (`tensor` and `error` None), computed (`tensor`: the base on the backing device, with exactly the geometry
-    of `meta`) or poisoned (`error`). `token` `UNWRITTEN` marks memory nobody recorded yet.
+    of `meta`) or poisoned (`error`). The token `UNWRITTEN` marks memory that is not recorded yet.
     """
 
     __slots__ = ("tensor", "error")
@@ -88,7 +90,7 @@ class LazyStorage(TensorData):
 
 
 class ViewData(TensorData):
-    """A view: the storage it looks into, kept alive by it, and its own geometry."""
+    """A view: its own geometry, and the storage that it looks into and keeps alive."""
 
     __slots__ = ("_storage",)
 
@@ -113,18 +115,18 @@ UNWRITTEN = Token("unwritten", 0)
 
 
 def _reference_counts(objects: list[Any]) -> list[int]:
-    """The numbers of references to each of `objects`, with those of the list and of this call."""
+    """The reference count of each of `objects`, including the references of the list and of this call."""
     return list(map(getrefcount, objects))
 
 
-# What `_reference_counts` gives for what only the list holds; it differs between versions of Python.
+# What `_reference_counts` gives for an object that only the list holds; differs between versions of Python.
 _UNHELD = _reference_counts([object()])[0]
 
 
 class Epoch:
-    """Identifies a trace in the tokens that it gives out. `cursor`: where the trace ended, once it has.
+    """Identifies the trace that gave out a token. `cursor`: where the trace ended, once it has ended.
 
-    What is alive later leads back through it to the line that made it, as long as its token is that trace's.
+    A storage that is alive later leads back through its epoch to the line that made it, while it keeps that token.
     """
 
     __slots__ = ("cursor", "__weakref__")
@@ -145,13 +147,13 @@ class Epoch:
 class Trace:
     """A cursor into the trie, and the data that goes with this walk through it.
 
-    The cursor names the program; `inputs`, `constants` and `seeds` are what differs between two walks along the same
+    The cursor identifies the program; `inputs`, `constants` and `seeds` are what differs between two walks along a
     path. `pending` refers to every storage made in this trace, in program order, weakly if the trace is computed (Note
     [Who holds a pending storage]). `start` is a time; `default_dtype` holds for the whole trace. `computed`: whether
-    everything recorded has its value already, or gets it from the run that stands here, and what comes is computed when
-    it is recorded (Note [First sight runs]).
+    all recorded calls have their values, or the run that gives them their values; later calls are then computed as they
+    are recorded (Note [First sight runs]).
     `unfinished`: the key of the call that is being recorded, or the run that is being scheduled; while it is a key, the
-    lists may hold more than the path mentions. `changes` counts what came in the midst of that (Note [Interruption]).
+    lists may hold more than the path mentions. `changes` counts what happened in between (Note [Interruption]).
     """
 
     __slots__ = (
@@ -179,13 +181,13 @@ class Trace:
         self.groups: dict[LazyStorage, int] = {}
         self.constants: list[float] = []
         self.seeds: list[int] = []
-        self.pending: list[Any] = []  # LazyStorage | ref[LazyStorage]; the recorder adds to it without a call
+        self.pending: list[Any] = []  # LazyStorage | ref[LazyStorage]; the recorder appends to it directly
         self.start = start
         self.default_dtype: torch.dtype | None = torch.get_default_dtype()
         self.computed: Work | bool = False
         self.unfinished: list[Any] | Work | None = None
         self.changes = 0
-        self.entering: TensorData | None = None  # what became an input last; it may not be among them yet
+        self.entering: TensorData | None = None  # what became an input last; it may not be in `inputs` yet
         self.run_seconds = 0.0  # of the calls that ran when they were recorded
         self.range: AbstractContextManager[Any] | None = None  # of the profiler; see Note [Traced ranges]
 
@@ -211,7 +213,7 @@ class Trace:
             for data in (*self.inputs[num_inputs:], self.entering):
                 if data is not None and data.epoch is self.epoch and data not in kept:
                     data.epoch = None
-            if cursor is self.cursor:  # from here on neither a call nor a jump back: nothing can come in between
+            if cursor is self.cursor:  # from here on neither a call nor a backward jump: nothing can come in between
                 self.groups = groups
                 self.entering = None
                 del self.inputs[num_inputs:], self.constants[num_constants:]
@@ -228,13 +230,13 @@ class Trace:
         self.pending.append(ref(storage) if self.computed else storage)
 
     def become_computed(self, run: Work) -> None:
-        """From here on `run` gives everything recorded its value."""
+        """From here on, `run` gives every recorded call its value."""
         weak = list(map(ref, self.pending))
         self.pending, self.computed = weak, run  # no call between the two stores
 
     def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
-        """The pending storages somebody still holds: their places, and themselves."""
-        pending = self.pending.copy()  # what comes in between may shorten it
+        """The live set: the places of the pending storages that are still held, and the storages themselves."""
+        pending = self.pending.copy()  # an interruption may shorten it
         if self.computed:
             held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
         else:
@@ -254,7 +256,7 @@ class Trace:
 
 
 def new_queue(index: int) -> DeviceQueue:
-    # asking for the number of threads makes a new thread obey torch.set_num_threads: MKL would take all cores
+    # asking for the number of threads makes a new thread obey torch.set_num_threads; else MKL would take all cores
     return DeviceQueue(f"lazy:{index}", on_start=torch.get_num_threads)
 
 
@@ -264,7 +266,7 @@ class DeviceContext:
     def __init__(self, index: int, backing: torch.device) -> None:
         self.index = index
         self.device = torch.device("lazy", index)
-        self.name = str(self.device)  # 0.4 µs, and every sync's record has it
+        self.name = str(self.device)  # str() takes 0.4 µs, and every sync's record needs it
         self.backing = backing
         self.lock = threading.RLock()
         self.trie: Trie[Call | Cut] = Trie()
@@ -272,13 +274,13 @@ class DeviceContext:
         self.trace = self._fresh_trace()
         self.queue = new_queue(index)
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
-        self.fakes: dict[TensorMeta, Any] = {}  # its operands, by geometry
+        self.fakes: dict[TensorMeta, Any] = {}  # operands for metadata inference, by geometry
         self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
-        self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie rest on
-        # what a trace makes is in its `pending`; what outlives it, and what never was in one, is registered here
+        self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie depend on
+        # storages of a trace are in its `pending`; those that outlive it, or never were in a trace, are registered here
         self.registry: Registry[LazyStorage] = Registry()
         self.paths = PathCounts()
-        self._baseline: Counter[str] = Counter()  # what `reset_counters` subtracts from the cumulative ones
+        self._baseline: Counter[str] = Counter()  # cumulative counters at the last `reset_counters`
 
     @property
     def locker(self) -> DeviceLocker:
@@ -302,7 +304,7 @@ class DeviceContext:
         return not self.trace.is_empty() or isinstance(self.trace.unfinished, Work)
 
     def new_trace(self) -> None:
-        """Start recording afresh. The caller holds `lock`."""
+        """Start a new trace. The caller holds `lock`."""
         fresh = self.fresh_trace()
         self.trace.epoch.cursor = self.trace.cursor
         self.trace.changes += 1
@@ -311,11 +313,11 @@ class DeviceContext:
     def replace_trace(self, trace: Trace, cursor: TrieNode[Call | Cut], fresh: Trace) -> bool:
         """`new_trace`, unless something was recorded since `cursor`. The caller holds `lock`.
 
-        A call that the caller interrupted, as a signal handler, starts anew.
+        If the caller, such as a signal handler, interrupted a call, that call starts again.
         """
         trace.epoch.cursor = cursor
         trace.changes += 1
-        # nothing can come between this question and the store: neither calls a function. See Note [Interruption]
+        # nothing can come between this check and the store: neither calls a function. See Note [Interruption]
         if self.trace is trace and trace.cursor is cursor:
             self.trace = fresh
             return True
@@ -332,7 +334,7 @@ class DeviceContext:
         return False
 
     def fresh_trace(self) -> Trace:
-        """A trace to go on with. Forgets the paths if there are too many, or settings that they rest on changed."""
+        """A trace to continue with. Forgets the paths if there are too many, or if settings they depend on changed."""
         settings = config.force_fallback, torch.get_default_dtype()
         if self.trie.size > config.trie_limit or settings != self._settings:
             self.forget_paths()
@@ -345,19 +347,19 @@ class DeviceContext:
         return trace
 
     def restart_clock(self) -> None:
-        """What was waited for is no part of a recording that has not begun."""
+        """Restart the trace's clock if it is empty: time spent waiting before a recording is not part of it."""
         with self.lock:
             if self.trace.is_empty():
                 self.trace.start = perf_counter()
 
     def begin_traced_range(self) -> None:
-        """A range of the profiler from the first call of a trace to its sync. See Note [Traced ranges]."""
+        """Open the profiler's range from the first call of a trace to its sync. See Note [Traced ranges]."""
         self.trace.default_dtype = self._settings[1]
         self.trace.range = profiled("trace")
         self.trace.range.__enter__()
 
     def forget_paths(self) -> None:
-        """Start the trie afresh. The caller holds `lock` and starts a new trace."""
+        """Clear the trie. The caller holds `lock` and starts a new trace."""
         self._settings = config.force_fallback, torch.get_default_dtype()
         for name, count in self.paths.forget().items():
             metrics.increment(name, count)
@@ -365,9 +367,9 @@ class DeviceContext:
         self.trie.reset()
 
     def get_live_tensors(self) -> list[LazyStorage]:
-        """Every storage somebody holds on this device: computed ones, scheduled ones, then pending ones."""
+        """Every storage that is held on this device: computed ones, scheduled ones, then pending ones."""
         with self.lock:
-            # an interrupted sync may register one twice
+            # an interrupted sync may register a storage twice
             return list(dict.fromkeys([*self.registry.alive(), *self.trace.live()[1]]))
 
     def alive(self) -> Alive:
@@ -377,7 +379,7 @@ class DeviceContext:
         return Alive(len(sizes), sum(sizes), allocated)
 
     def _each_live(self) -> Iterator[LazyStorage]:
-        """Every live storage, held one at a time: what dies in a run under way must not wait for who counts."""
+        """Every live storage, held one at a time, so that counting does not keep alive what a run under way drops."""
         with self.lock:
             references = [*self.registry.references, *map(weakref.ref, self.trace.live()[1])]
         for reference in {id(reference): reference for reference in references}.values():
@@ -386,7 +388,7 @@ class DeviceContext:
                 yield storage
 
     def live_by_line(self) -> list[dict[str, Any]]:
-        """The live tensors, by the line that made them, or that used them last if a later step did."""
+        """The live tensors, by the line that made them, or the line that last used them if that was in a later step."""
         groups: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         origins: dict[Epoch, dict[Token, tuple[str, str]]] = {}
@@ -399,7 +401,7 @@ class DeviceContext:
             for (how, site), count in groups.most_common()
         ]
 
-    # Counters. See the module docstring of `metrics`: paths are counted per sync, calls when somebody asks.
+    # Counters. See the module docstring of `metrics`: paths are counted per sync, calls when they are asked for.
 
     def _cumulative(self) -> Counter[str]:
         created = self.paths.created() + len(self.trace.pending)
@@ -421,7 +423,7 @@ class DeviceContext:
 
 
 def _origin(storage: LazyStorage, origins: dict[Epoch, dict[Token, tuple[str, str]]]) -> tuple[str, str]:
-    """How a live tensor was met last, "made at", "used at" or "from outside", and the line."""
+    """How a trace last met a live tensor ("made at", "used at" or "from outside"), and the line."""
     epoch, token = storage.epoch, storage.token
     if not isinstance(epoch, Epoch) or token is None:
         return "from outside", ""

@@ -1,12 +1,12 @@
 """The tensor users hold, and the data behind it.
 
-`LazyTensor` is a wrapper subclass on device `lazy` that holds one `TensorData`. What it stands for may not have been
-computed yet.
+`LazyTensor` is a wrapper subclass on device `lazy` that holds one `TensorData`. Its value may not have been computed
+yet.
 
 Note [Liveness is deterministic]
-The recorder refers to the `LazyStorage` of what it made, never to tensors: `torch.utils.swap_tensors` refuses weakly
-referenced tensors. No object here is part of a reference cycle, so what the user drops is given up at once and the
-outputs of a step do not depend on the garbage collector. See also Note [Who holds a pending storage].
+The recorder refers to the `LazyStorage` of each result, never to tensors: `torch.utils.swap_tensors` refuses weakly
+referenced tensors. No object here is part of a reference cycle, so what the user drops is freed at once and the outputs
+of a step do not depend on the garbage collector. See also Note [Who holds a pending storage].
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ NOT_TRACED = (
     "  call the function as it is, trace it with CPU tensors, or use torch.compile(function, backend='lazy')"
 )
 
-# The parts of PyTorch that would trace or compile what lazy tensors are given to. Checked on 2.13.
+# The parts of PyTorch that would trace or compile functions of lazy tensors. Checked on 2.13.
 _COMPILERS = tuple(
     f"torch.{name}."
     for name in ("_dynamo", "_export", "_functorch", "_guards", "_higher_order_ops", "_subclasses", "export", "fx")
 )
-_MARKING_DIMENSIONS = "torch._dynamo.decorators"  # mark_dynamic and its like, which compile nothing
+_MARKING_DIMENSIONS = "torch._dynamo.decorators"  # mark_dynamic and similar functions, which compile nothing
 
 
 def compiler_at(frame: types.FrameType | None) -> str | None:
-    """The module of PyTorch's compilers whose code `frame` runs; None for everybody else's."""
-    # expressions that guards evaluate, and `transform_subclass`, ask for their callers
+    """The module of PyTorch's compilers whose code `frame` runs; None for any other code."""
+    # expressions that guards evaluate, and `transform_subclass`, act for their callers
     while frame is not None and (
         frame.f_code.co_filename == "<string>" or frame.f_globals.get("__name__") == "torch.utils._python_dispatch"
     ):
@@ -53,7 +53,7 @@ def compiler_at(frame: types.FrameType | None) -> str | None:
 
 
 def backing_tensor(data: TensorData) -> torch.Tensor:
-    """The real tensor of `data`, which must have been computed: a base's own, or a view made again from it.
+    """The real tensor of `data`, which must have been computed: the base itself, or a view made again from the base.
 
     Raises `PoisonedTensorError` if the run that should have computed it failed.
     """
@@ -103,19 +103,19 @@ class LazyTensor(torch.Tensor):
         raise TypeError('LazyTensor is not called: make one with device="lazy" or .to("lazy")')
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `make_wrapper` and `wrap` make instances."""
+        """Do nothing: `make` and `wrap` make instances."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError("lazy_backend was not installed")  # it puts the recorder here
+        raise NotImplementedError("lazy_backend was not installed")  # installation puts the recorder here
 
     # `Module.to` swaps a parameter in place, instead of replacing it, for tensor classes that have these two methods
-    # (torch.nn.modules.module, checked on 2.13). So ties and optimizers survive `.to("lazy")`.
+    # (torch.nn.modules.module, checked on 2.13). So tied parameters and optimizers survive `.to("lazy")`.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The attribute that holds the real tensor: who writes files asks so which tensors share memory.
+        """The name of the attribute that holds the real tensor: code that writes files finds shared memory this way.
 
-        Asking runs nothing, reading the attribute does. Compilers, who ask too, must not see it: to those that may
-        trace lazy tensors they are tensors without inner ones.
+        This call runs nothing; reading the attribute does. Compilers call it too and must not see the attribute: those
+        that may trace lazy tensors get tensors without inner ones.
         """
         compiler = compiler_at(sys._getframe(1))
         if compiler is None:
@@ -126,7 +126,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def _may_be_traced_by(compiler: str) -> bool:
-        """Whether code of the module `compiler` traces for us. `let_dynamo_trace` replaces it."""
+        """Whether code of the module `compiler` traces for us. `let_dynamo_trace` replaces this method."""
         return False
 
     @staticmethod
@@ -134,7 +134,7 @@ class LazyTensor(torch.Tensor):
         """A copy of the real tensor, on the device."""
         return cast("torch.Tensor", inner["_backing_tensor"].to(meta))
 
-    _backing_tensor: torch.Tensor  # computed first if need be; not to be written. `install_serialization` puts it here
+    _backing_tensor: torch.Tensor  # computed first if need be; do not write to it. `install_serialization` puts it here
 
     @property
     def is_lazy(self) -> bool:
@@ -156,7 +156,7 @@ class LazyTensor(torch.Tensor):
                 f"  move it first, as in tensor.to({str(self.device)!r})"
             )
         if value.is_conj() and not self.is_complex():
-            value = cast("LazyTensor", value.resolve_conj())  # a tensor that is not complex cannot take the bit: a copy
+            value = cast("LazyTensor", value.resolve_conj())  # copied: only a complex tensor can take the bit
         assign(self, value._data)
 
     @hide_internals
@@ -165,7 +165,7 @@ class LazyTensor(torch.Tensor):
         if len(geometry) == 2:  # offset and size: the stride is optional
             geometry = (*geometry, contiguous_stride(tuple(geometry[1])))
         if isinstance(source, LazyTensor) and geometry:
-            # below Python this form takes the source's storage, and a lazy tensor's does not say whose it is
+            # in C++ this form takes the source's storage, and a lazy tensor's storage does not lead back to it
             offset, size, stride = geometry
             source = source.as_strided(size, stride, offset)
             return super().set_(source)
@@ -186,7 +186,7 @@ class LazyTensor(torch.Tensor):
             raise
 
     def __copy__(self) -> LazyTensor:
-        """Another tensor for the same memory. Torch's goes through pickle, which would read."""
+        """Another tensor for the same memory. Torch's `__copy__` goes through pickle, which would read."""
         copied = wrap(self._data, view_of=self)
         if isinstance(self, torch.nn.Parameter):
             copied = cast("LazyTensor", torch.nn.Parameter(copied, self.requires_grad))
@@ -196,7 +196,7 @@ class LazyTensor(torch.Tensor):
 
     @hide_internals
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        """As of a strided tensor: storages stay shared among what is copied together; nothing is run."""
+        """Copy as for a strided tensor: tensors that are copied together still share storages. Runs nothing."""
         known = memo.get(id(self))
         if known is not None:
             return cast("LazyTensor", known)
@@ -218,8 +218,8 @@ class LazyTensor(torch.Tensor):
 
     @hide_internals  # type: ignore[arg-type]
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # without modes, as PyTorch prints; but not under its guard against functorch, which an exception's traceback
-        # would keep alive, and functorch would stay off for the thread
+        # without modes, as PyTorch prints; but not under the guard that PyTorch turns functorch off with: an
+        # exception's traceback would keep the guard alive, and functorch would stay off for the thread
         with torch.no_grad(), _disable_current_modes(), reading_for("print"):
             primal, tangent = torch.autograd.forward_ad.unpack_dual(self)
             printed = print_tensor(self, primal.detach().cpu(), tangent)
@@ -227,7 +227,7 @@ class LazyTensor(torch.Tensor):
 
     @hide_internals
     def __format__(self, spec: str) -> str:
-        # torch formats only its own class like a number
+        # torch formats 0-d tensors as numbers only if they are of its own class
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     @hide_internals
@@ -285,7 +285,7 @@ _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 def wrapper_arguments(context: DeviceContext, meta: TensorMeta) -> tuple[Any, ...]:
-    """What `make` takes after the class, by position: parsing keywords would cost 0.1 µs per tensor."""
+    """The positional arguments of `make` after the class: parsing keywords would cost 0.1 µs per tensor."""
     return (meta.shape, meta.stride, meta.storage_offset, None, meta.dtype, torch.strided, context.device)
 
 
@@ -299,7 +299,7 @@ def wrap(data: TensorData, view_of: LazyTensor | None = None) -> LazyTensor:
 
 
 def set_bits(tensor: LazyTensor, meta: TensorMeta) -> None:
-    """Show the conjugate and negative bits of a view: operators that do not know them then get resolved operands."""
+    """Set the conjugate and negative bits of a view: operators that do not support them then get resolved operands."""
     # internal, checked on 2.13; torch.fx's meta converter does the same
     if meta.conj:
         torch._C._set_conj(tensor, True)
@@ -308,7 +308,7 @@ def set_bits(tensor: LazyTensor, meta: TensorMeta) -> None:
 
 
 def make_view(source: LazyTensor, arguments: tuple[Any, ...]) -> LazyTensor:
-    """A wrapper for a view of `source`: an inference tensor if `source` is one, whatever the mode now.
+    """A wrapper for a view of `source`: an inference tensor if `source` is one, whatever the current mode.
 
     Autograd's kernel, above us, gives views of normal tensors their version counter, which an inference tensor refuses.
     """
@@ -335,7 +335,7 @@ def _copy_storage(storage: LazyStorage, memo: dict[int, Any]) -> LazyTensor:
 
 
 def _copy_view(data: TensorData, base: LazyTensor) -> LazyTensor:
-    """What `data` is to its base, of another base."""
+    """The view of `base` that `data` is of its own base."""
     meta, base_meta = data.meta, base._data.meta
     if meta is base_meta:
         return wrap(base._data)
@@ -348,7 +348,7 @@ def assign(tensor: LazyTensor, data: TensorData) -> None:
     """Make `tensor` stand for `data`, as `tensor.data = ...`, `set_` and `t_` do; sizes, strides and dtype follow."""
     # shallow_copy_from keeps the object, its autograd history and its version counter
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        # it refuses tensors that differ in these; and only complex tensors are asked about the first
+        # `_set_data` refuses tensors whose bits differ; the conjugate bit counts for complex tensors only
         if tensor.is_conj() != data.meta.conj:
             torch._C._set_conj(tensor, data.meta.conj)
         if tensor.is_neg() != data.meta.neg:

@@ -1,11 +1,11 @@
-"""What a thread carries that changes how operators run, and how to run without it.
+"""Thread-local state that changes how operators run, and how to run without it.
 
 Note [Runs are clean]
-A run computes what was recorded. Modes of the thread that happens to run it (inference mode, autocast, the user's
-dispatch and function modes, functorch levels) were seen by the operators when they were recorded, above this package;
-they must not act a second time. The device's own thread carries none of them; a run within `mark_step`, a read and an
-upload happen on the user's thread, so they step out of its modes. Within `__torch_dispatch__` the thread moreover skips
-the dispatch keys above it, those that resolve conjugated and negated tensors among them.
+A run computes what was recorded. The modes of the thread that does the run (inference mode, autocast, the user's
+dispatch and function modes, functorch levels) already acted on the operators when they were recorded, above this
+package; they must not act a second time. The device's own thread has no such modes. But a run within `mark_step`, a
+read and an upload happen on the user's thread, so they step out of its modes. Within `__torch_dispatch__`, the thread
+also skips the dispatch keys above it, including those that resolve conjugated and negated tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-# internal, checked on 2.13: the public `torch.inference_mode(False)` is all there is, the rest has no public form
+# internal, checked on 2.13: only `torch.inference_mode(False)` is public, the rest has no public form
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
@@ -47,8 +47,8 @@ def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     """Call `function` with no gradients, no skipped dispatch keys and none of the thread's modes. 1.3 µs.
 
     For runs, reads and unseen calls, not for recorded ones. See Note [Runs are clean]. Not a context manager: one in
-    Python can be interrupted before it puts anything back, and the thread would go on without gradients (Note
-    [Interruption]). The guards here are C++ objects; the first one puts back the gradient mode too.
+    Python can be interrupted before it restores anything, and the thread would continue without gradients (Note
+    [Interruption]). The guards here are C++ objects; the first one restores the gradient mode too.
     """
     # internal, checked on 2.13: what `torch.inference_mode(False)` and `torch.no_grad()` call
     with torch._C._InferenceMode(False), torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED):

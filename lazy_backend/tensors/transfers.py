@@ -1,6 +1,6 @@
 """Copies between the host and the backing device, counted.
 
-In: bytes, and a function that copies them. Out: what it gives; seconds and bytes go to the metrics. 2 µs.
+In: a number of bytes, and a function that copies them. Out: its result; seconds and bytes go to the metrics. Adds 2 µs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def uploaded(num_bytes: int, copy: Callable[[], T]) -> T:
-    """What `copy` gives, an upload."""
+    """Run `copy`, an upload, and count it."""
     begin = perf_counter()
     copied = copy()
     metrics.observe_together({}, TransferToDeviceTime=perf_counter() - begin, OutboundData=num_bytes)
@@ -23,7 +23,7 @@ def uploaded(num_bytes: int, copy: Callable[[], T]) -> T:
 
 
 def downloaded(num_bytes: int, copy: Callable[[], T]) -> T:
-    """What `copy` gives, a download of a value that has been computed."""
+    """Run `copy`, a download of a value that has been computed, and count it."""
     begin = perf_counter()
     copied = copy()
     metrics.observe_together({}, TransferFromDeviceTime=perf_counter() - begin, InboundData=num_bytes)

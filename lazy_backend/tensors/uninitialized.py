@@ -1,6 +1,6 @@
-"""Parameters and buffers on the lazy device that have no shape yet: those of `nn.LazyLinear` and its like.
+"""Parameters and buffers on the lazy device that have no shape yet: those of `nn.LazyLinear` and similar modules.
 
-In: PyTorch's uninitialised tensors, given or moved to the device. Out: ones whose `materialize` makes lazy tensors.
+In: PyTorch's uninitialised tensors, made on or moved to the device. Out: ones whose `materialize` makes lazy tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lazy_backend.tensors.tensor import LazyTensor, assign, make, wrap, wrapper_
 
 
 class _NoShape:
-    """What both kinds do in another way than PyTorch's, whose methods ask for a shape."""
+    """Methods of both kinds that replace PyTorch's own, which ask for a shape."""
 
     _data: TensorData
 
@@ -44,7 +44,7 @@ class UninitializedLazyParameter(_NoShape, UninitializedParameter, LazyTensor): 
 
     def __new__(cls, requires_grad: bool = True, device: Any = None, dtype: Any = None) -> UninitializedLazyParameter:
         made = _shell(cls, device, dtype)
-        made._is_param = True  # what PyTorch knows parameters of other classes by
+        made._is_param = True  # how PyTorch recognises parameters of other classes
         made.requires_grad = requires_grad
         return made  # type: ignore[no-any-return]
 
@@ -85,7 +85,7 @@ def _shell(cls: Any, device: Any, dtype: Any) -> Any:
 
 
 def moved(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
-    """Another uninitialised tensor like `tensor`, where `example` is and of its dtype."""
+    """An uninitialised tensor like `tensor`, with the device and dtype of `example`."""
     is_parameter = isinstance(tensor, UninitializedParameter)
     if isinstance(example, LazyTensor):
         kind: Any = UninitializedLazyParameter if is_parameter else UninitializedLazyBuffer
