@@ -11,14 +11,14 @@
         optimizer.step()
         lazy_backend.mark_step()
 
-Operators on `device="lazy"` are recorded, not run. `mark_step()` cuts what was recorded, finds its computation in a
-cache, and runs it.
+Operators on `device="lazy"` are recorded, not run. `mark_step()` cuts the recorded graph, finds its computation in a
+cache, and runs the computation.
 """
 
 from pathlib import Path as _Path
 
-# In a checkout `lowering` and `cache` are beside this folder; installed, they are in it (pyproject.toml, package-dir).
-# Python looks there too if this is a checkout of ours, and nowhere else: somebody's `cache` may be beside a copy.
+# In a checkout, `lowering` and `cache` are beside this folder; installed, they are in it (pyproject.toml, package-dir).
+# The parent folder is searched only in a checkout of this project: beside a copy there may be an unrelated `cache`.
 _folder = _Path(__file__).resolve().parent
 _project = _folder.parent / "pyproject.toml"
 if not (_folder / "lowering").is_dir() and _project.is_file() and 'name = "lazy_backend"' in _project.read_text():

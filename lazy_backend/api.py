@@ -31,8 +31,8 @@ def mark_step(device: Device = "", wait: bool = False) -> None:
     """End a step: run everything pending, then the step closures.
 
     `device`: one lazy device, as in `"lazy:1"`; `""` means every device that was used. `wait`: return only when the
-    step has run; otherwise the run may go on in the background (`config.run_in_background`). Raises what an earlier
-    run raised, if nobody was told yet (`ExecutionError`), and what a closure raises. Named after
+    step has run; otherwise the run may continue in the background (`config.run_in_background`). Raises `ExecutionError`
+    if an earlier run failed and its error was not raised yet, and the error of a step closure. Named after
     `torch._lazy.mark_step`.
     """
     metrics.increment("MarkStep")
@@ -54,9 +54,9 @@ def _devices(device: Device) -> list[DeviceContext]:
 def wait_for_compiles(timeout: float | None = None) -> bool:
     """Wait until no graph is being compiled in the background, as for a benchmark.
 
-    What the next steps would ask the compiler for, because it has recurred, is asked for at once. `timeout`: seconds,
-    or None to wait as long as it takes; returns False if they were not enough. Training need not wait: graphs are
-    interpreted meanwhile. What is ready is used from the next step on.
+    Compiles that the next steps would request, for graphs that have recurred, are requested at once. `timeout`: in
+    seconds, or None to wait as long as necessary; returns False if the wait timed out. Training need not wait: graphs
+    are interpreted meanwhile. Finished plans are used from the next step on.
     """
     begin = perf_counter()
     finished = profiling.wait_for_compiles(timeout, asks=config.compile != "off")
@@ -67,9 +67,9 @@ def wait_for_compiles(timeout: float | None = None) -> bool:
 
 @hide_internals
 def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:
-    """Wait until everything scheduled on `devices` (default: all) has run, and asynchronous closures too.
+    """Wait until everything scheduled on `devices` (default: all) has run, and asynchronous step closures too.
 
-    Raises `ExecutionError` for a run that failed. Does not sync: what is only recorded stays recorded.
+    Raises `ExecutionError` for a run that failed. Does not sync: recorded calls stay pending.
     """
     if devices is None or isinstance(devices, torch.device | str | int):
         devices = [devices]
@@ -82,8 +82,8 @@ def wait_device_ops(devices: Sequence[Device] | Device = None) -> None:
 def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Device] = ()) -> None:
     """Compute `tensors`, and with them everything pending on their devices and on `devices`.
 
-    Unlike `torch._lazy.sync_multi`, which computes what `tensors` need and later, again, what others share with them.
-    Returns once the runs are scheduled.
+    Unlike `torch._lazy.sync_multi`, which computes only what `tensors` need, and later recomputes what other tensors
+    share with them. Returns once the runs are scheduled.
     """
     contexts_of_tensors = {t._data.context for t in tensors if isinstance(t, LazyTensor)}
     contexts_of_tensors |= {t._context for t in tensors if isinstance(t, LazySparseTensor)}
@@ -93,7 +93,7 @@ def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Device] = ()) 
 
 @hide_internals
 def get_tensor_id(tensor: torch.Tensor) -> int:
-    """A number that is the same for tensors standing for the same data, and for no others alive.
+    """An id that is the same for tensors that stand for the same data, and differs for any other live tensor.
 
     Raises `TypeError` for a tensor that is not lazy.
     """
@@ -104,7 +104,7 @@ def get_tensor_id(tensor: torch.Tensor) -> int:
 def to_cpu(tree: Any) -> Any:
     """A copy of `tree` (nested lists, tuples, dicts) with every lazy tensor on the CPU, after one sync per device.
 
-    Shapes, dtypes and `requires_grad` are kept; the copies are leaves, whatever made the tensors.
+    Shapes, dtypes and `requires_grad` are kept; the copies are leaf tensors, even if the originals are not.
     """
     found: list[LazyTensor] = []
     tree_map_only(LazyTensor, found.append, tree)
@@ -117,7 +117,7 @@ def to_cpu(tree: Any) -> Any:
 
 @hide_internals
 def save(tree: Any, *args: Any, **kwargs: Any) -> None:
-    """`torch.save` of a CPU copy: the file names no lazy device. Further arguments as for `torch.save`."""
+    """`torch.save` a CPU copy of `tree`: the file names no lazy device. Further arguments are those of `torch.save`."""
     torch.save(to_cpu(tree), *args, **kwargs)
 
 
@@ -125,20 +125,21 @@ def save(tree: Any, *args: Any, **kwargs: Any) -> None:
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
     """Call `closure(*args)` after the next `mark_step`, when reading `args` cuts nothing.
 
-    `run_async`: on a thread of its own, in order; at most `config.max_async_closures` wait. Its error is raised at the
-    next `mark_step`, `add_step_closure` or `wait_device_ops`. After `torch/_lazy/closure.py`, which loses such errors.
+    `run_async`: call it on a separate thread, in order; at most `config.max_async_closures` closures wait. An error
+    there is raised at the next `mark_step`, `add_step_closure` or `wait_device_ops`. Modelled on
+    `torch/_lazy/closure.py`, which loses such errors.
     """
     executor.rules.check_allowed("add_step_closure")
     closures.runner.add(closure, args, run_async)
 
 
 def manual_seed(seed: int) -> None:
-    """Seed what lazy random ops draw from. It is torch's default generator: `torch.manual_seed` does the same."""
+    """Seed torch's default generator, from which lazy random ops draw. `torch.manual_seed` does the same."""
     contexts.set_rng_seed(seed)
 
 
 class _Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
-    """A generator's `with` block whose exceptions have the user's frames only."""
+    """A context manager made from a generator; its exceptions show only the user's frames."""
 
     def __init__(self, make: Callable[[], Iterator[None]]) -> None:
         self._make = contextlib.contextmanager(make)
@@ -158,11 +159,12 @@ class _Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorato
 def step(
     device: Device = "", *, strict: bool = False, max_different_graphs: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """One step as a block: `mark_step` on entry, so that nothing else is in its graph, and on exit, also on errors.
+    """One step as a block: `mark_step` on entry, so that its graph holds nothing else, and on exit, also on errors.
 
-    `strict`: whatever would cut the graph within the block raises `StrictModeError`. `max_different_graphs`: raise
-    `TooManyGraphsError`, with the explanation, at the first step of this line that records one program more.
-    The block's own error is what is raised; if the sync on exit fails too, that is raised at the next sync or wait.
+    `strict`: any read or call within the block that would cut the graph raises `StrictModeError`.
+    `max_different_graphs`: raise `TooManyGraphsError`, with the explanation, when the steps of this line of code record
+    more different programs. An error in the block propagates; if the sync on exit fails too, the sync's error is raised
+    at the next sync or wait.
     """
     return _Block(lambda: _limited_step(device, strict, max_different_graphs))
 
@@ -189,15 +191,15 @@ def _step(device: Device, strict: bool) -> Iterator[None]:
 
 
 def strict() -> contextlib.AbstractContextManager[None]:
-    """Within this block, whatever would cut the graph raises `StrictModeError` with the line and the cause.
+    """A block in which any read or call that would cut the graph raises `StrictModeError` with the line and the cause.
 
-    For this thread; `config.strict` holds for all. `mark_step` and other syncs that were asked for are allowed.
+    Applies to this thread; `config.strict` applies to all threads. `mark_step` and other explicit syncs are allowed.
     """
     return executor.rules.strict()
 
 
 class _Switch(contextlib.AbstractContextManager["_Switch"]):
-    """Something that was switched, to be switched back where a `with` block ends; without a block it stays."""
+    """A mode that was switched: the end of a `with` block switches it back; without a block the mode stays."""
 
     def __init__(self, back: Callable[[], None]) -> None:
         self._back = back
@@ -211,8 +213,8 @@ class _Switch(contextlib.AbstractContextManager["_Switch"]):
 def eager_mode(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
     """Run every call at once on the backing device, in all threads: for debugging, and for loops that never repeat.
 
-    `eager_mode(True)` stays until `eager_mode(False)`; `with eager_mode():` until the block ends. What is pending is
-    run first. Values, errors and random numbers are those of lazy execution.
+    `eager_mode(True)` lasts until `eager_mode(False)`; `with eager_mode():` until the block ends. Pending calls are run
+    first. Values, errors and random numbers are the same as in lazy execution.
     """
 
     def switch(value: bool) -> None:
@@ -229,13 +231,13 @@ def eager_mode(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
 
 @hide_internals
 def allow_execution(allowed: bool) -> contextlib.AbstractContextManager[Any]:
-    """`allow_execution(False)`: from now on, in all threads, what would run something raises with its line.
+    """`allow_execution(False)`: from now on, in all threads, any sync or read raises `ExecutionNotAllowedError`.
 
-    That is `mark_step` as well as any read: for code that must only record, such as building a graph to look at. Until
-    `allow_execution(True)`, or the end of a `with` block. `strict()` refuses only the cuts that nobody asked for.
+    The error names the line; `mark_step` raises too. For code that must only record, such as building a graph to
+    inspect. Lasts until `allow_execution(True)`, or the end of a `with` block. `strict()` refuses only unintended cuts.
     """
     before = executor.rules.allows_execution
-    if not allowed and before:  # calls seen for the first time have run, so their trace cannot go on being recorded
+    if not allowed and before:  # calls seen for the first time have run, so recording cannot continue their trace
         for context in contexts.get_active_devices():
             executor.end_computed(context)
     executor.rules.allows_execution = allowed

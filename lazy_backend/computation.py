@@ -1,4 +1,4 @@
-"""What would be computed, and what was. Names of `torch._lazy.computation`."""
+"""Pending graphs and cached computations. Names follow `torch._lazy.computation`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from lazy_backend.tensors.tensor import LazyTensor
 def get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
     """32 hexadecimal digits of the key of the graph that computes `tensors`, which stay pending.
 
-    Equal for equal programs in every process with the same PyTorch, backend and device.
+    Equal for equal programs in every process with the same PyTorch, backend and device. Raises `TypeError` for a tensor
+    that is not lazy.
     """
     return inspection.get_graph_hash(check_lazy(tensors))
 
@@ -32,7 +33,7 @@ def check_lazy(tensors: Sequence[torch.Tensor]) -> list[LazyTensor]:
 
 
 def what_it_is(tensor: torch.Tensor) -> str:
-    """A tensor that is no `LazyTensor`, for an error, and what to do."""
+    """A description of a tensor that is not a `LazyTensor`, for an error message, with what to do."""
     if isinstance(tensor, LazySparseTensor):
         return "a sparse one, which always has its value\n  ask about its parts, as in tensor.values()"
     return f"one on {tensor.device}\n  as from tensor.to('lazy')"
@@ -40,7 +41,7 @@ def what_it_is(tensor: torch.Tensor) -> str:
 
 @hide_internals
 def get_computation(graph_hash: str) -> Computation:
-    """The cached computation of this hash, as `get_graph_hash` gives it. Raises `LookupError` if there is none."""
+    """The cached computation with a hash from `get_graph_hash`. Raises `LookupError` if there is none."""
     found = next((c for c in executor.computations.cache if c.hash == graph_hash), None)
     if found is None:
         raise LookupError(
@@ -55,27 +56,27 @@ def get_cached_computations() -> list[Computation]:
 
 
 def get_debug_states() -> dict[str, GraphExecutorState]:
-    """Per cached computation, by hash: runs, plan, compiles, promoted scalars, error."""
+    """The state of each cached computation, by hash: runs, plan, compiles, promoted scalars, error."""
     return {c.hash: c.executor.get_debug_state() for c in get_cached_computations()}
 
 
 @hide_internals
 def get_debug_state(graph_hash: str) -> GraphExecutorState:
-    """The same of one computation. Seed: `getDebugState`."""
+    """The state of one computation. Raises `LookupError` if it is not cached. Seed: `getDebugState`."""
     return get_computation(graph_hash).executor.get_debug_state()
 
 
 @hide_internals
 def is_optimized(graph_hash: str) -> bool:
-    """Whether its latest run was compiled, or a compiled plan of its own is there. Seed: `isOptimized`."""
+    """Whether a computation's latest run was compiled, or it has a compiled plan of its own. Seed: `isOptimized`."""
     return get_computation(graph_hash).executor.is_optimized()
 
 
 @hide_internals
 def debug_flush_compilation_cache(graph_hash: str | None = None) -> None:
-    """Forget the plans and errors of one computation, or of all: the next runs profile and compile anew.
+    """Forget the plans and errors of one computation, or of all: the next runs profile and compile again.
 
-    What is on disk stays there. Seed: `debugFlushCompilationCache`.
+    The disk cache is kept. Seed: `debugFlushCompilationCache`.
     """
     chosen = get_cached_computations() if graph_hash is None else [get_computation(graph_hash)]
     for computation in chosen:

@@ -1,4 +1,4 @@
-"""Look at graphs before they run, and at what a process did. Names of `torch._lazy.debug`."""
+"""Inspect graphs before they run, and export what a process did. Names follow `torch._lazy.debug`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ __all__ = ["dump_ir", "export_chrome_trace", "render_ir_graph"]
 def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
     """The graph that computes `tensors`, which stay pending.
 
-    `format` "text": the program with shapes and user lines, as many per call as `config.source_frames` says. "dot": as
-    `render_ir_graph`. "fx" (or "backend"): the FX code that a compiler gets.
+    `format` "text": the program with shapes and user lines, up to `config.source_frames` lines per call. "dot": the
+    output of `render_ir_graph`. "fx" (or "backend"): the FX code that a compiler gets. Raises `ValueError` for any
+    other format.
     """
     if format not in ("text", "dot", "fx", "backend"):
         raise ValueError(f"unknown format {format!r}\n  expected 'text', 'dot', 'fx' or 'backend'")
@@ -40,7 +41,7 @@ def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
 def render_ir_graph(tensors: Sequence[torch.Tensor], lines: bool = False) -> str:
     """The graph that computes `tensors`, in Graphviz's dot language: data edges solid, effects dashed.
 
-    `lines`: with the user's line, and its text, in each node.
+    `lines`: show the user's line, with its text, in each node.
     """
     return _to_dot(_graph_of(tensors), lines)
 
@@ -77,6 +78,6 @@ def _label(node: Node, lines: bool) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of the dot language, where a backslash begins an escape."""
+    """`text` as a string of the dot language, in which a backslash begins an escape."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

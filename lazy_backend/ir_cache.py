@@ -1,4 +1,4 @@
-"""The trie of recorded programs. Names of `torch._lazy.ir_cache`."""
+"""The trie of recorded programs. Names follow `torch._lazy.ir_cache`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _edges(context: DeviceContext) -> Iterator[str]:
 
 
 def reset() -> None:
-    """Forget every recorded program. What is pending is run first; computations stay cached."""
+    """Forget every recorded program. Pending calls are run first; computations stay cached."""
     for context in contexts.get_active_devices():
         with context.lock:
             executor.sync_live_tensors_graph([context], wait=False, cause="ir_cache.reset")

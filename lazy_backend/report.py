@@ -1,7 +1,7 @@
-"""`python -m lazy_backend.report run.jsonl`: the page of a run that was logged. See `diagnostics.page.main`.
+"""`python -m lazy_backend.report run.jsonl`: write the report page of a logged run. See `diagnostics.page.main`.
 
-To Python, `lazy_backend.report` is the function of `diagnostics.page`. Importing this file as a module would put the
-module in the function's place, so that is refused.
+In Python code, `lazy_backend.report` is the function from `diagnostics.page`. Importing this file as a module would
+shadow the function, so the import raises `ImportError`.
 """
 
 import sys

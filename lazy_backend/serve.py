@@ -1,9 +1,8 @@
 """Serve a function or module to many threads.
 
 In: a function of tensors and example inputs. Out: `Served`, an `Executor` of the graph that the function records.
-Recording happens once, here; a call is then a run of the graph on real tensors, of the backing device, and touches
-neither the lazy device nor its trace. So calls from any thread run at the same time. See Note [Weights are swapped
-whole].
+Recording happens once, here. A call then runs the graph on real tensors, on the backing device, and touches neither the
+lazy device nor its trace, so calls from different threads run concurrently. See Note [Weights are swapped whole].
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ E = TypeVar("E", bound=Executor)
 
 
 class Served(Executor):
-    """What `serve` returns. Call it like the function, with tensors of the backing device, from any thread."""
+    """The result of `serve`. Call it like the function, with tensors on the backing device, from any thread."""
 
-    # what a `state_dict` has and the graph does not use; what the graph uses and no `state_dict` has
+    # names in the `state_dict` that the graph does not use; names of weights in the graph but not in the `state_dict`
     unused_names: frozenset[str] = frozenset()
     fixed_names: frozenset[str] = frozenset()
 
     @hide_internals
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One request. Raises `InputError` for arguments unlike the example inputs."""
+        """Run one request. Raises `InputError` for arguments that do not match the example inputs."""
         return self.execute_tree(args, kwargs)
 
     @hide_internals
     def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         """Copies of `tensors` on the backing device, checked and folded. Lazy tensors are computed first.
 
-        Takes a whole `state_dict`. What none has (buffers that are not persistent, tensors of no module) stays.
-        Raises `InputError`.
+        Takes a whole `state_dict`. Weights that are in no `state_dict` (non-persistent buffers, tensors of no module)
+        keep their values. Raises `InputError` for names, shapes or dtypes that do not match.
         """
         chosen = {name: self.weights[name] for name in self.fixed_names}
         chosen.update((name, tensor) for name, tensor in tensors.items() if name not in self.unused_names)
@@ -63,24 +62,25 @@ class Served(Executor):
         if not isinstance(tensor, torch.Tensor):
             return tensor
         real = reads.read(tensor._data, "weights to serve") if isinstance(tensor, LazyTensor) else tensor
-        # copy: whoever trains the tensor further must not change what is served
+        # a copy, so that further training of the tensor does not change what is served
         return run_clean(lambda: real.detach().to(self.graph.device, copy=True))
 
 
 @hide_internals
 def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads: int = 1) -> Served:
-    """`module_or_fn` for many threads, with weights that can be swapped while requests run.
+    """Make `module_or_fn` callable from many threads, with weights that can be swapped while requests run.
 
-    `example_inputs`: the arguments of a call, a tuple of (trees of) tensors, or one tensor; requests have their shapes
-    and dtypes. A module on the CPU is copied to the lazy device to be recorded; training mode is as it is, so call
-    `module.eval()` first. Weights have the names of the module's `state_dict`; what a function uses otherwise is fixed.
-    `num_threads` work on one request. The graph is compiled as those of steps are: `config.backend` compiles it in the
-    background, while requests are interpreted (`wait_for_compiles` waits), unless the disk has it from an earlier
-    process, or `config.compile` says otherwise.
+    `example_inputs`: the arguments of a call, as a tuple of (trees of) tensors, or one tensor; requests must have the
+    same shapes and dtypes. A module on the CPU is copied to the lazy device for recording. Its training mode is kept,
+    so call `module.eval()` first. Weights have the names of the module's `state_dict`; any other tensor that the
+    function uses is fixed. `num_threads`: threads that work on one request. The graph is compiled like the graphs of
+    steps: by `config.backend` in the background, while requests are interpreted (`wait_for_compiles` waits), unless the
+    disk cache has it from an earlier process, or `config.compile` says otherwise.
 
-    The result takes and returns tensors of the backing device, as in `served(torch.randn(1, 8))`;
-    `served.swap_weights(module.state_dict())` holds from the next request on. Designed after
-    `torch::nativert::Executor`. Raises `CaptureError` for what cannot be recorded, as a read, with its line.
+    The result takes and returns tensors on the backing device, as in `served(torch.randn(1, 8))`;
+    `served.swap_weights(module.state_dict())` takes effect from the next request on. Modelled on
+    `torch::nativert::Executor`. Raises `CaptureError`, with the line, for anything that cannot be recorded, such as a
+    read.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     function = _on_lazy_device(module_or_fn)
@@ -102,7 +102,7 @@ def make_executor(
     constants: Sequence[float],
     num_threads: int = 1,
 ) -> E:
-    """An executor that is compiled as the settings ask, when it is made and for every run."""
+    """An executor that begins to compile its graph when it is made. The settings of that moment hold for every run."""
     policy = replace(compile_policy(), num_profiled_runs=0) if config.compile != "off" else None
     made = ExecutorConfig(num_threads=num_threads, policy=policy, report=executor.compile_reports.report)
     return kind(graph, signature, weights, constants, made)
@@ -115,7 +115,7 @@ def _on_lazy_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers; one that has several names stands under each."""
+    """Parameters and buffers by name; a tensor with several names is listed under each."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found.update(module.named_buffers(remove_duplicate=False))
     return found
@@ -141,7 +141,7 @@ class _Recorded:
 def _record(
     function: Callable[..., Any], names: Mapping[TensorData, str], args: tuple[Any, ...], name: str
 ) -> _Recorded:
-    """Record one call of `function`. Nothing of it runs, so it leaves no effect."""
+    """Record one call of `function`. None of its operators runs, so the call has no effect."""
     leaves, in_spec = pytree.tree_flatten((args, {}))
     given = [_example(leaf) for leaf in leaves]
     context = next(iter(names)).context if names else context_of(None)
@@ -152,7 +152,7 @@ def _record(
     with context.lock:
         executor.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), "serve")
         try:
-            # deferred, whether it was seen or not: what the body writes must not be written
+            # defer every call, seen before or not: the body's writes must not happen
             with config.patch(first_sight="record"), torch.no_grad():
                 copied, _ = pytree.tree_unflatten(given, in_spec)
 
@@ -167,7 +167,7 @@ def _record(
 
 
 def _example(leaf: Any) -> LazyTensor:
-    """A copy of an example input on the lazy device, which shares memory with nothing."""
+    """A copy of an example input on the lazy device, with memory of its own."""
     if not isinstance(leaf, torch.Tensor):
         raise CaptureError(
             f"example inputs are tensors, got {type(leaf).__name__}\n  at {user_site()}\n"
@@ -178,7 +178,7 @@ def _example(leaf: Any) -> LazyTensor:
 
 
 def _own(output: Any, name: str) -> LazyTensor:
-    """A returned tensor as one with memory of its own."""
+    """A copy of a returned tensor, with memory of its own."""
     if not isinstance(output, LazyTensor):
         raise CaptureError(f"{name} returns a {type(output).__name__}, but only lazy tensors can be served")
     return output.clone()  # type: ignore[return-value]
@@ -196,7 +196,7 @@ def _finish(
     in_spec: pytree.TreeSpec,
     out_spec: pytree.TreeSpec,
 ) -> _Recorded:
-    """The graph of what is recorded, and what each of its inputs is."""
+    """The recorded graph, and the role of each of its inputs."""
     trace = context.trace
     pending = {storage: place for place, storage in zip(*trace.live(), strict=True)}
     data = executor.computations.run_post_order(context, [pending[tensor._data.storage] for tensor in made])

@@ -1,4 +1,4 @@
-"""Settings, in one place: name, default, environment variable, help, and whether compiled code depends on it.
+"""All settings: name, default, environment variable, help, and whether compiled code depends on the setting.
 
 In: the environment at import, assignments afterwards. Out: `config`, exported as `lazy_backend.config`.
 An assignment is checked at once: a misspelt name or a bad value raises where it was written.
@@ -21,7 +21,7 @@ class Flag:
     check: Callable[[Any], Any]  # returns the value to store, raises ValueError or TypeError
     help: str
     env: str | None = None
-    in_key: bool = False  # whether what is compiled depends on it
+    in_key: bool = False  # whether compiled code depends on the setting
 
 
 def _positive(value: Any) -> int:
@@ -231,7 +231,7 @@ FLAGS: dict[str, Flag] = {
 }
 
 
-# What to call after a setting changed, by name.
+# Functions to call after a setting changed, by name of the setting.
 _watchers: dict[str, Callable[[], None]] = {}
 
 
@@ -246,7 +246,7 @@ class Config:
                 self._set(name, value, f"environment variable {flag.env}={value!r}")
 
     def watch(self, name: str, on_change: Callable[[], None]) -> None:
-        """Call `on_change` after `name` got another value; if that raises, the setting stays as it was."""
+        """Call `on_change` after setting `name` changes; if `on_change` raises, the previous value is restored."""
         _watchers[name] = on_change
 
     def _store(self, name: str, value: Any) -> None:
@@ -278,7 +278,7 @@ class Config:
 
     @contextlib.contextmanager
     def patch(self, **values: Any) -> Iterator[None]:
-        """Set some settings for a block."""
+        """Set some settings for the duration of a `with` block."""
         before = {name: getattr(self, name) for name in values}
         try:
             for name, value in values.items():
@@ -289,7 +289,7 @@ class Config:
                 self._store(name, value)
 
     def help(self) -> str:
-        """All settings with their values, defaults and environment variables, to be printed."""
+        """All settings with their values, defaults and environment variables, as text to print."""
         lines = []
         for name, flag in FLAGS.items():
             env = f" [{flag.env}]" if flag.env else ""

@@ -1,7 +1,8 @@
-"""How many plans a program's shapes get before it is interpreted, in the seed's words.
+"""How many plans a program's shapes get before the program is interpreted, in the seed's terms.
 
-In: a strategy as `torch.jit.set_fusion_strategy` takes it, or a depth. Out: the settings `max_static_shapes` and
-`max_dynamic_shapes`, which stay the only place where the numbers are. Seed: profiling_graph_executor_impl.
+In: a strategy, in the form that `torch.jit.set_fusion_strategy` takes, or a depth. Out: the settings
+`max_static_shapes` and `max_dynamic_shapes`, the only place that stores the numbers.
+Seed: profiling_graph_executor_impl.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ _KINDS = ("static", "dynamic")
 def get_fusion_strategy() -> list[tuple[str, int]]:
     """`[("static", k), ("dynamic", n)]`: k shapes of a program get plans of their own, then n plans serve many shapes.
 
-    Beyond them shapes that fit no plan are interpreted.
+    Beyond these plans, shapes that fit none are interpreted.
     """
     return [("static", config.max_static_shapes), ("dynamic", config.max_dynamic_shapes)]
 
 
 @hide_internals
 def set_fusion_strategy(strategy: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Set the strategy and return the one before. A kind that is left out gets no plans; case does not matter.
+    """Set the strategy and return the previous one. A kind that is left out gets no plans; case does not matter.
 
-    As `torch.jit.set_fusion_strategy`, but for the order: plans for one shape always come first, since what many shapes
-    have in common is learnt from them. Raises `ValueError` for another order, another kind, or a count below zero.
+    Like `torch.jit.set_fusion_strategy`, except for the order: plans for one shape always come first, since they show
+    what many shapes have in common. Raises `ValueError` for another order, another kind, or a count below zero.
     """
     counts = dict.fromkeys(_KINDS, 0)
     latest = 0
@@ -47,18 +48,19 @@ def set_fusion_strategy(strategy: Sequence[tuple[str, int]]) -> list[tuple[str, 
 
 
 def get_bailout_depth() -> int:
-    """How many plans the shapes of a program get in all before it is interpreted: the sum of the strategy's counts.
+    """The total number of plans that a program's shapes get before it is interpreted: the sum of the strategy's counts.
 
-    Sizes that no symbol may have (0, 1) get up to four more.
+    Shapes with sizes that no symbol may have (0, 1) get up to four more.
     """
     return sum(count for _, count in get_fusion_strategy())
 
 
 @hide_internals
 def set_bailout_depth(depth: int) -> int:
-    """Set how many plans the shapes of a program get in all, and return the number before.
+    """Set the total number of plans that a program's shapes get, and return the previous one.
 
-    Plans for one shape keep their number if `depth` leaves room for it; plans for many shapes are the rest.
+    Plans for one shape keep their number as far as `depth` allows; the rest are plans for many shapes. Raises
+    `ValueError` for a depth below zero.
     """
     if isinstance(depth, bool) or int(depth) < 0:
         raise ValueError(f"set_bailout_depth({depth!r}): expected a whole number of at least 0")

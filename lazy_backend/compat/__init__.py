@@ -1,7 +1,7 @@
-"""Where this package reaches into PyTorch: what it changes there, and what it stands in for.
+"""The integration with PyTorch: what this package patches there, and the interfaces that it implements.
 
-In: PyTorch's classes and tables, and calls of `torch.lazy`, `torch.save`, `torch._lazy`. Out: the same with a lazy
-device among the others. `installation.install` puts all of it in place.
+In: PyTorch's classes and tables, and calls of `torch.lazy`, `torch.save`, `torch._lazy`. Out: the same, with a lazy
+device among the others. `installation.install` sets everything up.
 
-Imports every other room; of what lies directly in `lazy_backend`, `torch_lazy` and `extracted` import what users do.
+Imports every other package; `torch_lazy` and `extracted` also import the public modules directly in `lazy_backend`.
 """

@@ -10,7 +10,7 @@ from lazy_backend.tensors.contexts import Device, context_of, contexts
 
 
 class _CurrentDevice:
-    """`torch.lazy.device(i)`: what `"lazy"` without an index means, for a block."""
+    """`torch.lazy.device(i)`: within the `with` block, `"lazy"` without an index means device `i`."""
 
     @hide_internals
     def __init__(self, device: Device) -> None:
@@ -31,7 +31,7 @@ class DeviceModule:
 
     @staticmethod
     def is_available() -> bool:
-        """Always True: without CUDA the CPU is behind the lazy device."""
+        """Always True: without CUDA the backing device is the CPU."""
         return True
 
     @staticmethod
@@ -40,7 +40,7 @@ class DeviceModule:
 
     @staticmethod
     def device_count() -> int:
-        """Lazy devices: one per CUDA device, or `config.num_devices` on the CPU."""
+        """Number of lazy devices: one per CUDA device, or `config.num_devices` on the CPU."""
         return contexts.device_count()
 
     @staticmethod
@@ -53,7 +53,7 @@ class DeviceModule:
     @staticmethod
     @hide_internals
     def set_device(device: Device) -> None:
-        """What `"lazy"` without an index means from now on. Raises `DeviceError` if there is no such device."""
+        """Make `"lazy"` without an index mean `device` from now on. Raises `DeviceError` if there is no such device."""
         contexts.current = context_of(device).index
 
     @staticmethod
@@ -67,19 +67,19 @@ class DeviceModule:
 
     @staticmethod
     def manual_seed(seed: int) -> None:
-        """As `torch.manual_seed`: lazy random ops draw their seeds from torch's default generator."""
+        """Same as `torch.manual_seed`: lazy random ops draw their seeds from torch's default generator."""
         contexts.set_rng_seed(seed)
 
     manual_seed_all = manual_seed
 
     @staticmethod
     def seed() -> int:
-        """Seed that generator with a random number, which is returned."""
+        """Seed torch's default generator with a random number, which is returned."""
         return torch.default_generator.seed()
 
     @staticmethod
     def initial_seed() -> int:
-        """The number that it was last seeded with."""
+        """The number that torch's default generator was last seeded with."""
         return contexts.get_running_seed()
 
     @staticmethod
@@ -92,7 +92,7 @@ class DeviceModule:
     @staticmethod
     @hide_internals
     def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
-        """Set what `get_rng_state` gives."""
+        """Set the state of torch's default generator, as returned by `get_rng_state`."""
         context_of(device)
         torch.set_rng_state(state)
 

@@ -1,7 +1,7 @@
-"""A graph taken out of the trace, to be run on other inputs.
+"""A graph extracted from the trace, to run on other inputs.
 
-In: lazy tensors whose values are recorded. Out: `ExtractedGraph`, which computes tensors like them from real inputs.
-It is what `torch._lazy.computation` means by the hash of a graph and by running a cached one.
+In: lazy tensors whose values are recorded. Out: `ExtractedGraph`, which computes such tensors from real inputs.
+The graph hashes and cached graphs of `torch._lazy.computation` are built on it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lazy_backend.tensors.thread_state import run_clean
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor that was asked for: what the `place`-th output or input of the graph is, or a view of it."""
+    """One requested tensor: output or input `place` of the graph, or a view of that output or input."""
 
     is_output: bool
     place: int
@@ -42,19 +42,19 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class ExtractedGraph:
-    """A graph, the floats it was recorded with, and which of its outputs and inputs were asked for.
+    """A graph, the floats that it was recorded with, and the outputs and inputs that were requested.
 
-    Inputs beyond the graph's own are tensors that were asked for and had their values already.
+    Inputs beyond the graph's own are requested tensors that already had their values.
     """
 
     context: DeviceContext
     graph: Graph
     constants: tuple[float, ...]
-    leaves: tuple[Leaf, ...]  # one per different tensor
+    leaves: tuple[Leaf, ...]  # one per distinct tensor
     inputs: tuple[TensorMeta, ...]
 
     def hash(self) -> bytes:
-        """16 bytes: equal for equal programs, equal floats among them."""
+        """16 bytes, equal for equal programs with equal floats."""
         key = make_key(self.graph, current_environment()).hash_hex()
         parts = (key, [value.hex() for value in self.constants], self.leaves, self.inputs)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
@@ -66,13 +66,14 @@ class ExtractedGraph:
         return make_executor(Executor, self.graph, signature, {}, self.constants)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the recorded program makes of real `inputs`, which it updates in place where it did so when recorded.
+        """Run the recorded program on real `inputs` and return the requested tensors.
 
-        Raises `InputError` for inputs of another number, shape, dtype or device.
+        Inputs that the program updates in place are updated. Raises `InputError` for inputs of another number, shape,
+        dtype or device.
         """
         if len(inputs) != len(self.inputs):
             raise InputError(f"the graph has {len(self.inputs)} inputs, got {len(inputs)}")
-        # copies of those that lie in memory in another way than when the graph was recorded
+        # an input with another memory layout than when the graph was recorded is copied
         laid = [
             check_tensor(f"input {place}", tensor, meta, self.graph.device, written=False)
             for place, (tensor, meta) in enumerate(zip(inputs, self.inputs, strict=True))
@@ -106,7 +107,7 @@ class ExtractedGraph:
 
 
 def extract(tensors: Sequence[torch.Tensor]) -> tuple[ExtractedGraph, list[TensorData]]:
-    """The graph that computes `tensors`, which stay pending, and the data that are its inputs now."""
+    """The graph that computes `tensors`, which stay pending, and the data that are its current inputs."""
     lazy = list({id(tensor): tensor for tensor in check_lazy(tensors)}.values())
     if not lazy:
         raise ValueError("expected at least one lazy tensor")
@@ -133,7 +134,7 @@ def _entered(data: TensorData, base: bool) -> TensorData:
 
 
 def _leaf(tensor: LazyTensor, made: Sequence[LazyStorage], sources: list[TensorData]) -> Leaf:
-    """Where the value of `tensor` will be. Adds to `sources` what is there already and the graph does not use."""
+    """Where the value of `tensor` will be. A tensor that has its value and is no input of the graph joins `sources`."""
     data = tensor._data
     storage = data.storage
     if storage in made:
@@ -152,7 +153,7 @@ def _leaf(tensor: LazyTensor, made: Sequence[LazyStorage], sources: list[TensorD
 
 
 def copies_of(sources: Sequence[TensorData]) -> list[torch.Tensor]:
-    """Real tensors with the values of `sources` from before the trace. Waits for the run under way, cuts nothing."""
+    """Real tensors with the values of `sources` before the trace. Waits for the run under way, but cuts no graph."""
     for context in dict.fromkeys(source.context for source in sources):
         executor.barrier(context)
     return run_clean(lambda: [backing_tensor(source).clone() for source in sources])

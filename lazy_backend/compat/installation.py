@@ -1,7 +1,7 @@
-"""The composition root: puts the package into PyTorch, and connects its rooms. Called once, by `import lazy_backend`.
+"""The composition root: installs the backend in PyTorch and connects its parts. Called once, by `import lazy_backend`.
 
-In: nothing. Out: `device="lazy"` works; what is told to whom; what happens at exit and around a fork. Importing a
-module of this package registers nothing anywhere: what is registered is registered here, in this order.
+In: nothing. Out: a working `device="lazy"`, callbacks between packages, and handlers for exit and fork. Importing a
+module of this package registers nothing (except `dynamo`): everything is registered here, in this order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import LazyGenerator
 from lazy_backend.tensors.tensor import LazyTensor
 
-# Seconds that interpreter exit waits for a run under way before it abandons it.
+# Seconds that interpreter exit waits for a run under way before abandoning the run.
 _EXIT_TIMEOUT = 30.0
 
 _library: list[torch.library.Library] = []
@@ -74,7 +74,7 @@ def install() -> None:
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     _wire()
     atexit.register(worker.close)
-    atexit.register(_at_exit)  # runs before the line above: what is registered last runs first
+    atexit.register(_at_exit)  # runs before `worker.close`: the last registered runs first
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
             before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
@@ -94,7 +94,7 @@ def reset() -> None:
 
 
 def _wire() -> None:
-    """Connect the rooms that must not know each other: who counts, who is shown in reports, who watches passes."""
+    """Connect packages that must not import each other: counters, state shown in reports, and the watcher of passes."""
     for source in (
         metrics.Source(Counter, history.clear),
         metrics.Source(contexts.read_counters, contexts.reset_counters),
@@ -115,13 +115,13 @@ def _finish_everything() -> None:
 
 
 def _prepare() -> None:
-    """Before the first lazy device is made: whoever imports this package and uses none is not to pay for it."""
+    """Prepare for the first lazy device, just before it is made: merely importing this package should cost nothing."""
     record.prepare()
     forgotten_steps.watch()
 
 
 def _forget_all_paths() -> None:
-    """Finish what was recorded and start afresh: the paths of a trie rest on which operators are recorded."""
+    """Sync what was recorded and begin new traces: a trie's paths depend on which operators are recorded."""
     devices = contexts.get_active_devices()
     executor.sync_live_tensors_graph(devices, wait=False, cause="config.force_fallback")
     for context in devices:
@@ -130,7 +130,7 @@ def _forget_all_paths() -> None:
 
 
 def _at_exit() -> None:
-    """Finish what was scheduled, report what nobody was told of, never hang."""
+    """Finish scheduled runs, print errors that were never raised, and never hang."""
     _refuse_while_shutting_down()
     closures.runner.close(_EXIT_TIMEOUT)
     for context in contexts.get_active_devices():
@@ -147,9 +147,9 @@ def _at_exit() -> None:
 
 
 def _refuse_while_shutting_down() -> None:
-    """From when the interpreter takes its modules apart, a lazy operator, as of a finalizer, raises.
+    """Make lazy operators raise once the interpreter tears down its modules, as when a finalizer calls one.
 
-    What it needs is no longer there, and PyTorch aborts the process where Python code fails in its midst then.
+    The modules that the operator needs are gone by then, and PyTorch would abort the process if dispatch failed.
     """
 
     def dispatch(
@@ -171,7 +171,7 @@ def _refuse_while_shutting_down() -> None:
 
 
 def _before_fork() -> None:
-    """Let runs finish, and hold what locks there are: the child would wait forever for a thread that stayed behind."""
+    """Wait for runs and hold all locks: the child would wait forever for a thread that exists only in the parent."""
     for context in contexts.get_active_devices():
         context.hold_idle()
     process_locks.hold_all()

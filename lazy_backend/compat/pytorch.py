@@ -1,6 +1,7 @@
 """Everything this package changes in PyTorch, in one place. Checked on 2.13.
 
-Each function says what it changes and why no public way does. They are called once, by `device.install`.
+Each function says what it changes and why no public API will do. `installation.install` calls each function once, but
+for `redirect_torch_lazy` (called by `import lazy_backend`) and `let_dynamo_trace` (called by `dynamo`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._lazy  # PyTorch's test helpers use it without importing it; 0.3 ms
+import torch._lazy  # PyTorch's test helpers use torch._lazy without importing it; the import takes 0.3 ms
 import torch.amp.autocast_mode
 import torch.optim.optimizer
 import torch.optim.swa_utils
@@ -42,12 +43,12 @@ from lazy_backend.tensors.uninitialized import UninitializedLazyBuffer, Uninitia
 
 _LAZY = (LazyTensor, LazySparseTensor)
 
-# kept from before it is redirected
+# the original, kept before `redirect_torch_lazy` replaces the function
 _default_device_type_of_ltc = torch._C._lazy._get_default_device_type
 
 
 def check_no_second_backend() -> None:
-    """The C++ Lazy Tensor Core registers kernels on the same dispatch key: refuse to stand beside it."""
+    """Raise `DeviceError` if the C++ Lazy Tensor Core is active: it registers kernels on the same dispatch key."""
     try:
         _default_device_type_of_ltc()
     except RuntimeError:  # "Lazy tensor backend not registered": there is no other way to ask
@@ -59,7 +60,7 @@ def check_no_second_backend() -> None:
 
 
 def refuse_second_backend() -> None:
-    """From here on `torch._lazy.ts_backend.init()` raises. `compat.torch_lazy.install` lets it pass, as ours."""
+    """Make `torch._lazy.ts_backend.init()` raise `DeviceError`, unless `compat.torch_lazy.install` replaces it."""
     check_no_second_backend()
 
     def refuse() -> None:
@@ -73,14 +74,14 @@ def refuse_second_backend() -> None:
 
 
 def redirect_torch_lazy(mark_step: Callable[..., None], wait_device_ops: Callable[..., None]) -> None:
-    """`torch._lazy.mark_step()` and `wait_device_ops()` reach this package: PyTorch's own test helpers call them."""
+    """Redirect `torch._lazy.mark_step()` and `wait_device_ops()`, which PyTorch's test helpers call, to ours."""
     torch._C._lazy._mark_step = hide_internals(lambda device, devices, wait: mark_step(device, wait=wait))
     torch._C._lazy._wait_device_ops = hide_internals(lambda devices: wait_device_ops(devices))
     torch._C._lazy._get_default_device_type = lambda: "lazy"
 
 
 def support_foreach() -> None:
-    """Let torch.optim and clip_grad_norm_ choose their foreach forms for lazy tensors: one call per list."""
+    """Let torch.optim and clip_grad_norm_ use foreach for lazy tensors: one call per list."""
     foreach_utils._foreach_supported_types.append(LazyTensor)
     # torch.optim deletes the attribute `optimizer` that importing the module set
     optimizer: Any = sys.modules["torch.optim.optimizer"]
@@ -96,7 +97,7 @@ def support_foreach() -> None:
 
 
 def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
-    """Run what was recorded under the old default dtype before it changes: kernels ask for it when they run."""
+    """Run what was recorded before the default dtype changes: kernels look up the default dtype when they run."""
     original = torch.set_default_dtype
 
     @functools.wraps(original)
@@ -117,10 +118,10 @@ def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
 
 
 def support_generators(make: Callable[[torch.device], torch.Generator]) -> None:
-    """`torch.Generator(device="lazy")` gives what `make` makes.
+    """Make `torch.Generator(device="lazy")` return what `make` returns.
 
-    Its constructor is C code that asks for one of PyTorch's own accelerators, and a C type's attributes cannot be
-    replaced. But the type has a metaclass in Python (torch/_opaque_base.py, checked on 2.13), where a call goes first.
+    The constructor is C code that takes only PyTorch's own accelerators, and a C type's attributes cannot be replaced.
+    But the type has a Python metaclass (torch/_opaque_base.py, checked on 2.13), whose `__call__` runs first.
     """
     metaclass: Any = type(torch.Generator)
     if metaclass is type:
@@ -137,7 +138,7 @@ def support_generators(make: Callable[[torch.device], torch.Generator]) -> None:
 
 
 def explain_autocast() -> None:
-    """`torch.autocast("lazy")` says what to do instead: PyTorch knows a device type only if it has a key for it."""
+    """Make `torch.autocast("lazy")` say what to do instead: PyTorch knows only device types that have a key for it."""
     original = torch.amp.autocast_mode.autocast.__init__
 
     @functools.wraps(original)
@@ -154,15 +155,15 @@ def explain_autocast() -> None:
 
 
 def support_fused_optimizers() -> None:
-    """Let torch.optim take `fused=True`: the backing device has the kernels, and a call is recorded as it is."""
+    """Let torch.optim take `fused=True`: the backing device has the kernels, and the call is recorded as it is."""
     optimizer: Any = sys.modules["torch.optim.optimizer"]
     original = optimizer._get_fused_kernels_supported_devices
-    # imported there by name
+    # torch.optim.optimizer imports the function by name
     optimizer._get_fused_kernels_supported_devices = lambda: [*original(), "lazy"]
 
 
 def support_capturable_optimizers() -> None:
-    """Let torch.optim take `capturable=True`: step counts are then tensors of the device, which a replay advances."""
+    """Let torch.optim take `capturable=True`: step counts are then tensors on the device, which a replay advances."""
     optimizer: Any = sys.modules["torch.optim.optimizer"]
     original = optimizer._get_capturable_supported_devices
 
@@ -176,7 +177,7 @@ def support_capturable_optimizers() -> None:
 
 
 def export_to_dlpack() -> None:
-    """`torch.utils.dlpack.to_dlpack` is a C function that does not ask the tensor's `__dlpack__`."""
+    """Let `torch.utils.dlpack.to_dlpack`, a C function that ignores `__dlpack__`, take lazy tensors."""
     module: Any = torch.utils.dlpack
     original = module.to_dlpack
 
@@ -188,7 +189,7 @@ def export_to_dlpack() -> None:
 
 
 def norm_as_on_the_cpu() -> None:
-    """`torch.norm` calls `linalg` for the devices it lists and older kernels, with other errors, for the rest."""
+    """Make `torch.norm` call `linalg` as on the CPU: for unlisted devices it calls older kernels with other errors."""
     original = torch.functional.norm
 
     @functools.wraps(original)
@@ -208,9 +209,10 @@ def norm_as_on_the_cpu() -> None:
 
 
 def pad_encoded_as_on_the_cpu() -> None:
-    """`nn.TransformerEncoder` in evaluation takes its input apart by the padding mask, on the devices it lists.
+    """Make `nn.TransformerEncoder` return the same values for padding as on the CPU.
 
-    What is padded becomes 0 there, before the last norm. The lazy device's layers see all of it, so that is put in.
+    In evaluation, on the devices that it lists, the encoder removes padding from its input by the mask, so the padded
+    positions become 0 before the last norm. On the lazy device its layers see the padding; those values are set here.
     """
     original = torch.nn.TransformerEncoder.forward
 
@@ -237,7 +239,7 @@ def pad_encoded_as_on_the_cpu() -> None:
 
 
 def _takes_padding_out(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, padding: torch.Tensor) -> bool:
-    """The conditions of `TransformerEncoder.forward` but for the device."""
+    """Whether `TransformerEncoder.forward` would remove the padding: its conditions, except for the device."""
     layer: Any = encoder.layers[0]
     parameters = [
         tensor for part in (layer.self_attn, layer.norm1, layer.norm2, layer.linear1, layer.linear2)
@@ -250,7 +252,7 @@ def _takes_padding_out(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, 
         and src.dim() == 3
         and not torch.is_autocast_enabled()
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *parameters)))
-        # reads the mask, as in eager; what lies anywhere else is not taken apart
+        # reads the mask, as in eager; padding that is not at the end is not removed
         and (not getattr(encoder, "mask_check", True) or _is_left_aligned(src, padding))
     )
 
@@ -260,7 +262,7 @@ def _is_left_aligned(src: torch.Tensor, padding: torch.Tensor) -> bool:
 
 
 def collate_by_stacking() -> None:
-    """A DataLoader's worker collates tensors in shared memory, which lazy ones have none of."""
+    """Let a DataLoader's worker stack lazy tensors: it collates others in shared memory, which lazy tensors lack."""
 
     def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         return torch.stack(batch)
@@ -269,10 +271,11 @@ def collate_by_stacking() -> None:
 
 
 def keep_parameters_when_moved() -> None:
-    """`module.cpu()` keeps a lazy parameter's identity, as it does a CUDA parameter's: optimizers and ties stay.
+    """Make `module.cpu()` keep a lazy parameter's identity, as for CUDA, so optimizers and tied weights stay valid.
 
-    `Module._apply` swaps parameters in place only under a global flag, which other modules should not see; so it is set
-    while a module with lazy parameters moves. The other direction needs nothing: see `LazyTensor.__tensor_flatten__`.
+    `Module._apply` swaps parameters in place only under a global flag, which other modules should not see; so the flag
+    is set only while a module with lazy parameters moves. The other direction needs no patch: see
+    `LazyTensor.__tensor_flatten__`.
     """
     original = torch.nn.Module._apply
 
@@ -303,7 +306,7 @@ def keep_parameters_when_moved() -> None:
 
 
 class _KeptParameter:
-    """What belongs to a parameter rather than to its data: attributes and hooks. Swapping would take them along."""
+    """The attributes and hooks of a parameter, which a swap of its data would take away, to be restored afterwards."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
@@ -317,7 +320,7 @@ class _KeptParameter:
         parameter = self.parameter
         if self.was_lazy or isinstance(parameter, _LAZY):
             parameter.__dict__.update(self.attributes)
-            # assigning them is what arms the new data's
+            # assigning the hooks registers them with the new data
             if self.hooks:
                 parameter._backward_hooks = self.hooks
             if self.grad_hooks:
@@ -325,10 +328,11 @@ class _KeptParameter:
 
 
 def _swap_tensors_or(original: Callable[..., None]) -> Callable[..., None]:
-    """`torch.utils.swap_tensors` that takes tensors with weak references and ones a graph refers to, if one is lazy.
+    """`torch.utils.swap_tensors` that also takes tensors with weak references or in an autograd graph, if one is lazy.
 
     PyTorch refuses both, but then modules that move to CUDA would not move to the lazy device: optimizers and averagers
-    refer to parameters weakly, the older `weight_norm` keeps a graph. A backward pass over such a graph raises.
+    hold weak references to parameters, and the older `weight_norm` keeps a graph. A backward pass over such a graph
+    raises `RuntimeError`.
     """
 
     @functools.wraps(original)
@@ -337,7 +341,7 @@ def _swap_tensors_or(original: Callable[..., None]) -> Callable[..., None]:
             original(t1, t2)
             return
         for tensor in (t1, t2):
-            # asking for the edge records a view; nobody else refers to the data of most parameters
+            # only if something else refers to the data, which is rare: asking for the edge records a view
             if tensor.is_leaf and tensor.requires_grad and tensor._use_count() > 1:  # type: ignore[attr-defined]
                 torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_backward)
         t1.__class__, t2.__class__ = t2.__class__, t1.__class__
@@ -355,14 +359,14 @@ def _refuse_backward(grad_outputs: Any) -> None:
 
 
 def _refuse_quantized(module: torch.nn.Module, fn: Callable[..., Any]) -> None:
-    """PyTorch would leave quantised tensors where they are, and say nothing."""
+    """Raise if `fn` moves quantised tensors to the lazy device: PyTorch would silently leave them where they are."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and tensor.is_quantized and isinstance(fn(torch.empty(0)), LazyTensor):
             raise quantized_error()
 
 
 def make_uninitialized_on_device() -> None:
-    """`nn.LazyLinear(2, device="lazy")`: PyTorch makes tensors without a shape of classes that dispatch nothing."""
+    """Support `nn.LazyLinear(2, device="lazy")`: PyTorch's classes for tensors without a shape do not dispatch."""
     for kind, lazy_kind in (
         (UninitializedParameter, UninitializedLazyParameter),
         (UninitializedBuffer, UninitializedLazyBuffer),
@@ -373,7 +377,7 @@ def make_uninitialized_on_device() -> None:
 def _new_uninitialized(original: Callable[..., Any], lazy_kind: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # the default device counts too
+        # without a device, the default device decides
         device = args[1] if len(args) > 1 else kwargs.get("device")
         is_lazy = isinstance(torch.empty(0, device=device), LazyTensor)
         return lazy_kind(*args, **kwargs) if is_lazy else original(cls, *args, **kwargs)
@@ -382,9 +386,10 @@ def _new_uninitialized(original: Callable[..., Any], lazy_kind: Callable[..., An
 
 
 def _move_by_swapping(tensors: dict[str, Any], fn: Callable[..., Any]) -> dict[str, Any]:
-    """Take out of `tensors` what PyTorch cannot move to the lazy device or from there, and move it; objects stay.
+    """Move, in place, the tensors that PyTorch cannot move to or from the lazy device, and take them out of `tensors`.
 
-    It would ask tensors without a shape for one, and assign to sparse parameters, which would keep their device.
+    PyTorch would ask tensors without a shape for one, and assign to sparse parameters, which would keep their device.
+    Returns the moved tensors by name; their entries in `tensors` are None.
     """
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -407,7 +412,7 @@ def _move_by_swapping(tensors: dict[str, Any], fn: Callable[..., Any]) -> dict[s
 
 
 def _move_sparse(parameter: torch.nn.Parameter, fn: Callable[..., Any]) -> bool:
-    """Whether a sparse parameter comes from the lazy device or goes there; then it has been moved."""
+    """Move a sparse parameter in place if `fn` moves it to or from the lazy device. Returns whether it was moved."""
     with torch.no_grad():
         applied = fn(parameter)
         if not isinstance(parameter, LazySparseTensor) and not isinstance(applied, LazySparseTensor):
@@ -422,11 +427,11 @@ def _move_sparse(parameter: torch.nn.Parameter, fn: Callable[..., Any]) -> bool:
 
 
 def let_dynamo_trace(traces_for_us: Callable[[], bool], guards: frozenset[str]) -> None:
-    """Let Dynamo trace lazy tensors where `traces_for_us`: it refuses the device "lazy" by name, LTC's tensors.
+    """Let Dynamo trace lazy tensors where `traces_for_us`: it refuses the device "lazy" by name, meaning LTC's tensors.
 
-    They become fake tensors of device lazy, as real ones of any other device. Dynamo asks for the inner tensors of
-    every class that has `__tensor_flatten__`: there are none for it. Its guards ask again when nobody traces: they are
-    known by their modules, `guards`. Other compilers get the error that says what to do.
+    Lazy tensors become fake tensors on device lazy, like real tensors on any other device. Dynamo asks every class that
+    has `__tensor_flatten__` for its inner tensors, and gets none here. Its guards ask again outside of tracing, and are
+    recognised by their modules, `guards`. Other compilers get an error that says what to do.
     """
     LazyTensor._may_be_traced_by = staticmethod(  # type: ignore[method-assign]
         lambda compiler: compiler in guards or traces_for_us()
@@ -450,12 +455,12 @@ def let_dynamo_trace(traces_for_us: Callable[[], bool], guards: frozenset[str]) 
 
     FakeTensorConverter.from_real_tensor = from_real_tensor  # type: ignore[method-assign]
     has_index = fake_tensor._is_indexed_device_type
-    # else a fake tensor on "lazy" and one on "lazy:0" would be on two devices
+    # or fake tensors on "lazy" and on "lazy:0" would count as on different devices
     fake_tensor._is_indexed_device_type = functools.cache(lambda kind: kind == "lazy" or has_index(kind))
 
 
 def _on_meta(tensor: LazyTensor) -> torch.Tensor:
-    """A tensor without memory that lies like `tensor`."""
+    """A meta tensor with the shape, strides and dtype of `tensor`."""
     meta = tensor._data.meta
     with _disable_current_modes():
         return torch.empty_strided(

@@ -1,7 +1,7 @@
-"""Saving and loading: a lazy tensor is written as a CUDA tensor is, and `map_location` works on it.
+"""Saving and loading: lazy tensors are saved like CUDA tensors, and `map_location` applies to them.
 
-In: `torch.save`, `pickle`, `copy`. Out: plain tensor records with location `lazy:0`. A file loads on any machine with
-`map_location="cpu"`, also where this package is not installed. Tensors that share a storage share it again.
+In: calls of `torch.save`, `pickle`, `copy`. Out: plain tensor records with location `lazy:0`. A file loads on any
+machine with `map_location="cpu"`, even without this package. Tensors that shared a storage share one again when loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def reduce_lazy(tensor: LazyTensor, protocol: Any) -> Any:
     rebuild, arguments = _reduce_plain(tensor)
     if not attributes:
         return rebuild, arguments
-    # the class named is the one a file loads without this package
+    # torch.Tensor rather than LazyTensor, so that the file loads without this package
     return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
 
 
@@ -47,7 +47,7 @@ def _reduce_plain(tensor: LazyTensor) -> tuple[Any, tuple[Any, ...]]:
     hooks: OrderedDict[str, Any] = OrderedDict()
     geometry = (meta.storage_offset, meta.shape, meta.stride, tensor.requires_grad, hooks)
     if tensor.dtype in torch.storage._new_dtypes():
-        # uint16, float8: no typed storage; and torch.save takes no subclass of the untyped one: a plain one says whose
+        # uint16, float8 have no typed storage; torch.save takes no subclass of UntypedStorage: mark a plain one instead
         plain: Any = storage.plain
         plain.lazy_device = storage.device
         return torch._utils._rebuild_tensor_v3, (plain, *geometry, tensor.dtype)
@@ -56,7 +56,7 @@ def _reduce_plain(tensor: LazyTensor) -> tuple[Any, tuple[Any, ...]]:
 
 
 def reduce_sparse(tensor: LazySparseTensor, protocol: Any) -> Any:
-    """`LazySparseTensor.__reduce_ex__`: its indices and values, as lazy tensors."""
+    """`LazySparseTensor.__reduce_ex__`: pickle the indices and values as lazy tensors."""
     warn_if_has_hooks(tensor)  # type: ignore[no-untyped-call]
     attributes = attributes_of(tensor)
     if isinstance(tensor, torch.nn.Parameter):
@@ -72,14 +72,17 @@ def reduce_sparse(tensor: LazySparseTensor, protocol: Any) -> Any:
 
 @hide_internals
 def dlpack(tensor: LazyTensor, **options: Any) -> Any:
-    """`LazyTensor.__dlpack__`: the backing tensor's memory, once it is computed. The consumer must not write to it."""
+    """`LazyTensor.__dlpack__`: export the backing tensor's memory, computed first; consumers must not write to it.
+
+    Raises `BufferError` for a tensor that requires grad.
+    """
     if tensor.requires_grad:
         raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
     return reads.read(tensor._data, "dlpack").__dlpack__(**options)
 
 
 def _read_backing_tensor(tensor: LazyTensor) -> torch.Tensor:
-    """`LazyTensor._backing_tensor`: what `__tensor_flatten__` names. Reads, that is, cuts the graph."""
+    """`LazyTensor._backing_tensor`: the inner tensor that `__tensor_flatten__` names. A read, which cuts the graph."""
     return reads.read(tensor._data, "inner tensor")
 
 
@@ -104,5 +107,5 @@ def install_serialization() -> None:
     LazyTensor.__reduce_ex__ = reduce_lazy  # type: ignore[method-assign, assignment]
     LazyTensor._backing_tensor = property(_read_backing_tensor)  # type: ignore[assignment]
     LazySparseTensor.__reduce_ex__ = reduce_sparse  # type: ignore[method-assign, assignment]
-    # before CPU (10) and CUDA (20): our storages look like CPU ones to the others
+    # before CPU (10) and CUDA (20), whose functions would take our storages for CPU storages
     torch.serialization.register_package(5, _location, _restore)

@@ -1,9 +1,9 @@
-"""Let programs written for `torch._lazy` run on this backend, unchanged.
+"""Run programs written for `torch._lazy` on this backend, unchanged.
 
-In: the functions of `torch._lazy`. Out: ours.
-`torch._lazy` is Python around C functions, which it looks up when it calls them. Those are what `install` replaces, all
-of them and nothing else. So it does not matter whether `from torch._lazy.metrics import counter_value` came before;
-step closures, device contexts, `extract_compiled_graph` and the list of factories are PyTorch's own code.
+In: calls of the functions of `torch._lazy`. Out: calls of ours.
+`torch._lazy` is a Python layer over C functions, which it looks up at each call. `install` replaces these C functions,
+all of them and nothing else, so an earlier `from torch._lazy.metrics import counter_value` works too. Step closures,
+device contexts, `extract_compiled_graph` and the list of factories are PyTorch's own code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lazy_backend.tensors.tensor import wrap
 
 
 class Installation:
-    """What `install` returns: `uninstall()` undoes it, and so does the end of a `with` block."""
+    """The result of `install`: `uninstall()` undoes the installation, and so does the end of a `with` block."""
 
     def __init__(self, functions: dict[tuple[Any, str], Callable[..., Any]]) -> None:
         self._before = {(module, name): getattr(module, name) for module, name in functions}
@@ -37,7 +37,7 @@ class Installation:
             setattr(module, name, function)
 
     def uninstall(self) -> None:
-        """Give `torch._lazy` its own functions back. Calling it again does nothing."""
+        """Restore the original functions of `torch._lazy`. A second call does nothing."""
         before, self._before = self._before, {}
         for (module, name), function in before.items():
             setattr(module, name, function)
@@ -58,9 +58,9 @@ _installation: Installation | None = None
 def install() -> Installation:
     """Make `torch._lazy` and its submodules work on this backend; `torch._lazy.ts_backend.init()` then does nothing.
 
-    Calling it again changes nothing. `LAZY_BACKEND_TORCH_LAZY=1` in the environment calls it at import, so that a
-    program needs no line of ours. Of LTC's own environment variables, `LTC_FORCE_FALLBACK`, `LTC_SAVE_TENSORS_FILE`,
-    `LTC_SAVE_TENSORS_FMT` and `LTC_MAX_ASYNC_QUEUE` are followed.
+    A second call changes nothing. With `LAZY_BACKEND_TORCH_LAZY=1` in the environment, `import lazy_backend` installs
+    by itself, so the program needs no change. Of LTC's own environment variables, `LTC_FORCE_FALLBACK`,
+    `LTC_SAVE_TENSORS_FILE`, `LTC_SAVE_TENSORS_FMT` and `LTC_MAX_ASYNC_QUEUE` are honoured.
     Raises `DeviceError` if the C++ backend was initialised before.
     """
     global _installation
@@ -73,7 +73,7 @@ def install() -> Installation:
 
 
 def _functions() -> dict[tuple[Any, str], Callable[..., Any]]:
-    """Every function of the two C modules, and what stands in for it. Internal modules of PyTorch, checked on 2.13."""
+    """Every function of the two C modules, with its replacement. Internal modules of PyTorch, checked on 2.13."""
     core, ts_backend = torch._C._lazy, torch._C._lazy_ts_backend
     functions: dict[tuple[Any, str], Callable[..., Any]] = {
         (core, "_mark_step"): _mark_step,
@@ -123,7 +123,7 @@ def _sync_multi(
 
 
 def _save_graphs(path: str, form: str) -> None:
-    """Append what is pending on each device to `path`, with the stack of the call, innermost frame first."""
+    """Append each device's pending graph to `path`, with the stack of the call, innermost frame first."""
     frames = [frame for frame in traceback.extract_stack() if not is_ours(frame.filename)]
     stack = "".join(f"  {frame.name} ({frame.filename}:{frame.lineno})\n" for frame in reversed(frames))
     with open(path, "a") as file:
@@ -139,7 +139,7 @@ def _save_graphs(path: str, form: str) -> None:
 
 
 def _set_reuse_ir(val: bool) -> None:
-    """Nothing: a call that was recorded before is always known again, and costs no node."""
+    """Do nothing: a call that was recorded before is always recognised and allocates no node."""
 
 
 def _set_symbolic_shape_mode(val: bool) -> None:

@@ -1,7 +1,7 @@
-"""What happened, and why: the history of syncs and compiles, and everything that shows it.
+"""What happened and why: the history of syncs and compiles, and everything that presents the history.
 
-In: facts, as the rooms above report them. Out: explanations, findings, the report's page, timelines, log files.
-Tensors and contexts are unknown here, so that looking can change nothing.
+In: facts, reported by the packages above. Out: explanations, findings, the report page, timelines, log files.
+Tensors and contexts are unknown here, so diagnostics cannot change what they observe.
 
 Imports `metrics`, `errors`, `settings`, `lowering` and `cache`.
 """

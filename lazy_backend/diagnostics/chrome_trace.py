@@ -1,7 +1,8 @@
 """The history as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-In: the records of syncs and compiles. Out: a file in the Trace Event Format, with a lane each for recording, compiling
-and the device's queue; a lane more where two things of a kind overlap. An arrow leads from each sync to its run.
+In: the records of syncs and compiles. Out: a file in the Trace Event Format, with one lane each for recording,
+compiling and the device's queue, and more lanes where slices of a kind overlap. An arrow leads from each sync to its
+run.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 from lazy_backend.diagnostics.explanation import Explanation, explain
 from lazy_backend.diagnostics.history import CompileRecord, SyncRecord, WaitRecord, history
 
-# Seconds: what rounding may make of two moments that are the same.
+# Seconds by which rounding may separate two equal times.
 _TOLERANCE = 1e-9
 
-# Lanes in the order in which they are shown.
+# Lanes, in display order.
 _RECORDING, _COMPILING, _QUEUE = "recording", "compiling", "queue"
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Something that took time, with what happened within it. Seconds since the history began."""
+    """An interval of the timeline, with the intervals inside it. `begin`: seconds since the history began."""
 
     name: str
     kind: str
@@ -53,11 +54,11 @@ class _Lane:
 
 
 def export_chrome_trace(path: str | Path, last: int | None = None) -> None:
-    """Write what the syncs and compiles of this process did, as a timeline. `last`: of only so many syncs.
+    """Write the syncs and compiles of this process to `path` as a timeline. `last`: only the latest so many syncs.
 
-    Open the file in ui.perfetto.dev or chrome://tracing. The recording lane has a step's recording, its sync and in
-    that the wait for the run before; the compiling lane compiles, until the step that took up their plan; the queue's
-    lane runs. Needs `config.explain`.
+    Open the file in ui.perfetto.dev or chrome://tracing. The recording lane shows the recording of each step and its
+    sync, with the wait for the previous run inside the sync; the compiling lane shows each compile, until the step that
+    picked up its plan; the queue lane shows runs. Needs `config.explain`.
     """
     with open(path, "w") as file:
         json.dump({"traceEvents": list(_events(explain(last))), "displayTimeUnit": "ms"}, file)
@@ -106,7 +107,7 @@ def _lanes(explanation: Explanation) -> list[_Lane]:
 
 
 def _placed(name: str, slices: Sequence[_Slice], before: int) -> list[_Lane]:
-    """The slices in as few lanes as they need; one, empty, if there are none."""
+    """The slices in as few lanes as possible; one empty lane if there are no slices."""
     lanes = [_Lane(name, before + 1)]
     for slice_ in sorted(slices, key=lambda found: found.begin):
         free = next((lane for lane in lanes if lane.is_free(slice_.begin)), None)
@@ -118,7 +119,7 @@ def _placed(name: str, slices: Sequence[_Slice], before: int) -> list[_Lane]:
 
 
 def _recording(records: Sequence[SyncRecord]) -> list[_Slice]:
-    """What a device recorded, and its syncs. A trace counts from within the sync before: it is shown from its end."""
+    """A device's recordings and syncs. A trace begins within the previous sync; its slice begins at that sync's end."""
     slices: list[_Slice] = []
     for record in records:
         sync = _sync(record)
@@ -144,13 +145,13 @@ def _sync(record: SyncRecord) -> _Slice:
 
 
 def _wait(wait: WaitRecord) -> _Slice:
-    """A wait that the program asked for, whatever the device: it is shown where the first one is recorded."""
+    """A wait that the program asked for. It belongs to no device and is shown in the first device's recording lane."""
     args = {"site": wait.site, "step": wait.step, "done": wait.done}
     return _Slice(f"wait: {wait.call}", "wait", wait.begin, wait.seconds, args)
 
 
 def _about(record: SyncRecord) -> dict[str, Any]:
-    """What is shown of a selected sync; what is empty is left out."""
+    """The details shown for a selected sync, without the empty ones."""
     about = {
         "step": record.step,
         "cause": record.cause,

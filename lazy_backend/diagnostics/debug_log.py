@@ -1,8 +1,8 @@
 """The debug ladder: what `config.debug` (LAZY_DEBUG) prints, to standard error or to `config.debug_file`.
 
-In: syncs, runs, compiles and passes as they happen. Out: lines. Level 1: one per sync, with its explanation where it
-was no hit, and one per compile. 2: also runs and the times of syncs. 3: also the program or graph before and after each
-pass. 4: also the FX code that the compiler got.
+In: syncs, runs, compiles and passes as they happen. Out: lines. Level 1: one per sync, with an explanation unless the
+sync was a hit, and one per compile. 2: also runs and the times of syncs. 3: also the program or graph before and after
+each pass. 4: also the FX code that the compiler got.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _lock = process_lock()
 
 
 def write(text: str) -> None:
-    """Print `text`, each line marked as ours. A file that cannot be written is said once, then standard error it is."""
+    """Print `text`, each line after `lazy_backend: `. If the file cannot be written, say so once, then use stderr."""
     marked = "".join(f"lazy_backend: {line}\n" for line in text.splitlines())
     name = config.debug_file
     with _lock:
@@ -39,7 +39,7 @@ def write(text: str) -> None:
             sys.stderr.write(marked)
             return
         try:
-            # opened each time: several processes may write the same file, and it may be moved meanwhile
+            # opened at each write: several processes may write the same file, and the file may be moved meanwhile
             with open(name.replace("%p", str(os.getpid())), "a") as file:
                 file.write(marked)
         except OSError as error:
@@ -51,7 +51,7 @@ _refused: set[str] = set()
 
 
 def tell_sync(record: SyncRecord, computation: Computation | None) -> None:
-    """A sync that is done, and its graph if it has one by now."""
+    """Print a sync that is done, with its graph if there is one by now."""
     graph = "" if computation is None else f" {computation.name}"
     lines = [f"{record.device}{graph} {explain_record(record)}"]
     if config.debug >= 2:
@@ -61,14 +61,14 @@ def tell_sync(record: SyncRecord, computation: Computation | None) -> None:
 
 
 def tell_run(device: str, computation: Computation, plan: str, seconds: float, error: BaseException | None) -> None:
-    """A run that has ended."""
+    """Print a run that has ended."""
     ended = "ran" if error is None else f"failed with {type(error).__name__}"
     thread = threading.current_thread().name
     write(f"{device} {computation.name} {ended}, {plan}, in {seconds * 1e3:.2f} ms on thread {thread}")
 
 
 def told(report: CompileReport) -> str:
-    """A compile that began, ended or failed, or what was found on disk, in a line."""
+    """One line for a compile report: a compile began, ended, failed or was declined, or a plan was found on disk."""
     what = {
         "started": "compiling in the background",
         "loaded": "found compiled on disk",
@@ -82,14 +82,14 @@ def told(report: CompileReport) -> str:
 
 
 def tell_compile(report: CompileReport) -> None:
-    """A compile, and the code of its plan."""
+    """Print a compile report and, at level 4, the code of the plan."""
     write(told(report))
     if config.debug >= 4 and report.plan is not None:
         write(f"FX code of that graph:\n{_code_of(report.plan).strip()}")
 
 
 def _code_of(plan: CompiledPlan) -> str:
-    # floats that are inputs have no value in the code
+    # floats that are inputs have no value in the code: 0.0 stands in for each
     return plan.code([plan.specialised.get(place, 0.0) for place in range(plan.graph.num_constants)])
 
 

@@ -1,7 +1,7 @@
-"""What distinguishes a recorded program from one that was recorded before.
+"""How a recorded program differs from an earlier one.
 
-In: two lists of calls, or two sets of outputs of one, or two sets of settings. Out: `Difference`, the first there is,
-with the user's line on both sides and what to do about it.
+In: two lists of calls, or two live sets of one program, or two sets of settings. Out: `Difference`, the first that is
+found, with the user's line on both sides and advice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lazy_backend.diagnostics.run_log import source_line
 from lazy_backend.lowering.ir.graph import Constant, Graph, Node, TensorMeta, constants_of
 from lazy_backend.lowering.ir.program import Call, Entered, Fresh, Token, View
 
-# Calls looked at to tell one operator more, or one less, from a program that goes on in another way.
+# Number of calls compared to tell an added or removed operator from a program that continues in another way.
 _WINDOW = 3
 
 _RESHAPED = (
@@ -51,7 +51,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference of two programs.
+    """The first difference between two programs.
 
     `kind`: "op", "shape", "dtype", "layout", "scalar", "aliasing", "operand", "length", "outputs", "configuration",
     "forgotten", "unexplained". `place`: the number of the call, from 0. Sites are `file:line`, or "" if unknown.
@@ -76,7 +76,7 @@ def _shown(site: str) -> str:
 
 
 def shown_site(site: str) -> str:
-    """`train.py:31: loss.backward()`: relative to the working directory if it is below that, with the line's text."""
+    """`train.py:31: loss.backward()`: a site with its text; the path is relative if below the working directory."""
     line = source_line(site)
     below = os.getcwd() + os.sep
     return f"{site.removeprefix(below)}{': ' if line else ''}{line}"
@@ -86,7 +86,7 @@ def shown_site(site: str) -> str:
 
 
 def similarity(before: Sequence[Call], now: Sequence[Call]) -> int:
-    """How long two programs go together: calls that are equal, and beyond that calls of the same operators."""
+    """A score for the common start of two programs: equal calls count 2, later calls of the same operator count 1."""
     common = 0
     exact = True
     for one, other in zip(before, now, strict=False):
@@ -113,7 +113,7 @@ def difference(before: Sequence[Call], now: Sequence[Call]) -> Difference:
 
 
 def _parts(call: Call) -> tuple[Any, ...]:
-    """All that a call's key holds, and what it gave."""
+    """All parts of a call's key, and the metadata of its results."""
     entered = tuple((e.token, e.meta, e.group, e.base) for e in call.entered)
     results = tuple(getattr(result, "meta", None) for result in call.results)
     return call.op, call.args, call.kwargs, entered, results
@@ -140,7 +140,7 @@ def _of_operators(before: Sequence[Call], now: Sequence[Call], place: int) -> Di
 
 
 def _continues(calls: Sequence[Call], others: Sequence[Call]) -> bool:
-    """Whether both go on with the same operators."""
+    """Whether both continue with the same operators."""
     here, there = [c.op for c in calls[:_WINDOW]], [c.op for c in others[:_WINDOW]]
     return bool(here) and here == there
 
@@ -153,14 +153,14 @@ def _of_lengths(before: Sequence[Call], now: Sequence[Call]) -> Difference:
     goes_on = f"goes on with {_name(extra)}"
     ended_site = (before if longer else now)[place - 1].site if place else ""
     if longer:
-        # what follows is the program once more: two steps that nobody told apart
+        # the rest repeats the program: two steps without a sync between them
         kind = "longer" if _continues(now[place:], before) else "op more"
         return Difference("length", last, goes_on, _ADVICE[kind], place, ended_site, extra.site)
     return Difference("length", goes_on, last, _ADVICE["shorter"], place, extra.site, ended_site)
 
 
 def _of_calls(one: Call, other: Call, place: int) -> Difference:
-    """The first difference between two calls of one operator."""
+    """The first difference between two calls of the same operator."""
     names = [argument.name for argument in one.op._schema.arguments]
     left = [*zip(names, one.args, strict=False), *one.kwargs]
     right = [*zip(names, other.args, strict=False), *other.kwargs]
@@ -186,7 +186,7 @@ def _leaves(a: Any, b: Any) -> list[tuple[Any, Any]]:
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         if any(isinstance(item, Token) for item in (*a, *b)):
             return [pair for x, y in zip(a, b, strict=True) for pair in _leaves(x, y)]
-        return [(a, b)]  # a shape is one thing
+        return [(a, b)]  # a shape is compared as a whole
     return [(a, b)]
 
 
@@ -200,13 +200,13 @@ def _of_arguments(
         first, second = entered[0].get(a), entered[1].get(b)
         if a is b:
             return None if first is None or second is None else _of_inputs(name, first, second)
-        if first is not None and second is not None:  # the lower one came with an earlier argument of the call
+        if first is not None and second is not None:  # the lower index entered with an earlier argument
             first, second = (None, second) if a.index < b.index else (first, None)
         kind = "aliasing" if "input" in (a.kind, b.kind) and (first or second) else "operand"
         return kind, f"{name} is {_origin(a, first)}", f"{name} is {_origin(b, second)}", _ADVICE[kind]
     if a == b and type(a) is type(b):
         return None
-    if _is_list_of_tensors(a) and _is_list_of_tensors(b):  # of other lengths: equal ones were compared by element
+    if _is_list_of_tensors(a) and _is_list_of_tensors(b):  # of different lengths: others were compared by element
         return "operand", f"{name} is a list of {len(a)} tensors", f"{name} is a list of {len(b)}", _ADVICE["list"]
     return "scalar", f"{name} = {_printed(a)}", f"{name} = {_printed(b)}", _ADVICE["scalar"]
 
@@ -262,11 +262,11 @@ def _printed_results(call: Call) -> str:
     return ", ".join(str(result.meta) for result in call.results if isinstance(result, Fresh | View)) or "nothing"
 
 
-# ----- one program, other outputs, settings or floats
+# ----- one program with different outputs, settings or floats
 
 
 def difference_of_outputs(calls: Sequence[Call], before: Sequence[int], now: Sequence[int]) -> Difference:
-    """Two live sets of one program: places among its results with memory of their own."""
+    """The first difference between two live sets of one program: places among its results that own their memory."""
     makers = [(call, result) for call in calls for result in call.results if isinstance(result, Fresh)]
     more = [place for place in now if place not in set(before)]
     place = (more or [place for place in before if place not in set(now)])[0]
@@ -279,7 +279,10 @@ def difference_of_outputs(calls: Sequence[Call], before: Sequence[int], now: Seq
 
 
 def difference_of_settings(before: Sequence[tuple[str, Any]], now: Sequence[tuple[str, Any]]) -> Difference:
-    """Two environments of one program, as (name, value) in one order."""
+    """The first difference between two environments of one program: (name, value) pairs, in the same order.
+
+    Raises `ValueError` if the environments are equal.
+    """
     for (name, a), (_, b) in zip(before, now, strict=True):
         if a != b:
             return Difference("configuration", f"{name} = {a!r}", f"{name} = {b!r}", _ADVICE["configuration"])
@@ -287,7 +290,7 @@ def difference_of_settings(before: Sequence[tuple[str, Any]], now: Sequence[tupl
 
 
 def difference_of_floats(graph: Graph, place: int, before: float, now: float) -> Difference:
-    """A float that was compiled in and has another value."""
+    """The difference when a float that was compiled in has changed from `before` to `now`."""
     node = next(node for node in graph.nodes if place in constants_of(node))
     name = f"{node.name}: {_argument_of(node, place)}"
     site = node.site

@@ -1,7 +1,8 @@
-"""Why was this compiled? Why was the graph cut? The answer, as data and as text.
+"""Why was this compiled? Why was the graph cut? The answers, as data and as text.
 
-In: the history. Out: `explain()`, an `Explanation` that prints itself: syncs that were alike in one line, and for the
-others the first difference from the nearest known program, with both lines of the user's code and what to do.
+In: the history. Out: `explain()`, which returns an `Explanation` to print: one line for consecutive syncs that are
+alike; for the others, the first difference from the nearest known program, with the user's line on both sides, and
+advice.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Explanation:
     waits: Sequence[WaitRecord] = ()
 
     def misses(self) -> list[SyncRecord]:
-        """The syncs that were not served by what was known: those that have something to explain."""
+        """The syncs that have something to explain: all but hits on known paths and replays without advice."""
         return [record for record in self.records if not _is_plain(record)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, texts, lists and dicts, as for JSON."""
+        """The explanation as numbers, strings, lists and dicts, ready for JSON."""
         return {
             "records": [record.to_dict() for record in self.records],
             "compiles": [compiled.to_dict() for compiled in self.compiles],
@@ -44,7 +45,7 @@ class Explanation:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON lines, as `config.log_file` does: `python -m lazy_backend.report path` shows them."""
+        """Write a run log (JSON lines), as `config.log_file` does: `python -m lazy_backend.report path` shows it."""
         with open(path, "w") as file:
             for line in self.lines():
                 file.write(json.dumps(line) + "\n")
@@ -83,10 +84,10 @@ class Explanation:
 
 @hide_internals
 def explain(last: int | None = None) -> Explanation:
-    """One record for each sync since the start or the last `metrics.reset()`; the `last` ones if that is a number.
+    """One record per sync since process start or the last `metrics.reset()`. `last`: only the latest so many syncs.
 
-    `print(lazy_backend.explain())` says for every sync that was not a hit what differed from the nearest known
-    program, with your line on both sides. `config.explain = False` keeps no records.
+    `print(lazy_backend.explain())` shows, for every sync that was not a hit, how it differed from the nearest known
+    program, with your line on both sides. With `config.explain = False` no records are kept.
     """
     records, compiles, programs = history.snapshot()
     chosen = records if last is None else records[-last:]
@@ -103,7 +104,7 @@ def _is_plain(record: SyncRecord) -> bool:
 
 
 def _look(record: SyncRecord) -> tuple[Any, ...]:
-    """Syncs that look alike are printed as one line."""
+    """The grouping key for printing: consecutive syncs with equal keys become one line."""
     alone = None if record.difference is None and not record.compiles else record.number
     return record.device, record.program, record.outcome, record.plan, record.cause, record.site, alone
 

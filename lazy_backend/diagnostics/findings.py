@@ -1,12 +1,12 @@
-"""What to do first about a slow run.
+"""Findings: what to fix first in a slow run.
 
-In: a `Run`. Out: `Finding`s, ranked by the seconds they cost, in words.
+In: a `Run`. Out: `Finding`s in plain words, ranked by the seconds they cost.
 
 Note [What a finding costs]
-Seconds are measured ones, on the thread that trains. A cut costs from the read until the value is there. A program that
-is not known costs what its recording and syncing took beyond the median of known ones, or all of it if none is known. A
-compile costs its time if training waited for it; in the background it costs nothing here, and the steps that were
-interpreted meanwhile are told of apart. What has no seconds, such as memory that grows, stands after what has.
+Seconds are measured, on the training thread. A cut costs the time from the read until the value is there. A new program
+costs what its recording and syncing took beyond the median of known programs, or all of it if none is known. A compile
+costs its time if training waited for it; a background compile costs nothing here, and the steps interpreted meanwhile
+are a finding of their own. Findings without seconds, such as growing memory, come after those that have seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from lazy_backend.diagnostics.history import advice_on_cut
 from lazy_backend.diagnostics.run_log import Line, Run
 
-# Syncs that somebody asked for.
+# Causes of syncs that the program asked for.
 PLANNED = (
     "mark_step",
     "step",
@@ -34,11 +34,11 @@ PLANNED = (
     "ir_cache.reset",
 )
 HITS = ("hit, level 1", "replay", "generalised hit")
-_SHOWN_SHARE = 0.01  # of the run: what costs less is no finding
-_GROWS = 0.25  # live tensors per step, from which on they are said to grow
+_SHOWN_SHARE = 0.01  # of the run's time: less is not a finding
+_GROWS = 0.25  # live tensors per step: slower growth is not a finding
 
 
-# By the kind of a difference, what is new.
+# What is new in a program, by kind of difference.
 _NEW = {
     "op": "another operator",
     "shape": "another shape",
@@ -56,9 +56,9 @@ _NEW = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to look at. `section`: of the report; `program`: one to show, with the number of a call.
+    """One thing to look at. `section`: where the report shows it. `program`, `place`: a program to show, and its call.
 
-    `is_fault`: whether anything can be done about it, or it is as it should be and only says where time went.
+    `is_fault`: True if something can be fixed, False if all is as it should be and the finding says where time went.
     """
 
     title: str
@@ -77,7 +77,7 @@ class Finding:
 
 
 def find(run: Run) -> list[Finding]:
-    """The findings of a run: what can be changed, then what is for information; the most expensive of each first.
+    """The findings of a run: first what can be fixed, then what is for information, each with the most expensive first.
 
     See Note [What a finding costs].
     """
@@ -99,7 +99,7 @@ def find(run: Run) -> list[Finding]:
 
 
 def run_seconds(run: Run) -> float:
-    """From the first recorded call to the end of the last sync, run or wait."""
+    """Seconds from the first recorded call to the end of the last sync, run or wait."""
     ends = [end_of(sync) for sync in run.syncs.values()]
     ends += [wait["begin"] + wait["seconds"] for wait in run.waits] if ends else []
     begins = [sync["begin"] for sync in run.syncs.values()]
@@ -107,7 +107,7 @@ def run_seconds(run: Run) -> float:
 
 
 def end_of(sync: Line) -> float:
-    """When the last part of a sync was over."""
+    """When a sync and its run were both over, in seconds since the history began."""
     host = sync["begin"] + sync["trace_seconds"] + sync["wait_seconds"] + sync["sync_seconds"]
     return max(host, (sync["run_begin"] or 0.0) + (sync["run_seconds"] or 0.0))
 
@@ -117,7 +117,7 @@ def is_cut(sync: Line) -> bool:
 
 
 def blocked_seconds(sync: Line) -> float:
-    """How long a read stopped the program: from the sync until the value is there."""
+    """Seconds that a read blocked the program: from the sync until the value is there."""
     return max(0.0, end_of(sync) - sync["begin"] - sync["trace_seconds"])
 
 
@@ -166,7 +166,7 @@ def _new_programs(syncs: Sequence[Line], run: Run) -> Iterable[Finding]:
 
 
 def _first_programs(syncs: Sequence[Line]) -> Iterable[Finding]:
-    """What each device began with, and what was loaded meanwhile."""
+    """The first program of each device, whose time includes loading what operators need."""
     for sync in syncs:
         if sync["outcome"] == "miss" and sync["difference"] is None:
             yield Finding(
@@ -212,7 +212,7 @@ def _compiles(run: Run) -> Iterable[Finding]:
 
 
 def _interpreted(run: Run, syncs: Sequence[Line]) -> Iterable[Finding]:
-    """Runs that could have been compiled ones, had the compiler been done."""
+    """Runs that were interpreted because their compile was not finished."""
     began = {compiled["graph"]: compiled for compiled in run.compiles.values() if compiled["outcome"] != "failed"}
     late = [
         sync
@@ -237,7 +237,7 @@ def _interpreted(run: Run, syncs: Sequence[Line]) -> Iterable[Finding]:
 
 
 def compiles_waited_for(run: Run) -> set[int]:
-    """Compiles that were over before the sync that asked for them: those in the foreground."""
+    """Numbers of the foreground compiles: those that ended before the sync that asked for them did."""
     waited = set()
     for sync in run.syncs.values():
         for compiled in sync["compiles"]:
@@ -312,7 +312,7 @@ def _failures(run: Run) -> Iterable[Finding]:
 
 
 def _growth(run: Run) -> Iterable[Finding]:
-    """Live tensors that grow in proportion to the steps, as a list of losses does."""
+    """Devices whose live tensors grow in number with every step, as with a list of losses."""
     for device in dict.fromkeys(sample["device"] for sample in run.memory):
         samples = [sample for sample in run.memory if sample["device"] == device]
         later = samples[len(samples) // 4 :]  # parameters and optimizer state are made at the beginning

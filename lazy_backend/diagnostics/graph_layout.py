@@ -1,12 +1,12 @@
-"""Where the calls of a program stand in its picture.
+"""The layout of a program's graph in the report.
 
-In: calls as a run log has them. Out: `Layout`, a layer and a place in it for each call, and the edges.
+In: calls, as in a run log. Out: `Layout`: each call's layer and its position in the layer, and the edges.
 
 Note [Layers]
-A call stands one layer below the lowest of those whose results it reads, so data flows down and a layer holds what
-could run at once. A call that reads nothing, or only looks at what such a call made, stands right above its first
-reader, as a weight's transpose does. Within a layer calls stand as near as they can below the middle of what they read,
-one unit apart: the places that move them least in squares, found by pooling neighbours that would overlap. One pass.
+A call is one layer below the lowest call whose result it reads, so data flows down and the calls of a layer could run
+at the same time. A call that reads nothing, or is a view of what such a call made, is right above its topmost reader,
+as a weight's transpose is. Within a layer calls are at least one unit apart and as near as possible to the mean
+position of what they read: the least squared displacement, found by pooling neighbours that would overlap. One pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Call = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`x` in units of a call's width, `y` the layers from 0; `edges` from the call that made or wrote to its reader."""
+    """`x`: positions in units of a call's width. `y`: layers, from 0 at the top. `edges`: (maker or writer, reader)."""
 
     x: list[float]
     y: list[int]
@@ -54,7 +54,7 @@ def lay_out(calls: Sequence[Call]) -> Layout:
 
 
 def _floating(calls: Sequence[Call], operands: list[list[int]]) -> list[int]:
-    """The calls that no computation has to precede: those that read nothing, and views of what these made."""
+    """The calls that depend on no computation: those that read nothing, and views of their results."""
     found: dict[int, None] = {}
     for call, sources in enumerate(operands):
         if not sources or (calls[call].get("of") and all(source in found for source in sources)):
@@ -63,7 +63,7 @@ def _floating(calls: Sequence[Call], operands: list[list[int]]) -> list[int]:
 
 
 def _below(call: int, operands: list[list[int]], readers: list[list[int]], y: list[int], x: list[float]) -> float:
-    """Where a call would best stand: below what it reads, or beside what its first reader reads from higher layers."""
+    """The preferred x of a call: the mean of what it reads or, if nothing, of its first reader's higher operands."""
     above = operands[call]
     if not above and readers[call]:
         above = [other for other in operands[readers[call][0]] if y[other] < y[call]]
@@ -73,8 +73,8 @@ def _below(call: int, operands: list[list[int]], readers: list[list[int]], y: li
 def operands_of(calls: Sequence[Call]) -> list[list[int]]:
     """For each call, the earlier calls whose results or writes it reads, in order, once each."""
     maker: dict[str, int] = {}
-    base: dict[str, str] = {}  # of views: the tensor whose memory they see
-    written: dict[str, int] = {}  # by base: the call that wrote it last
+    base: dict[str, str] = {}  # by view: the tensor whose memory it shares
+    written: dict[str, int] = {}  # by base: the last call that wrote the base
     operands: list[list[int]] = []
     for place, call in enumerate(calls):
         sources = [maker[token] for token in call["reads"] if token in maker]
@@ -90,8 +90,8 @@ def operands_of(calls: Sequence[Call]) -> list[list[int]]:
 
 
 def _spread(wanted: Sequence[float]) -> list[float]:
-    """Places at least one apart, in the order given, as near to `wanted` as can be: isotonic regression."""
-    blocks: list[tuple[float, int]] = []  # the mean of (wanted - rank), how many
+    """Positions at least one apart, in the given order, closest to `wanted` in least squares: isotonic regression."""
+    blocks: list[tuple[float, int]] = []  # mean of (wanted - rank), number of calls
     for rank, place in enumerate(wanted):
         mean, count = place - rank, 1
         while blocks and blocks[-1][0] > mean:

@@ -1,13 +1,13 @@
-"""What every sync did, kept for whoever asks why.
+"""The history: a record of every sync, for explanations and reports.
 
-In: facts from the executor as it goes. Out: `history`, a bounded list of `SyncRecord`s with the programs and compiles
-they speak of; the same to a file, if `config.log_file` names one. A sync of a known path costs one record, 1 µs; what
-is new is compared with the programs before it.
+In: facts from the executor as they happen. Out: `history`, a bounded list of `SyncRecord`s with the programs and
+compiles that they name; also written to a run log, if `config.log_file` names one. A sync of a known path costs one
+record, 1 µs; a new program is compared with earlier ones.
 
 Note [Which program is nearest]
-A program that was never recorded is explained against the one it has most in common with, among the latest: calls that
-are equal from the start on, and beyond the first difference calls of the same operators, since another batch size
-changes every call. Of two that are as near, the later one.
+A new program is explained against the nearest of the latest programs, the one that shares most with it: calls that are
+equal from the start and, past the first difference, calls of the same operators, since another batch size changes
+every call. Among equally near programs the latest is chosen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lazy_backend.lowering.ir.graph import Graph, print_arg
 from lazy_backend.lowering.ir.program import Call, Cut, Entered, Fresh, Result, Token, View
 from lazy_backend.settings import config
 
-# By the beginning of a cause, what to do about a sync that nobody asked for.
+# What to do about a sync that the program did not ask for, by prefix of the cause.
 _ADVICE_ON_CUTS = {
     "item()": "keep the tensor, and read it after mark_step() or in lazy_backend.add_step_closure",
     "print": "print in lazy_backend.add_step_closure, or after mark_step()",
@@ -44,9 +44,9 @@ _ADVICE_ON_CUTS = {
     "torch.set_default_dtype": "set it once, before the first step",
 }
 
-# Programs that a new one is compared with.
+# Number of programs that a new one is compared with.
 _MAX_COMPARED = 16
-# Programs that are remembered.
+# Number of programs that are kept.
 _MAX_PROGRAMS = 1024
 
 Cursor = TrieNode[Call | Cut]
@@ -54,7 +54,7 @@ Cursor = TrieNode[Call | Cut]
 
 @dataclass(slots=True, eq=False)
 class ProgramRecord:
-    """A path that was synced: what a step recorded, in full."""
+    """A program that was synced: its path in the trie, with every call that a step recorded."""
 
     number: int
     device: str
@@ -71,7 +71,7 @@ class ProgramRecord:
         return [call for call in self.cursor.path() if isinstance(call, Call)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Name, first sync's line, syncs, graph and the calls: operator, line, operands and results with shapes."""
+        """Name, line of the first sync, syncs, graph and calls: operator, line, operands and results with shapes."""
         texts = [_call_to_dict(call) for call in self.calls()]
         return {
             "type": "program",
@@ -85,7 +85,7 @@ class ProgramRecord:
 
 
 def _call_to_dict(call: Call) -> dict[str, Any]:
-    """`reads`: tokens of operands, once each. `enters`, `makes`: tokens with shapes; `of`: what a view looks into."""
+    """`reads`: tokens of operands, once each. `enters`, `makes`: tokens with shapes. `of`: the base of a view."""
     named = [f"{name}={print_arg(arg)}" for name, arg in call.kwargs]
     found: dict[str, Any] = {
         "op": str(call.op),
@@ -117,12 +117,12 @@ def _tokens(arg: Any) -> list[Token]:
 
 @dataclass(slots=True)
 class CompileRecord:
-    """One graph that was given to the compiler, or found compiled on disk.
+    """One graph that was handed to the compiler, or found compiled on disk.
 
-    `outcome`: "started" while the compiler works, then "compiled" or "failed"; or "loaded" from disk; or "declined",
-    where compilers would get a write wrong and `error` says which. `reason`: why the graph was to be compiled;
-    `difference`, for a plan that was replaced: what was compiled in and changed. Times are seconds since the history
-    began; `seconds` those of the compiler.
+    `outcome`: "started" while the compiler works, then "compiled" or "failed"; or "loaded" from disk; or "declined" if
+    compilers would get a write wrong, which `error` names. `reason`: why the graph was to be compiled. `difference`:
+    for a plan that was replaced, the compiled-in value that changed. `begin` and `end` are seconds since the history
+    began; `seconds` is the compiler's time.
     """
 
     graph: str
@@ -142,9 +142,9 @@ class CompileRecord:
 
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """A wait that the program asked for, between two syncs: `call`, the public function, at `site`.
+    """A wait that the program asked for, between two syncs: in the public function `call`, called at `site`.
 
-    `done`: whether what was waited for was over then. Times are seconds; `begin` since the history began.
+    `done`: False if the wait timed out. Times are in seconds; `begin` counts from the start of the history.
     """
 
     call: str
@@ -163,10 +163,11 @@ class SyncRecord:
     """One sync of one device.
 
     `outcome`: "hit, level 1" (a known path), "hit, level 2" (a new path to a known graph), "disk hit", "generalised
-    hit" (the first run of a shape that a plan for many shapes served), "new specialisation" (a known graph is compiled
-    once more), "miss" (a program, or a live set of one, that was never synced), "replay" (a captured call). `plan`:
-    what ran: "as recorded", "interpreted", "compiled", "compiled for many shapes". `nearest`, `difference`: for what
-    was no hit, the program it is compared with. Times are seconds; `begin` since the history began.
+    hit" (the first run of a new shape, served by a plan for many shapes), "new specialisation" (a known graph is
+    compiled once more), "miss" (a program, or a live set of one, that was never synced), "replay" (a captured call).
+    `plan`: how the graph ran: "as recorded", "interpreted", "compiled", "compiled for many shapes". `nearest`,
+    `difference`: unless the sync was a hit, the program that it is compared with, and how the two differ. Times are in
+    seconds; `begin`, `wait_begin` and `run_begin` count from the start of the history.
     """
 
     number: int
@@ -186,26 +187,26 @@ class SyncRecord:
     graph: str = ""
     nearest: str | None = None
     difference: Difference | None = None
-    compiles: tuple[CompileRecord, ...] = ()  # a list each would keep the garbage collector busy
+    compiles: tuple[CompileRecord, ...] = ()  # a list per record would keep the garbage collector busy
     run_begin: float | None = None
     run_seconds: float | None = None
 
     @property
     def advice(self) -> str:
-        """What to do about it, in a sentence; "" if nothing is to be done."""
+        """What to do about this sync, in one sentence; "" if nothing."""
         found = advice_on_cut(self.cause)
         if not found and self.difference is not None:
             found = self.difference.advice
         return found or next((c.difference.advice for c in self.compiles if c.difference is not None), "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, texts, lists and dicts, as for JSON."""
+        """The record as numbers, strings, lists and dicts, ready for JSON."""
         compiles = [asdict(compiled) for compiled in self.compiles]
         return {"type": "sync", **asdict(self), "compiles": compiles, "advice": self.advice}
 
 
 def advice_on_cut(cause: str) -> str:
-    """What to do about a sync with this cause; "" for those that are asked for."""
+    """What to do about a sync with this cause; "" for a sync that the program asked for."""
     if "its output depends" not in cause and cause.startswith("aten."):
         return "this call is not recorded but runs at once, and what was recorded before it runs first"
     return next((advice for start, advice in _ADVICE_ON_CUTS.items() if cause.startswith(start)), "")
@@ -213,7 +214,10 @@ def advice_on_cut(cause: str) -> str:
 
 @contextlib.contextmanager
 def explaining(record: SyncRecord) -> Iterator[None]:
-    """An explanation that fails is a defect of ours, and no reason to end a training run: only tests raise it."""
+    """Keep an error in an explanation, which is a bug of ours, from ending a training run.
+
+    The record's difference becomes "unexplained"; the error is raised only if `config.check_graphs`, as in tests.
+    """
     try:
         yield
     except Exception as error:
@@ -224,9 +228,10 @@ def explaining(record: SyncRecord) -> Iterator[None]:
 
 
 class History:
-    """The latest syncs, programs and compiles. Safe from any thread.
+    """The latest syncs, programs and compiles. Thread-safe.
 
-    `alive`, `alive_by_line`: say what a device holds. `sources`: what else a report shows as it is at its end, by name.
+    `alive`, `alive_by_line`: return what a device holds now. `sources`: functions that return further state for the end
+    of a report, by name.
     """
 
     def __init__(self) -> None:
@@ -241,7 +246,7 @@ class History:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what happened and count from zero; programs stay known. A log goes on as that of another run."""
+        """Drop all records, count from zero; programs stay known. Closes the log: the next record opens a new run."""
         if self.log is not None:
             self.log.close()
         self.log = None
@@ -255,7 +260,7 @@ class History:
         self._underway: dict[Graph, CompileRecord] = {}
 
     def reset(self) -> None:
-        """Forget the programs too."""
+        """Clear the history, and forget the programs too."""
         self.programs.clear()
         self._program_numbers = itertools.count(1)
         self.clear()
@@ -267,7 +272,7 @@ class History:
     # ----- syncs
 
     def begin_sync(self, device: str, cursor: Cursor, cause: str, site: str, begin: float) -> SyncRecord:
-        """A record of the sync of `cursor` that begins; `add` it when it is done. `begin`: of its trace."""
+        """The record of a sync, to `add` when the sync is done. `begin`: when its trace began (`perf_counter`)."""
         program = self.programs.get(cursor)
         is_new = not cursor.bindings
         if program is None:
@@ -283,8 +288,8 @@ class History:
         return record
 
     def add(self, record: SyncRecord) -> None:
-        """Keep the record of a sync that is done; its run may be under way."""
-        # not the first one: a sample of a GPT takes 1.5 ms, and a first step is slow as it is
+        """Keep the record of a sync that is done; its run may still be under way."""
+        # not at the first sync: a sample of a GPT takes 1.5 ms, and a first step is slow enough already
         if self.records and record.begin >= self.memory.due:
             self._sample_memory(record)
         self.records.append(record)
@@ -292,13 +297,13 @@ class History:
             self._log(record)
 
     def ran(self, record: SyncRecord, begin: float, seconds: float) -> None:
-        """The run of `record` took `seconds` from `begin` (of `perf_counter`) on. Takes no lock, as a run must not."""
+        """Note that the run of `record` took `seconds` from `begin` (`perf_counter`). Takes no lock: a run must not."""
         record.run_begin, record.run_seconds = begin - self.start, seconds
         if self.log is not None:
             self.log.add_run(record.number, record.run_begin, seconds)
 
     def waited(self, call: str, site: str, begin: float, done: bool) -> None:
-        """The program waited in `call` from `begin` (of `perf_counter`) until now."""
+        """Note that the program waited in `call` from `begin` (`perf_counter`) until now."""
         if config.explain:
             wait = WaitRecord(call, site, self.steps + 1, begin - self.start, perf_counter() - begin, done)
             self.waits.append(wait)
@@ -306,7 +311,7 @@ class History:
                 self._log(wait)
 
     def state(self) -> dict[str, Any]:
-        """What the `sources` say now."""
+        """What the `sources` return now, by name."""
         return {name: read() for name, read in self.sources.items()}
 
     def _sample_memory(self, record: SyncRecord) -> None:
@@ -327,7 +332,7 @@ class History:
             self._log(sample)
 
     def _log(self, record: SyncRecord | CompileRecord | WaitRecord | MemorySample | Peak) -> None:
-        """Append `record` to the log that the settings name, after the programs that it speaks of and that are new."""
+        """Append `record` to the log, after the programs that it names and the log does not have yet."""
         log = self._open_log()
         if isinstance(record, SyncRecord):
             for program in self._programs_for(record, log):
@@ -337,11 +342,11 @@ class History:
             log.add(record.to_dict())
 
     def _open_log(self) -> RunLog:
-        """The log that the settings name now."""
+        """The log that `config.log_file` names now; a log under another name is closed."""
         log = self.log
         if log is not None and log.name == config.log_file:
             return log
-        with self._lock:  # two threads that began at once would make two runs of one
+        with self._lock:  # two threads that open the log at the same time would split one run into two
             before, log = self.log, self.log
             if log is None or log.name != config.log_file:
                 log = self.log = RunLog(str(config.log_file), self.state)
@@ -350,14 +355,14 @@ class History:
         return log
 
     def _programs_for(self, record: SyncRecord, log: RunLog) -> list[ProgramRecord]:
-        """The programs that `record` names and the log has not."""
+        """The programs that `record` names and the log does not have yet."""
         names = {record.program, record.nearest} - log.programs
         if not names:
             return []
         return [program for program in self._all_programs() if program.name in names]
 
     def add_replay(self, device: str, number: int, plan: str, site: str, begin: float) -> SyncRecord:
-        """A captured call that was replayed from `begin` until now. 3 µs."""
+        """The record of a captured call that was replayed from `begin` until now, kept if `config.explain`. 3 µs."""
         self.steps += 1
         graph = f"#{number}"
         record = SyncRecord(
@@ -376,7 +381,7 @@ class History:
             return program
 
     def forget_paths(self, device: str) -> None:
-        """Paths of `device` are no longer walked: keep only what a new program may be compared with."""
+        """Drop the programs of `device` when its paths are forgotten, except those that new ones are compared with."""
         old = [program for program in self._all_programs() if program.device == device]
         for program in old[:-_MAX_COMPARED]:
             self.programs.pop(program.cursor, None)
@@ -398,7 +403,7 @@ class History:
         record.difference = difference(before, now)
 
     def name_graph(self, cursor: Cursor, number: int) -> str:
-        """The name of the computation that a program is bound to."""
+        """Name computation `number`, which the program of `cursor` is bound to, in its record; returns the name."""
         program = self.programs.get(cursor)
         name = f"#{number}"
         if program is not None:
@@ -408,12 +413,12 @@ class History:
     # ----- compiles
 
     def compile_began(self, graph: Graph, record: CompileRecord) -> None:
-        """`graph` identifies the compile until `compile_ended`."""
+        """Add the record of a compile that began. `graph` identifies the compile until `compile_ended`."""
         self._underway[graph] = record
         self._add_compile(record)
 
     def compile_ended(self, graph: Graph, record: CompileRecord) -> CompileRecord:
-        """Complete the record of a compile, or add `record` if it never was under way."""
+        """Complete the record of a compile, or add `record` if the compile was never under way."""
         found = self._underway.pop(graph, None)
         if found is None:
             self._add_compile(record)

@@ -1,7 +1,7 @@
-"""How many different programs a region of the user's code may record.
+"""A limit on the number of different programs that a region of the user's code may record.
 
-In: records of syncs. Out: `TooManyGraphsError` at the first program too many, with its explanation. The sync itself is
-done by then, so nothing is lost. After torch_xla's `max_different_graphs`.
+In: records of syncs. Out: `TooManyGraphsError` at the first program beyond the limit, with its explanation. The sync
+itself is done by then, so nothing is lost. Modelled on torch_xla's `max_different_graphs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lazy_backend.errors import TooManyGraphsError
 
 
 class GraphLimit:
-    """Counts the programs of one region. `name`: how the user knows the limit."""
+    """Counts the programs of one region. `name`: what the error message calls the limit."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -20,7 +20,10 @@ class GraphLimit:
         self._count = 0
 
     def check(self, record: SyncRecord, limit: int) -> None:
-        """Count what is new here; a path to a graph that is known is not."""
+        """Count the program of `record` if it is new in this region; a new path to a known graph does not count.
+
+        Raises `TooManyGraphsError` beyond `limit`.
+        """
         is_known = record.program in self._programs
         self._programs.add(record.program)
         if record.outcome == "miss" or (not is_known and record.outcome != "hit, level 2"):

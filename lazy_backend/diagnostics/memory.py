@@ -1,13 +1,13 @@
-"""What is alive, sampled as a program goes on.
+"""Live tensors and memory, sampled while a program runs.
 
-In: counts of live tensors when somebody asks. Out: `MemorySeries`, a bounded list of `MemorySample`s over a whole run,
-and a `Peak` per device: what was alive when most was.
+In: counts of live tensors, at the ends of syncs. Out: `MemorySeries`, a bounded list of `MemorySample`s over a whole
+run, and a `Peak` per device: what was alive when the most tensors were.
 
 Note [Sampling costs a hundredth]
-Counting live tensors takes 0.2 µs each. A sample is taken at the end of a sync (but the first), at most ten times a
-second and never sooner than a hundred times what the last one took, so it costs at most 1 % of any program. When the
-series is full every second sample goes and the interval doubles: a long run keeps its beginning. A peak is looked at
-line by line, which takes 2 µs each, so only when a quarter more is alive than at the one before.
+Counting live tensors takes 0.2 µs each. A sample is taken at the end of a sync (except the first), at most ten times a
+second and never sooner than a hundred times what the last sample took, so sampling costs at most 1 % of any program.
+When the series is full, every second sample is dropped and the interval doubles: a long run keeps its beginning. A peak
+is broken down by line, which takes 2 µs per tensor, so only when a quarter more is alive than at the previous peak.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 _INTERVAL = 0.1  # seconds
 _MAX_SAMPLES = 2000
-_SHARE = 0.01  # of the time, at most
+_SHARE = 0.01  # of the program's time, at most
 _HIGHER = 1.25
 
 
@@ -34,7 +34,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """What was alive at the end of a sync. `time`: seconds since the history began; `process_bytes`: resident."""
+    """What was alive at the end of a sync. `time`: seconds since the history began; `process_bytes`: resident size."""
 
     time: float
     step: int
@@ -67,7 +67,7 @@ class MemorySeries:
     def __init__(self) -> None:
         self.peaks: dict[str, Peak] = {}
         self.samples: list[MemorySample] = []
-        self.due = -math.inf  # seconds since the history began; a trace may have begun before it
+        self.due = -math.inf  # seconds since the history began; not 0, as a trace may have begun before the history
         self._interval = _INTERVAL
 
     def add(self, sample: MemorySample, seconds: float) -> None:
@@ -79,19 +79,19 @@ class MemorySeries:
         self.due = sample.time + max(self._interval, seconds / _SHARE)
 
     def copy(self) -> MemorySeries:
-        """What was sampled until now."""
+        """A copy of the samples and peaks so far."""
         copied = MemorySeries()
         copied.samples, copied.peaks = list(self.samples), dict(self.peaks)
         return copied
 
     def is_peak(self, device: str, tensors: int) -> bool:
-        """Whether so much more is alive than at the last peak that it is worth a look."""
+        """Whether a quarter more tensors are alive than at the last peak, so that a new one is recorded."""
         before = self.peaks.get(device)
         return before is None or tensors > _HIGHER * before.tensors
 
 
 def process_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not tell."""
+    """Resident memory of this process in bytes; None on systems without `/proc/self/statm`."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

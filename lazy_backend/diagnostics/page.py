@@ -1,7 +1,7 @@
-"""A run as one page for the browser.
+"""The report: a run as one HTML page.
 
-In: the history, or a run log. Out: an HTML file that holds everything it needs and asks no network. What the page shows
-is made in `page_content`; how, in `assets/`: its own script and style, and Apache ECharts. `main` is the command
+In: the history, or a run log. Out: a self-contained HTML file, which needs no network. `page_content` makes the data of
+the page; `assets/` holds its scripts and style sheet, and Apache ECharts. `main` is the command
 `python -m lazy_backend.report`.
 """
 
@@ -22,17 +22,18 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.serving.executor import ProfileMetrics
 
 _ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("base.js", "tables.js", "steps.js", "graph.js", "report.js")  # in the order in which they need each other
+SCRIPTS = ("base.js", "tables.js", "steps.js", "graph.js", "report.js")  # in order of dependency
 
 
 @hide_internals
 def report(path: str | Path = "report.html", *, profile: ProfileMetrics | None = None) -> Path:
-    """Write what happened since the start, or the last `metrics.reset()`, as one HTML page; returns its path.
+    """Write a page on everything since process start, or since the last `metrics.reset()`. Returns the page's path.
 
-    Findings ranked by the seconds they cost, a timeline, hits and misses with their explanations, cuts by line,
-    compiles, the graph of each program with your lines, memory and caches. The page needs no network. `profile`: node
-    times of `Executor.benchmark_nodes`, to be shown too. `python -m lazy_backend.report run.jsonl` does the same for
-    what `config.log_file` or `explain().save(path)` wrote.
+    The page shows findings ranked by the seconds they cost, a timeline, hits and misses with their explanations, cuts
+    by line, compiles, the graph of each program with your source lines, memory and caches. It is one HTML file and
+    needs no network. `profile`: node times from `Executor.benchmark_nodes`, to show as well.
+    `python -m lazy_backend.report run.jsonl` writes the same page for a log from `config.log_file` or
+    `explain().save(path)`.
     """
     path = Path(path)
     path.write_text(render(collect(explain().lines()), profile), encoding="utf-8")
@@ -40,7 +41,7 @@ def report(path: str | Path = "report.html", *, profile: ProfileMetrics | None =
 
 
 def render(run: Run, profile: ProfileMetrics | None = None) -> str:
-    """The page of a run."""
+    """The page of a run, as HTML."""
     parts = {
         "title": html.escape(_title(run)),
         "style": _asset("report.css"),
@@ -61,12 +62,12 @@ def _asset(name: str) -> str:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or starts a comment there."""
+    """`data` as JSON that is safe in a script element: nothing in it closes the element or opens a comment."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page of a log, also of a run that was killed. Returns the exit status."""
+    """Write the page for a run log, even if the run was killed. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m lazy_backend.report", description="Show a run as a web page.")
     parser.add_argument("log", type=Path, help="JSON lines from LAZY_BACKEND_LOG or lazy_backend.explain().save()")
     parser.add_argument("-o", "--output", type=Path, help="the page (default: the log's name with .html)")

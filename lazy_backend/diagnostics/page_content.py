@@ -1,11 +1,11 @@
-"""What the report's page shows, as plain data.
+"""The content of the report page, as plain data.
 
-In: a `Run`. Out: one dict for JSON, in the order of the page. Syncs stand in columns, and texts that recur (lines of
-code, programs, causes) once in a table, so that 10,000 steps take 1 MB.
+In: a `Run`. Out: one dict for JSON, in the order of the page. Syncs are stored as columns, and strings that recur
+(lines of code, programs, causes) once in a table, so that 10,000 steps take 1 MB.
 
 Note [Which graphs are shown]
-A run that never repeats a program has as many programs as steps. Those that most syncs ran are shown, then the latest,
-up to a number of calls in all; of the others the page has name, line and counts, and says so.
+A run that never repeats a program has as many programs as steps. The page draws the programs with the most syncs, and
+among equals the latest, up to a total number of calls; for the others it has name, line and counts, and says so.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from lazy_backend.diagnostics.history import advice_on_cut
 from lazy_backend.diagnostics.run_log import Line, Run
 from lazy_backend.lowering.serving.executor import ProfileMetrics
 
-_MAX_CALLS = 40_000  # in the pictures of all programs together
+_MAX_CALLS = 40_000  # in the pictures of all programs in total
 _MAX_ARGUMENTS = 400  # characters of a call's arguments: a list may hold thousands of tensors
-_MAX_EXAMPLES = 5  # of syncs that are explained alike
+_MAX_EXAMPLES = 5  # per group of syncs with the same kind of explanation
 
 
 class Texts:
-    """A table of texts, each by its number."""
+    """A table of strings, which numbers each of them."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -50,7 +50,7 @@ class Texts:
 
 
 def page_data(run: Run, profile: ProfileMetrics | None = None) -> dict[str, Any]:
-    """Everything on the page. `profile`: what `Executor.benchmark_nodes` measured, if it did."""
+    """Everything on the page. `profile`: node times from `Executor.benchmark_nodes`, if they were measured."""
     texts = Texts()
     syncs = list(run.syncs.values())
     variants = variants_of(run.programs)
@@ -101,7 +101,7 @@ def _summary(run: Run, syncs: Sequence[Line]) -> dict[str, Any]:
 
 
 def _elapsed(run: Run, compiled: Line) -> float:
-    """The compiler's seconds; of a compile that was not over, those until the end of the run."""
+    """The compiler's seconds or, if the compile did not finish, the seconds from its start to the end of the run."""
     if compiled["outcome"] != "started":
         return float(compiled["seconds"])
     ends = [end_of(sync) for sync in run.syncs.values()] + [wait["begin"] + wait["seconds"] for wait in run.waits]
@@ -113,7 +113,7 @@ _TIME_COLUMNS = {"trace_seconds": "trace", "sync_seconds": "sync", "wait_seconds
 
 
 def _columns(syncs: Sequence[Line], texts: Texts) -> dict[str, list[Any]]:
-    """The syncs in columns; times in seconds, to the microsecond."""
+    """The syncs as columns; times in seconds, rounded to microseconds."""
     columns: dict[str, list[Any]] = {name: [texts.number(sync[name]) for sync in syncs] for name in _TEXT_COLUMNS}
     columns |= {name: [sync[name] for sync in syncs] for name in ("number", "step", "calls")}
     columns |= {short: [_rounded(sync[name]) for sync in syncs] for name, short in _TIME_COLUMNS.items()}
@@ -122,7 +122,7 @@ def _columns(syncs: Sequence[Line], texts: Texts) -> dict[str, list[Any]]:
 
 
 def _compile_seconds(run: Run, syncs: Sequence[Line]) -> list[float]:
-    """For each sync, the part of its seconds that was the compiler's."""
+    """For each sync, the part of its `sync_seconds` that was spent waiting for the compiler."""
     waited = compiles_waited_for(run)
     numbers = [[c["number"] for c in sync["compiles"] if c["number"] in waited] for sync in syncs]
     spent = [sum(run.compiles[number]["seconds"] for number in found) for found in numbers]
@@ -134,7 +134,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _explained(syncs: Sequence[Line], texts: Texts) -> list[dict[str, Any]]:
-    """The syncs that were no plain hits, those that differ in the same way together."""
+    """The syncs that were not plain hits, grouped by the way they differ."""
     groups: defaultdict[Any, list[tuple[int, Line]]] = defaultdict(list)
     for index, sync in enumerate(syncs):
         if sync["outcome"] not in ("hit, level 1", "replay") or sync["difference"] is not None:
@@ -216,7 +216,7 @@ _TENSORS = re.compile(r"\[(?:input|slot)\d+(?:, (?:input|slot)\d+)*\]")
 
 
 def variants_of(programs: Mapping[str, Line]) -> dict[str, str]:
-    """For each program the first one that is the same but for its numbers and lengths of lists, perhaps itself."""
+    """For each program, the first one that equals it except for numbers and lengths of lists; possibly itself."""
     firsts: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, program in programs.items():
@@ -232,7 +232,7 @@ def _without_numbers(args: str) -> str:
 
 
 def variation(first: Line, program: Line) -> str:
-    """The first call of `program` that is another than in `first`, of which it is a variant."""
+    """The first call of `program` that differs from the variant `first`, as text; "" if none does."""
     for before, now in zip(first["calls"], program["calls"], strict=True):
         if any(before.get(part) != now.get(part) for part in ("args", "makes", "enters")):
             shapes = _joined(now["makes"]).partition(": ")[2]
@@ -242,9 +242,9 @@ def variation(first: Line, program: Line) -> str:
 
 
 def fold_by_line(calls: Sequence[Line]) -> list[tuple[Line, list[int]]]:
-    """Neighbouring calls of one line as one call, each with the places of those that it stands for.
+    """Consecutive calls from one line merged into one call, each with the places of the calls merged into it.
 
-    Only neighbours: a line in a loop stands there once per turn, so data still flows from top to bottom.
+    Only consecutive calls: a line in a loop appears once per iteration, so data still flows from top to bottom.
     """
     folded: list[tuple[Line, list[int]]] = []
     for place, call in enumerate(calls):
@@ -271,7 +271,7 @@ def fold_by_line(calls: Sequence[Line]) -> list[tuple[Line, list[int]]]:
 
 
 def _folded_picture(calls: Sequence[Line], texts: Texts) -> dict[str, Any]:
-    """The calls of a program by line, and where the lines stand. `places`: first call and number of calls of each."""
+    """A program's calls merged by line, as columns with their layout. `places`: first call and number of calls each."""
     folded = fold_by_line(calls)
     groups = [group for group, _ in folded]
     layout = lay_out(groups)
@@ -287,7 +287,7 @@ def _folded_picture(calls: Sequence[Line], texts: Texts) -> dict[str, Any]:
 
 
 def _picture(calls: Sequence[Line], texts: Texts) -> dict[str, Any]:
-    """A program's calls in columns, and where they stand."""
+    """A program's calls as columns, with their layout."""
     layout = lay_out(calls)
     return {
         "op": [texts.number(_short(call["op"])) for call in calls],
@@ -311,7 +311,7 @@ def _joined(tensors: Sequence[Sequence[str]]) -> str:
 
 
 def _graphs(run: Run, syncs: Sequence[Line], variants: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Seconds per run of each graph and plan, the slowest in all first; graphs of variants of a program together."""
+    """Run times by graph and plan, largest total first; the graphs of a program's variants share one row."""
     runs: defaultdict[tuple[str, str], list[Line]] = defaultdict(list)
     for sync in syncs:
         if sync["run_seconds"] is not None:
@@ -330,7 +330,7 @@ def _graphs(run: Run, syncs: Sequence[Line], variants: Mapping[str, str]) -> lis
 
 
 def _nodes(profile: ProfileMetrics | None) -> list[dict[str, Any]]:
-    """The kernels of a profile, the slowest first."""
+    """The nodes of a profile, slowest first."""
     if profile is None:
         return []
     timed: Mapping[int, float] = dict(enumerate(profile.seconds_per_node))

@@ -1,7 +1,7 @@
-"""From what the executor finds to what a `SyncRecord` says of it.
+"""The reasons in a `SyncRecord`, derived from what the executor and the compiler report.
 
-In: bindings, plans and reports of the compiler. Out: outcomes, differences and reasons, filled into records.
-Nothing here is called for a sync of a known path but `note_plan`.
+In: bindings, plans and compile reports. Out: outcomes, differences and reasons, filled into records.
+For a sync of a known path only `note_plan` is called.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def explain_binding(
     indices: tuple[int, ...],
     settings: Environment,
 ) -> None:
-    """A known path with outputs or settings that it never had: say which, against those it had last.
+    """Explain a sync of a known path with a new live set or new settings.
 
-    `known`: the live sets and settings that the path had, the latest last; at least one.
+    The difference is from the most similar live set under the same settings, or else from the latest settings.
+    `known`: the live sets and settings that the path had before, latest last; at least one.
     """
     same_settings = [other for other, environment in known if environment == settings]
     record.nearest = record.program
@@ -55,7 +56,7 @@ def _of_settings(before: Environment, now: Environment) -> Difference:
 def note_plan(
     record: SyncRecord, cursor: Cursor, computation: Computation, kind: PlanKind, was_optimized: bool, is_new: bool
 ) -> None:
-    """Which plan a sync of `cursor` got, and with it how much of the work was there."""
+    """Note which plan a sync of `cursor` got, and so its outcome: how much of the work was cached."""
     record.plan = str(kind)
     is_plain = record.outcome == "hit, level 1" and not record.compiles and record.difference is None
     if is_plain and record.graph and (was_optimized or not kind.is_generalised):
@@ -79,7 +80,7 @@ FIRST_COMPILE = "it recurred"
 
 
 def record_compile(report: CompileReport) -> CompileRecord:
-    """What a report of the compiler says, as a record in the history."""
+    """Add a compile report to the history: as a new record, or as the end of the compile's record."""
     now = history.now()
     reason, found = FIRST_COMPILE, None
     if report.symbolic:

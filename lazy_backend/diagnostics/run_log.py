@@ -1,13 +1,13 @@
-"""A run as JSON lines: written as it goes or afterwards, read for a report.
+"""The run log: a run as JSON lines, written during the run or afterwards, and read for the report.
 
-In: records as dicts, each with its `type`. Out: a file, and from such a file `Run`.
+In: records as dicts, each with a `type`. Out: a file, and a `Run` read from such a file.
 
 Note [A run log]
-Lines are only ever appended, each in one write, so a log is readable however its process ended; a last line that was
-cut short is left out. What changes after it was written is written again: a sync's run (`ran`) with the sync after it,
-a compile when it ends, under the same number. Types: `run` (one, first), `program` (before the first sync that names
-it), `source` (texts of lines), `sync`, `ran`, `compile`, `wait`, `memory`, `peak` (the last of a device counts), and
-`state` (at the end). A file that another run was appended to holds several; the last one counts.
+Lines are only ever appended, each in one write, so a log is readable however its process ended; the reader skips a last
+line that was cut short. A record that changes after it was written is written again under the same number: a sync's run
+(`ran`) along with the next sync, a compile when it ends. Types: `run` (one, first), `program` (before the first sync
+that names it), `source` (text of source lines), `sync`, `ran`, `compile`, `wait`, `memory`, `peak` (the last one per
+device counts), and `state` (at the end). Several runs may have been appended to one file; the last one counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Line = dict[str, Any]
 
 
 def describe_process() -> Line:
-    """The `run` line: what ran, where, since when."""
+    """The `run` line: command, directory, process, versions, number of threads, and the time of writing."""
     return {
         "type": "run",
         "format": 1,
@@ -48,7 +48,7 @@ def describe_process() -> Line:
 
 
 def source_lines(programs: Iterable[Line], syncs: Iterable[Line] = (), known: set[str] | None = None) -> Line:
-    """The `source` line: the text of every line of the user's code that these name, but for those that are `known`."""
+    """The `source` line: the text of every line of user code that `programs` and `syncs` name, except `known` ones."""
     sites = {call["site"] for program in programs for call in program["calls"]}
     sites.update(sync["site"] for sync in syncs)
     found = {site: source_line(site) for site in sites.difference(known or ())}
@@ -62,9 +62,9 @@ def source_line(site: str) -> str:
 
 
 class RunLog:
-    """Appends to the file `name`. Safe from any thread; a forked child writes nothing. See Note [A run log].
+    """Appends to the file `name`. Thread-safe; a forked child writes nothing. See Note [A run log].
 
-    `state` is asked for at exit. An error of the file is told once on standard error, and ends the log.
+    `state` is called on close, at the latest at exit. The first `OSError` goes to standard error and ends the log.
     """
 
     def __init__(self, name: str, state: Callable[[], dict[str, Any]]) -> None:
@@ -72,14 +72,14 @@ class RunLog:
         self.programs: set[str] = set()
         self._process = os.getpid()
         self._sites: set[str] = set()
-        self._running: set[int] = set()  # numbers of the syncs that were written before their run was over
-        self._ended: deque[tuple[int, float, float]] = deque()  # runs that are over, and not looked at yet
-        self._ran: dict[int, tuple[float, float]] = {}  # the same, by number, whose sync is not written yet
+        self._running: set[int] = set()  # numbers of the syncs that were written before their run ended
+        self._ended: deque[tuple[int, float, float]] = deque()  # runs that ended and are not in `_ran` yet
+        self._ran: dict[int, tuple[float, float]] = {}  # ended runs by number, until their sync is written
         self._lock = threading.RLock()
         self._state = state
         self._file: BinaryIO | None = None
         try:
-            # unbuffered: a line is in the file when it is written, whatever happens to the process
+            # unbuffered: a line that was written is in the file, whatever happens to the process
             self._file = open(name.replace("{pid}", str(self._process)), "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             self._give_up(error)
@@ -99,13 +99,13 @@ class RunLog:
                     self._give_up(error)
 
     def add_program(self, program: Line) -> None:
-        """Write a program, and the texts of its lines that are not there yet."""
+        """Write a program, after the text of those of its source lines that the log does not have yet."""
         self.programs.add(program["name"])
         self._add_source(source_lines([program], known=self._sites))
         self.add(program)
 
     def add_sync(self, sync: Line) -> None:
-        """Write a sync. If its run is under way, that is written with a later one, or at the end."""
+        """Write a sync. If its run is still under way, the run is written along with a later sync, or on close."""
         self._add_source(source_lines([], [sync], self._sites))
         self.add(sync)
         with self._lock:
@@ -115,11 +115,11 @@ class RunLog:
         self._ran.pop(sync["number"], None)
 
     def add_run(self, number: int, begin: float, seconds: float) -> None:
-        """Note that the run of a sync is over. In one C call: who holds the lock may be waiting for that very run."""
+        """Note that the run of a sync ended. One C call, no lock: the lock's holder may be waiting for this run."""
         self._ended.append((number, begin, seconds))
 
     def _write_runs(self) -> None:
-        """Write which runs are over, but for those that were over when their sync was written."""
+        """Write the runs that ended after their sync was written."""
         with self._lock:
             with contextlib.suppress(IndexError):  # a signal handler may take the last one
                 while self._ended:
@@ -132,7 +132,7 @@ class RunLog:
             self.add({"type": "ran", "number": number, "run_begin": begin, "run_seconds": seconds})
 
     def close(self) -> None:
-        """Write the state at the end."""
+        """Write the final state and close the file."""
         atexit.unregister(self.close)
         if os.getpid() != self._process:
             return
@@ -158,26 +158,26 @@ class RunLog:
 
 @dataclass
 class Run:
-    """What a log tells of one run. Lines are as they were written, with what came later filled in."""
+    """One run, read from a log. Records are as they were written, with later updates filled in."""
 
     header: Line = field(default_factory=dict)
     programs: dict[str, Line] = field(default_factory=dict)
     syncs: dict[int, Line] = field(default_factory=dict)
     compiles: dict[int, Line] = field(default_factory=dict)
-    waits: list[Line] = field(default_factory=list)  # that the program asked for
+    waits: list[Line] = field(default_factory=list)  # those that the program asked for
     memory: list[Line] = field(default_factory=list)
     peaks: dict[str, Line] = field(default_factory=dict)  # by device
     sources: dict[str, str] = field(default_factory=dict)
     state: Line = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # on what is missing, for the reader of a report
+    notes: list[str] = field(default_factory=list)  # what the log lacks, for the reader of the report
 
 
 class RunLogError(ValueError):
-    """A file that holds no run."""
+    """The file holds no run."""
 
 
 def read_run(path: str | Path) -> Run:
-    """The last run in a file. Raises `RunLogError` if there is none, OSError if it cannot be read."""
+    """The last run in a file. Raises `RunLogError` if the file holds no run, `OSError` if it cannot be read."""
     broken: list[int] = []
     with open(path, "rb") as file:
         run = collect(_parsed(file, broken))
@@ -249,7 +249,7 @@ def _take(run: Run, line: Line) -> None:
 
 
 def _take_compile(run: Run, line: Line) -> None:
-    """A compile is written when it begins and when it ends, and its graph is known from some line between."""
+    """Merge the lines of a compile: written when it begins, with its sync, and when it ends. Any may name the graph."""
     known = run.compiles.get(line["number"])
     if known is None:
         run.compiles[line["number"]] = dict(line)
@@ -260,7 +260,7 @@ def _take_compile(run: Run, line: Line) -> None:
 
 
 def _fill_in(run: Run) -> None:
-    """What lines written later say of what was written before."""
+    """Update each program from the syncs, which were written later: its graph, and its number of syncs."""
     syncs: dict[str, int] = {}
     for sync in run.syncs.values():
         syncs[sync["program"]] = syncs.get(sync["program"], 0) + 1

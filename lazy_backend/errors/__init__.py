@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class LazyBackendError(RuntimeError):
-    """Base class of what this package raises on its own behalf."""
+    """Base class of this package's own errors."""
 
 
 class DeviceError(LazyBackendError):
@@ -12,27 +12,27 @@ class DeviceError(LazyBackendError):
 
 
 class ExecutionError(LazyBackendError):
-    """A scheduled run failed. Raised once, at the next sync or wait; `__cause__` is what the operator raised."""
+    """A scheduled run failed. Raised once, at the next sync or wait; `__cause__` is the operator's error."""
 
 
 class PoisonedTensorError(LazyBackendError):
-    """A tensor whose run failed was used. It has no value."""
+    """A tensor was used that has no value, because its run failed."""
 
 
 class StrictModeError(LazyBackendError):
-    """Something would cut the graph in strict mode."""
+    """A read or call would cut the graph in strict mode."""
 
 
 class ExecutionNotAllowedError(LazyBackendError):
-    """Something was to run while `lazy_backend.allow_execution(False)` holds."""
+    """A sync, read or call would run while `lazy_backend.allow_execution(False)` is in effect."""
 
 
 class TooManyGraphsError(LazyBackendError):
-    """More different programs were recorded than `max_different_graphs` allows. The text explains the last one."""
+    """More different programs were recorded than `max_different_graphs` allows. The message explains the last one."""
 
 
 class CaptureError(LazyBackendError):
-    """A function cannot be captured, or does something else than what was captured."""
+    """A function cannot be captured or served, or no longer does what was captured."""
 
 
 class LazyBackendWarning(UserWarning):
@@ -40,7 +40,7 @@ class LazyBackendWarning(UserWarning):
 
 
 class GraphCutWarning(LazyBackendWarning):
-    """A graph was cut where nobody asked for it, or grows because nobody cuts it."""
+    """A graph was cut unintentionally, or grows because no sync cuts it."""
 
 
 class CacheWarning(LazyBackendWarning):
@@ -48,7 +48,7 @@ class CacheWarning(LazyBackendWarning):
 
 
 class CaptureWarning(LazyBackendWarning):
-    """A captured function is recorded at every call."""
+    """A captured function is recorded at every call instead of being replayed."""
 
 
 class CompileWarning(LazyBackendWarning):

@@ -1,15 +1,15 @@
 """Tracebacks that end at the user's line.
 
-In: an exception on its way out of this package. Out: the same exception; its traceback has the frames of the user's
-code and of other libraries, without ours and those of PyTorch below us. With `LAZY_DEBUG` set nothing is hidden.
-The model is JAX's `traceback_util`.
+In: an exception on its way out of this package. Out: the same exception; its traceback keeps the frames of the user's
+code and of other libraries, and drops ours and those of PyTorch below us. With `LAZY_DEBUG` set nothing is hidden.
+Modelled on JAX's `traceback_util`.
 
 Note [Where frames are hidden]
-Wherever the user's code enters this package: `dispatch` for operators, the kernels registered with PyTorch, the public
-functions and the methods of `LazyTensor`. Nothing happens there unless something is raised. A bare `raise` adds no
-entry for its own frame (CPython 3.11 and later), so what it raises looks as if C code had raised it, as in eager.
-What PyTorch's own Python adds between the user's line and an operator, as `nn.Module.__call__` does, stays as in
-eager, except where nobody catches the exception and it is printed at last.
+Frames are hidden wherever the user's code enters this package: in `dispatch` for operators, the kernels registered with
+PyTorch, the public functions and the methods of `LazyTensor`. Nothing extra happens there unless an exception is
+raised. A bare `raise` adds no entry for its own frame (CPython 3.11 and later), so the exception looks as if C code had
+raised it, as in eager. Frames of PyTorch's own Python between the user's line and an operator, such as
+`nn.Module.__call__`, stay, as in eager; only when an uncaught exception is printed are they hidden too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lazy_backend.settings import config
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What no check of ours raises on purpose: raised by a line of ours it is a defect, and its report needs the frames.
+# Errors that none of our checks raises on purpose: one from a line of ours is a bug, and its report needs the frames.
 _DEFECTS = (AssertionError, AttributeError, KeyError, NameError)
 
 
@@ -46,7 +46,7 @@ def hide_internals(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Take internal frames out of the traceback of `error` and of its causes. For `except` blocks before a `raise`."""
+    """Remove internal frames from the traceback of `error` and of its causes. For `except` blocks, before a `raise`."""
     if config.debug:
         return
     _forget_what_we_handled(error)
@@ -59,7 +59,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def _forget_what_we_handled(error: BaseException) -> None:
-    """Drop exceptions that we caught ourselves: "during handling of" them says nothing to the user."""
+    """Drop exceptions that this package caught itself: "During handling of" them would mean nothing to the user."""
     while (handled := error.__context__) is not None and handled is not error.__cause__ and _was_caught_by_us(handled):
         error.__context__ = handled.__context__
 
@@ -70,7 +70,7 @@ def _was_caught_by_us(error: BaseException) -> bool:
 
 
 def _is_defect(error: BaseException) -> bool:
-    """Whether only a defect of this package raises such an exception from there."""
+    """Whether `error` shows a bug of ours: its kind is never raised on purpose, and a line of ours raised it."""
     if not isinstance(error, _DEFECTS) and "internal error" not in str(error):
         return False
     entry = error.__traceback__
@@ -80,7 +80,7 @@ def _is_defect(error: BaseException) -> bool:
 
 
 def _without_internals(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """The entries of user code, in order."""
+    """The entries of the user's code and other libraries, in order."""
     entries = []
     while traceback is not None:
         entries.append(traceback)
@@ -88,7 +88,7 @@ def _without_internals(traceback: types.TracebackType | None) -> types.Traceback
     kept: types.TracebackType | None = None
     for entry in reversed(entries):
         if not is_internal(entry.tb_frame.f_code.co_filename):
-            # None where an instruction has no line, as an interruption may come there; -1 says so to the constructor
+            # None if the instruction has no line, which an interruption can hit; the constructor takes -1 for that
             line = -1 if entry.tb_lineno is None else entry.tb_lineno
             kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, line)
     return kept
@@ -98,10 +98,10 @@ def _without_internals(traceback: types.TracebackType | None) -> types.Traceback
 
 
 def refusal_to_trace(message: str) -> Exception:
-    """The error for a compiler that asks for what it must not have.
+    """The error for a compiler that must not trace lazy tensors.
 
-    Dynamo, 200 lines away from the user's, passes errors of a class of its own on without its frames. Internal, checked
-    on 2.13: `ShortenTraceback`, and where the translator of the function that is being traced stands.
+    Dynamo puts 200 lines of frames below the user's line, and drops them only from errors of its own class. Internal,
+    checked on 2.13: `ShortenTraceback`, and `symbolic_convert.tls.current_tx`, the translator of the traced function.
     """
     errors, translators = (sys.modules.get(f"torch._dynamo.{name}") for name in ("exc", "symbolic_convert"))
     is_tracing = translators is not None and getattr(translators.tls, "current_tx", None) is not None
@@ -116,14 +116,14 @@ def refusal_to_trace(message: str) -> Exception:
 @functools.cache
 def _refusal_of(passed_on: type[Exception]) -> type[Exception]:
     class TracingError(LazyBackendError, passed_on):  # type: ignore[valid-type, misc]
-        """Something would trace lazy tensors."""
+        """A compiler would trace lazy tensors."""
 
         def __init__(self, message: str) -> None:
             super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
             self._message = message
 
         def __str__(self) -> str:
-            return self._message  # without what Dynamo adds: how to see its frames
+            return self._message  # without Dynamo's advice on how to see its frames
 
         def remove_dynamo_frames(self) -> Exception:
             return self.with_traceback(None)
@@ -132,9 +132,9 @@ def _refusal_of(passed_on: type[Exception]) -> type[Exception]:
     return TracingError
 
 
-# ----- exceptions that nobody catches
+# ----- uncaught exceptions
 
-# Set on the exceptions that passed through here.
+# An attribute set on the exceptions that passed through here.
 _MARK = "_lazy_backend_hides_frames"
 
 
@@ -145,9 +145,9 @@ def _mark(error: BaseException) -> None:
 
 @functools.cache
 def _watch_the_end_of_the_program() -> None:
-    """From our first exception on, one of ours that ends the program is printed without PyTorch's frames above us.
+    """Install an excepthook, at our first exception, that prints ours without PyTorch's frames above us.
 
-    It is printed by whoever printed exceptions before, and so are all others.
+    The previous hook does the printing, of ours and of all other exceptions.
     """
     print_error = sys.excepthook
 

@@ -1,9 +1,9 @@
 """Counters and metrics: what happened, how often, how long.
 
 In: events from the rest of the package. Out: the functions of `torch._lazy.metrics`, and structured data.
-Counters that would cost something on every recorded call (`CreateLtcTensor`, `lazy::<op>`) are not counted there: the
-recorder's paths know what they contain, and sources registered here add them up when somebody asks. Which names there
-are, and what they mean, is in `metric_names`; those of torch_xla are understood where a name is asked for.
+Counters that would add cost to every recorded call (`CreateLtcTensor`, `lazy::<op>`) are not incremented there: the
+recorder's paths know what they contain, and sources registered here add the counts up on request. `metrics.names` lists
+all names with their meanings; functions that take a name accept torch_xla's too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 _SAMPLES = 1024
 
 _lock = process_lock()
-# What happened and is not added up yet, with the first on the left. Appending is one C call: it needs no lock.
+# Events that are not added up yet, oldest on the left. Appending is one C call and needs no lock.
 _events: deque[tuple[Mapping[str, int], Mapping[str, float]]] = deque()
 _MAX_EVENTS = 256
 _counters: Counter[str] = Counter()
@@ -61,14 +61,14 @@ class MetricData:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Of the kept samples; 0.0 if there are none."""
+        """A percentile of the kept samples (`percent` from 0 to 100); 0.0 if there are none."""
         ordered = sorted(self.samples)
         return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
 
 @dataclass(slots=True)
 class _Series:
-    """A metric as it grows."""
+    """The values of a metric so far."""
 
     count: int = 0
     total: float = 0.0
@@ -82,7 +82,7 @@ class _Series:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Counters that are computed when asked for. `reset` makes them count from zero again."""
+    """Counters that are computed when read. `reset` makes them count from zero again."""
 
     read: Callable[[], Counter[str]]
     reset: Callable[[], None]
@@ -102,22 +102,22 @@ def observe(name: str, value: float) -> None:
 
 
 def observe_together(counters: Mapping[str, int], **values: float) -> None:
-    """Several counters and metrics at once, as a sync or a transfer has them."""
+    """Add to several counters and metrics at once, as a sync or a transfer does."""
     _events.append((counters, values))
     if len(_events) > _MAX_EVENTS:
         _add_up()
 
 
 def observe_in_run(counters: Mapping[str, int], **values: float) -> None:
-    """As `observe_together`, for a run: takes no lock, as who holds it may be waiting for that very run.
+    """Like `observe_together`, for a run: takes no lock, as the lock's holder may be waiting for that very run.
 
-    A signal handler or a finalizer that interrupts `_add_up` waits so. See Note [Interruption].
+    A signal handler or a finalizer that interrupts `_add_up` may wait in this way. See Note [Interruption].
     """
     _events.append((counters, values))
 
 
 def _add_up() -> None:
-    """Turn the events so far into counts and series."""
+    """Add the events so far to the counters and metrics."""
     with _lock:
         while _events:
             try:
@@ -145,7 +145,7 @@ def counter_names() -> list[str]:
 
 
 def counter_value(name: str) -> int:
-    """How often `name` happened since the start or the last `reset`; 0 if never. Takes torch_xla's names too."""
+    """A counter's value since process start or the last `reset`; 0 if never counted. Takes torch_xla's names too."""
     return _all_counters()[own_name(name)]
 
 
@@ -179,7 +179,7 @@ def _unit(name: str) -> str:
 
 
 def executed_fallback_ops() -> list[str]:
-    """The operators that were not recorded but ran at once, as `aten::nonzero`. Name of torch_xla."""
+    """Operators that ran at once instead of being recorded, such as `aten::nonzero`. The name is torch_xla's."""
     return [name for name in counter_names() if _is_fallback(name)]
 
 
@@ -189,7 +189,7 @@ def _is_fallback(name: str) -> bool:
 
 
 def snapshot() -> Snapshot:
-    """Everything that was counted until now."""
+    """All counters and metrics up to now."""
     found = {name: data for name in metric_names() if (data := metric_data(name)) is not None}
     summaries = {
         name: Summary(data.count, data.total, data.unit, {p: data.percentile(p) for p in PERCENTILES})
@@ -199,12 +199,12 @@ def snapshot() -> Snapshot:
 
 
 def to_json() -> str:
-    """Everything that was counted until now, as JSON."""
+    """All counters and metrics up to now, as JSON."""
     return snapshot().to_json()
 
 
 def to_prometheus() -> str:
-    """Everything that was counted until now, in the text format that Prometheus scrapes."""
+    """All counters and metrics up to now, in the text format that Prometheus scrapes."""
     return snapshot().to_prometheus()
 
 
@@ -240,7 +240,7 @@ _SHORT_METRICS = ("TraceTime", "SyncTime", "ExecuteTime", "CompileTime", "Device
 
 
 def short_report() -> str:
-    """What a training loop should look at, in a few lines: steps, compiles, cuts with their causes, times."""
+    """What a training loop should watch, in a few lines: steps, compiles, cuts with their causes, times."""
     taken = snapshot()
     found = taken.counters
     lines = [f"{name}: {found.get(name, 0)}" for name in _SHORT_COUNTERS]

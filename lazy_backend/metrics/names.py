@@ -1,6 +1,6 @@
-"""Every counter and metric that can occur: what it means, and what Lazy Tensor Core and torch_xla call it.
+"""Every counter and metric that can occur: its meaning, and its name in Lazy Tensor Core and torch_xla.
 
-In: nothing. Out: `COUNTERS`, `METRICS`, and for the name of an event its entry. A test holds that nothing else is
+In: the name of a counter or metric. Out: its entry in `COUNTERS` or `METRICS`. A test checks that nothing else is
 counted, and that `docs/metrics.md` has the same entries.
 """
 
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """One name. With `<parts>` it stands for many: what differs becomes a label where it is exported."""
+    """A counter or metric. A name with `<parts>` stands for many names, whose parts become labels when exported."""
 
     name: str
     meaning: str
     unit: str = ""  # of a metric's values; a counter has none
-    elsewhere: tuple[str, ...] = ()  # what others call the same, where that differs
+    elsewhere: tuple[str, ...] = ()  # names in other backends, where they differ
     exported: str = ""  # name for Prometheus, if it does not follow from `name`
 
     def labels(self, name: str) -> dict[str, str] | None:
-        """The parts of `name`, if this is its entry."""
+        """The parts of `name` if this is its entry, else None."""
         found = _pattern(self.name).fullmatch(name)
         return None if found is None else found.groupdict()
 
 
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
-    # a namespace and an operator are words; reasons, causes and lines are any text, the line perhaps none
+    # a namespace and an operator are words; reasons, causes and lines are any text; a line may be empty
     parts = {"op": r"[\w.:]+", "namespace": r"\w+", "line": ".*"}
     pieces = re.split(r"<(\w+)>", name)
     texts = [re.escape(p) if i % 2 == 0 else f"(?P<{p}>{parts.get(p, '.+')})" for i, p in enumerate(pieces)]
@@ -66,7 +66,7 @@ COUNTERS = (
     Meaning("DiskCacheEviction", "old ones removed, to stay below `config.cache_bytes`"),
     Meaning("DiskCacheCorrupt", "files that were damaged", elsewhere=("PersistentCacheDeserializeFailure",)),
     Meaning("DiskCacheError", "files that could not be read or written"),
-    # last: it fits whatever has two colons
+    # last, as this pattern fits any name with two colons
     Meaning(
         "<namespace>::<op>",
         "calls of this operator that were not recorded but ran at once",
@@ -107,7 +107,7 @@ def entry_of(name: str) -> tuple[Meaning, dict[str, str]] | None:
 
 @functools.lru_cache(4096)
 def own_name(name: str) -> str:
-    """`name` as it is called here: names of Lazy Tensor Core and torch_xla are understood too."""
+    """This package's name for `name`, which may be one of Lazy Tensor Core or torch_xla."""
     for entry in (*COUNTERS, *METRICS):
         for other in entry.elsewhere:
             found = _pattern(other).fullmatch(name)

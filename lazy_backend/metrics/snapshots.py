@@ -1,4 +1,4 @@
-"""What was counted until a moment: to be kept, exported and compared.
+"""Snapshots of counters and metrics, to keep, export and compare.
 
 In: counters and metrics. Out: `Snapshot`, as plain data, as JSON and in Prometheus' text format; `Comparison` of two.
 """
@@ -18,7 +18,7 @@ PERCENTILES = (1, 5, 50, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A metric: how many values, their sum, and percentiles of the latest 1024. Times are in seconds."""
+    """A metric: the number of values, their sum, and percentiles of the latest 1024. Times are in seconds."""
 
     count: int
     total: float
@@ -38,7 +38,7 @@ class Snapshot:
     metrics: Mapping[str, Summary]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, texts and dicts. `from_dict` is the way back."""
+        """The snapshot as numbers, strings and dicts; `from_dict` restores it."""
         metrics = {
             name: {
                 "count": summary.count,
@@ -70,8 +70,8 @@ class Snapshot:
     def to_prometheus(self) -> str:
         """The text format that Prometheus scrapes (version 0.0.4): counters, and a summary per metric.
 
-        A counter's name is in snake case: `MarkStep` is `lazy_backend_mark_step_total`. What differs within a kind of
-        names is a label, as in `lazy_backend_recorded_call_total{op="mul"}`. Times are in seconds.
+        A counter's name is in snake case: `MarkStep` is `lazy_backend_mark_step_total`. Variable parts of a name become
+        labels, as in `lazy_backend_recorded_call_total{op="mul"}`. Times are in seconds.
         """
         lines = [line for entry in COUNTERS for line in self._counter_lines(entry)]
         lines += [line for entry in METRICS for line in self._metric_lines(entry)]
@@ -136,7 +136,7 @@ class Comparison:
 
 
 def compare(before: Snapshot, after: Snapshot) -> Comparison:
-    """What differs between two moments of a process, or between two runs."""
+    """The differences between two snapshots, of one process or of two runs."""
     counted = sorted({*before.counters, *after.counters})
     pairs = {name: (before.counters.get(name, 0), after.counters.get(name, 0)) for name in counted}
     observed = sorted({*before.metrics, *after.metrics})
@@ -156,7 +156,7 @@ def _ratio(before: float, after: float) -> str:
 
 
 def printed(value: float, unit: str) -> str:
-    """A value with its unit, to be read."""
+    """A value with its unit, for display."""
     if unit != "seconds":
         return f"{value:g} {unit}".rstrip()
     return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
