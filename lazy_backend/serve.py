@@ -105,7 +105,7 @@ def make_executor(
     """An executor that begins to compile its graph when it is made. The settings of that moment hold for every run."""
     policy = replace(compile_policy(), num_profiled_runs=0) if config.compile != "off" else None
     made = ExecutorConfig(num_threads=num_threads, policy=policy, report=executor.compile_reports.report)
-    return kind(graph, signature, weights, constants, made)
+    return run_clean(kind, graph, signature, weights, constants, made)
 
 
 def _on_lazy_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,30 +143,37 @@ def _record(
 ) -> _Recorded:
     """Record one call of `function`. None of its operators runs, so the call has no effect."""
     leaves, in_spec = pytree.tree_flatten((args, {}))
-    given = [_example(leaf) for leaf in leaves]
     context = next(iter(names)).context if names else context_of(None)
+    given = [_example(leaf, context.device) for leaf in leaves]
 
     def refuse(cause: str) -> CaptureError:
         return CaptureError(f"{cause} inside {name}, which is to be served\n  at {user_site()}\n  return the tensor")
 
+    copied, _ = pytree.tree_unflatten(given, in_spec)
+
+    def run() -> _Recorded:
+        with torch.no_grad():
+            outputs, out_spec = pytree.tree_flatten(function(*copied))
+            made = [_own(output, name) for output in outputs]
+            return _finish(context, names, given, made, in_spec, out_spec)
+
     with context.lock:
         executor.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), "serve")
+        after = context.fresh_trace()
+        recording = context.trace
         try:
-            # defer every call, seen before or not: the body's writes must not happen
-            with config.patch(first_sight="record"), torch.no_grad():
-                copied, _ = pytree.tree_unflatten(given, in_spec)
-
-                def run() -> _Recorded:
-                    outputs, out_spec = pytree.tree_flatten(function(*copied))
-                    made = [_own(output, name) for output in outputs]
-                    return _finish(context, names, given, made, in_spec, out_spec)
-
-                return executor.rules.call_refusing(refuse, run)
+            try:
+                # deferring: the body's writes must not happen
+                return executor.rules.call_deferring(executor.rules.call_refusing, refuse, run)
+            finally:
+                context.trace = after
         finally:
-            context.new_trace()
+            # two `finally` blocks of plain stores, see Note [Interruption]: what was recorded must never run
+            context.trace = after
+            recording.changes += 1
 
 
-def _example(leaf: Any) -> LazyTensor:
+def _example(leaf: Any, device: torch.device) -> LazyTensor:
     """A copy of an example input on the lazy device, with memory of its own."""
     if not isinstance(leaf, torch.Tensor):
         raise CaptureError(
@@ -174,7 +181,7 @@ def _example(leaf: Any) -> LazyTensor:
             "  close over what is fixed, as in lambda x: module(x, 3)"
         )
     source = leaf.detach().cpu() if isinstance(leaf, LazyTensor) else leaf.detach()
-    return source.to("lazy")  # type: ignore[return-value]
+    return source.to(device)  # type: ignore[return-value]
 
 
 def _own(output: Any, name: str) -> LazyTensor:

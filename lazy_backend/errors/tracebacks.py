@@ -51,7 +51,9 @@ def hide_frames(error: BaseException) -> None:
         return
     _forget_what_we_handled(error)
     chained: BaseException | None = error
-    while chained is not None:
+    seen: set[int] = set()
+    while chained is not None and id(chained) not in seen:  # `raise error from error` makes a ring
+        seen.add(id(chained))
         if not _is_defect(chained):
             chained.__traceback__ = _without_internals(chained.__traceback__)
         chained = chained.__cause__

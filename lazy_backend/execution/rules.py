@@ -24,6 +24,7 @@ class PerThread(threading.local):
 
     refusal: Callable[[str], LazyBackendError] | None = None  # what a read or sync raises now
     strict: bool = False
+    defers: bool = False  # whether calls are deferred at first sight, too, whatever `config.first_sight` says
     limits: tuple[tuple[GraphLimit, int], ...] = ()  # of the regions that the thread is in
     record: SyncRecord | None = None  # of the sync whose plan is being chosen
 
@@ -50,6 +51,22 @@ class Rules:
                 per_thread.refusal = None
         finally:
             per_thread.refusal = None
+
+    def call_deferring(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `function`. This thread's lazy operators in it are recorded and none runs, seen before or not."""
+        # as above
+        try:
+            try:
+                per_thread.defers = True
+                return function(*args, **kwargs)
+            finally:
+                per_thread.defers = False
+        finally:
+            per_thread.defers = False
+
+    def runs_unseen_calls(self) -> bool:
+        """Whether a call seen for the first time runs at once. See Note [First sight runs]."""
+        return bool(config.first_sight == "run") and self.allows_execution and not per_thread.defers
 
     def is_refusing(self) -> bool:
         """Whether this thread is in `call_refusing`."""

@@ -268,7 +268,7 @@ def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
                         if node is None:
                             if cursor is context.eager_root:
                                 raise NotRecordable(EAGER)
-                            if trace.computed or (config.first_sight == "run" and executor.rules.allows_execution):
+                            if trace.computed or executor.rules.runs_unseen_calls():
                                 made = _run_unseen(context, trace, changes, full_key, op, args, kwargs)
                                 trace.unfinished = interrupted
                                 return made

@@ -139,11 +139,12 @@ class CompiledPlan:
         arguments: list[Any] = inputs
         arguments[:0] = sizes
         if self.signature.scalars:
-            packed = torch.tensor([constants[place] for place in self.signature.scalars], dtype=torch.float64)
-            # one transfer for all scalars of a step
+            # made on the CPU whatever the user's default device is: one transfer for all scalars of a step
+            values = [constants[place] for place in self.signature.scalars]
+            packed = torch.tensor(values, dtype=torch.float64, device="cpu")
             arguments.append(packed.to(self._device, non_blocking=True))
         if self.signature.seeds:
-            arguments.append(torch.tensor(seeds, dtype=torch.int64))
+            arguments.append(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
         if self.signature.numbers:
             arguments.extend(constants)
         taken = {} if self._aliases.is_known() else watched_storages(arguments)
@@ -166,10 +167,20 @@ def compile_graph(request: CompileRequest) -> CompiledPlan:
     if request.signature.numbers:
         return CompiledPlan(request, _run_as_it_is(module))
     examples = request.examples()
-    passes = with_copies_of_overwritten_inputs() if request.backend == "inductor" else contextlib.nullcontext()
-    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing(), passes:
+    own = _inductor_here() if request.backend == "inductor" else contextlib.nullcontext()
+    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing(), own:
         call = boxed(lookup_backend(request.backend)(module, examples.arguments))
     return CompiledPlan(request, call, examples.guards())
+
+
+@contextlib.contextmanager
+def _inductor_here() -> Iterator[None]:
+    """Inductor in this process, with our pass, and with as many threads compiled in as there are: see `worker`."""
+    import torch._inductor.config as inductor_config
+
+    threads = torch.get_num_threads() if inductor_config.cpp.threads < 1 else inductor_config.cpp.threads
+    with with_copies_of_overwritten_inputs(), inductor_config.patch({"cpp.threads": threads}):
+        yield
 
 
 def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:

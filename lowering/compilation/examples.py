@@ -86,5 +86,5 @@ def _extra_inputs(graph: Graph, signature: Signature) -> list[torch.Tensor]:
     if signature.scalars:
         extra.append(torch.empty(len(signature.scalars), dtype=torch.float64, device=graph.device))
     if signature.seeds:
-        extra.append(torch.empty(graph.num_seeds, dtype=torch.int64))
+        extra.append(torch.empty(graph.num_seeds, dtype=torch.int64, device="cpu"))
     return extra

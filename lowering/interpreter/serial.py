@@ -45,4 +45,7 @@ class SerialGraphExecutor(GraphExecutor):
                 for slot in frees:
                     values[slot] = None
         except Exception as error:
-            raise kernel.describe(error) from error
+            described = kernel.describe(error)
+            if described is error:  # an exception that is its own cause would be a chain without an end
+                raise
+            raise described from error

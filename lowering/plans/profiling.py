@@ -247,16 +247,24 @@ class ProfilingGraphExecutor:
 _compiling: weakref.WeakSet[ProfilingGraphExecutor] = weakref.WeakSet()
 
 
+def _all_compiling() -> list[ProfilingGraphExecutor]:
+    while True:
+        try:
+            return list(_compiling)
+        except RuntimeError:  # another thread added one meanwhile
+            continue
+
+
 def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
     """Wait until no compile is under way or due; False if `timeout` seconds were not enough.
 
     `asks`: whether due compiles are requested now; otherwise they are left to later runs, and not waited for.
     """
     with worker.awaited(timeout):
-        for executor in list(_compiling) if asks else ():
+        for executor in _all_compiling() if asks else ():
             executor.begin_due()
         finished = worker.wait(timeout)
-    for executor in list(_compiling):
+    for executor in _all_compiling():
         executor.adopt_compiled()
         _compiling.discard(executor)
     return finished

@@ -7,6 +7,7 @@ Seed: nativert Executor, whose names are kept.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import Counter
@@ -124,7 +125,9 @@ class Executor:
         self.layout: LayoutPlan | None = None
         self._kernels = self._make_kernels(self._folder.remaining)
         self._graph_executor = self._make_graph_executor(self._kernels)
-        self._frames = FramePool(self._new_frame, self.config.max_frame_age, self.config.clock)
+        self._frames = FramePool(
+            functools.partial(_new_frame, self.layout), self.config.max_frame_age, self.config.clock
+        )
         writes_weights = not self._written.isdisjoint(self._expected.values())
         self._turn = threading.RLock() if writes_weights else contextlib.nullcontext()
         self._weights = self.process_weights(weights)
@@ -145,9 +148,6 @@ class Executor:
         if self.config.num_threads > 1:
             return ParallelGraphExecutor(kernels.graph, kernels, num_threads=self.config.num_threads)
         return SerialGraphExecutor(kernels.graph, kernels)
-
-    def _new_frame(self) -> ExecutionFrame:
-        return ExecutionFrame(self.layout.new_buffers() if self.layout else ())
 
     # ----- weights
 
@@ -279,6 +279,11 @@ class Executor:
                     meter.release(value.number)
                     values[value.number] = None
         return meter.peak
+
+
+def _new_frame(layout: LayoutPlan | None) -> ExecutionFrame:
+    # no method: the pool would keep its executor alive until the garbage collector runs
+    return ExecutionFrame(layout.new_buffers() if layout else ())
 
 
 def _name(kernel: Kernel) -> str:

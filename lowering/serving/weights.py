@@ -67,6 +67,9 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
             f"{what}: expected {meta.dtype} {list(meta.shape)} on {device}, "
             f"got {given.dtype} {list(given.shape)} on {given.device}"
         )
+    # internal, checked on 2.13: a tensor whose operators are Python's, such as a fake one, has no memory to compute on
+    if torch._C._dispatch_keys(given).has(torch._C.DispatchKey.Python):  # type: ignore[attr-defined]
+        raise InputError(f"{what}: expected a plain tensor, got {type(given).__name__}, which may have no memory")
     tensor = given.detach()
     if meta_of(tensor) is meta:
         return tensor

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_same, count
+from interruption import Interrupted, interrupt, places_of, raise_interrupted
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lazy_backend
 from lazy_backend import CaptureError, config, serve
@@ -230,6 +235,89 @@ def test_a_misspelt_backend_is_told_when_serving_begins() -> None:
     config.compile, config.backend = "foreground", "inducktor"
     with pytest.raises(ValueError, match="unknown backend 'inducktor'"):
         serve(lambda x: x + 1, torch.zeros(3))
+
+
+def test_a_fake_tensor_is_refused() -> None:
+    config.compile = "off"
+    served = serve(lambda x: x + 1, torch.zeros(3))
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    with pytest.raises(InputError, match="got FakeTensor, which may have no memory"):
+        served(fake)
+
+
+def test_a_module_of_another_device_is_served(two_devices: None) -> None:
+    x = torch.randn(4, SIZE)
+    served = serve(model().to("lazy:1"), x)
+    torch.testing.assert_close(served(x), model()(x).detach())
+
+
+def test_serving_leaves_no_cycle() -> None:
+    serve(model(), torch.randn(4, SIZE))  # PyTorch's fake tensors keep the frames of their first use
+    gc.disable()
+    try:
+        reference = weakref.ref(serve(model(), torch.randn(4, SIZE)))
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_two_threads_serve_while_a_third_trains_at_first_sight(two_devices: None) -> None:
+    config.first_sight, config.compile = "run", "off"
+
+    def record(device: str) -> None:
+        for size in range(2, 30):
+            serve(lambda x: x.tanh() * 2, torch.zeros(size, device=device))
+
+    threads = [threading.Thread(target=record, args=(f"lazy:{index}",)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    x = torch.ones(5, device="lazy")
+    with count("ExecuteComputation") as runs:
+        x.exp_()
+        lazy_backend.mark_step()
+    assert (config.first_sight, runs()) == ("run", 1)
+
+
+def test_an_interrupted_serve_writes_nothing() -> None:
+    """At every line of ours: statistics that the body would have written stay, and nothing is left to run."""
+    config.compile, config.first_sight = "off", "run"
+    module = nn.BatchNorm1d(SIZE).to("lazy").train()
+    x = torch.randn(4, SIZE)
+    call = lambda: serve(module, x)
+    call()
+    before = lazy_backend.to_cpu(dict(module.state_dict()))
+    places = list(places_of(call))
+    near = [place for place in places if Path(place[0]).name in ("serve.py", "rules.py", "state.py")]
+    for place in (*near, *places[:: max(1, len(places) // 100)]):
+        with contextlib.suppress(Interrupted):
+            interrupt(call, place, 1, raise_interrupted)
+        lazy_backend.mark_step(wait=True)
+        assert_same(lazy_backend.to_cpu(dict(module.state_dict())), before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("compile", ["foreground", "off"])
+def test_an_index_out_of_range_is_an_error_with_its_line(compile: str, threads: int) -> None:
+    config.compile, config.backend = compile, "aot_eager"
+    served = serve(nn.Embedding(10, 4).eval(), torch.tensor([1, 2]), num_threads=threads)
+    with pytest.raises(RuntimeError, match=rf"index out of range(.|\n)*recorded at {__file__}"):
+        served(torch.tensor([1, 99]))
+    assert served(torch.tensor([1, 2])).shape == (2, 4)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_default_device_changes_no_answer() -> None:
+    served, x = serve(lambda x: nn.functional.dropout(x, 0.5), torch.ones(100)), torch.ones(100)
+    answers = []
+    for device in ("cpu", "meta", "lazy"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            answers.append(served(x))
+    assert 20 < answers[0].count_nonzero() < 80
+    assert_same(answers[1:], [answers[0]] * 2)
 
 
 class Versioned(nn.Module):

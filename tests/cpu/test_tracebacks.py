@@ -317,3 +317,13 @@ def test_an_instruction_without_a_line_is_kept() -> None:
     assert entry.tb_next is not None
     assert entry.tb_next.tb_frame.f_code.co_name == "fail"
     assert entry.tb_next.tb_lineno is None
+
+
+@pytest.mark.timeout(60)
+def test_an_error_that_is_its_own_cause_ends() -> None:
+    def raise_in_a_ring(x: torch.Tensor) -> None:
+        error = ValueError("a ring")
+        raise error from error
+
+    with pytest.raises(ValueError, match="a ring"):
+        lazy_backend.serve(raise_in_a_ring, torch.zeros(2))
