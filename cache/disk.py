@@ -304,18 +304,18 @@ class DiskCache:
         """Remove entries unused for more than `max_age` seconds, then the least recently used beyond `max_bytes`."""
         now = self._clock()
 
-        def goes(file: Stored, total: int) -> bool:
+        def is_victim(file: Stored, total: int) -> bool:
             too_old = max_age is not None and now - file.modified > max_age
             return too_old or (max_bytes is not None and total > max_bytes)
 
-        return self._remove(goes)
+        return self._remove(is_victim)
 
     def clear(self) -> Removed:
         """Remove everything, including files being written: their writers fail and count an error."""
         return self._remove(lambda file, total: True, temporaries=True)
 
-    def _remove(self, goes: Callable[[Stored, int], bool], temporaries: bool = False) -> Removed:
-        """Remove the entries for which `goes` is true, oldest first; its second argument is the bytes still left."""
+    def _remove(self, is_victim: Callable[[Stored, int], bool], temporaries: bool = False) -> Removed:
+        """Remove the entries for which `is_victim` is true, oldest first. Its second argument: the bytes still left."""
         folder = self._current_folder()
         if folder is None or self.readonly:
             return Removed()
@@ -326,7 +326,7 @@ class DiskCache:
             freed = before - sum(file.size for file in files)
             candidates = files if temporaries else _entries(files)
             for file in sorted(candidates, key=lambda file: file.modified):
-                if goes(file, before - freed) and folder.remove(file.name):
+                if is_victim(file, before - freed) and folder.remove(file.name):
                     entries += bool(_ENTRY.fullmatch(file.name))
                     freed += file.size
         return Removed(entries, freed)

@@ -159,12 +159,12 @@ class _Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorato
 def step(
     device: Device = "", *, strict: bool = False, max_different_graphs: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """One step as a block: `mark_step` on entry, so that its graph holds nothing else, and on exit, also on errors.
+    """One step as a block: `mark_step` on entry, so that its graph holds nothing else, and on exit.
 
     `strict`: any read or call within the block that would cut the graph raises `StrictModeError`.
     `max_different_graphs`: raise `TooManyGraphsError`, with the explanation, when the steps of this line of code record
-    more different programs. An error in the block propagates; if the sync on exit fails too, the sync's error is raised
-    at the next sync or wait.
+    more different programs. If the block raises, what was recorded is synced, step closures do not run, and the error
+    propagates; if that sync fails too, its error is raised at the next sync or wait.
     """
     return _Block(lambda: _limited_step(device, strict, max_different_graphs))
 

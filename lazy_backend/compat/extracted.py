@@ -87,9 +87,9 @@ class ExtractedGraph:
         for place in self.graph.mutated_inputs():
             if meta_of(inputs[place]) is not self.inputs[place]:
                 inputs[place].copy_(laid[place])
-        return [self._look(leaf, inputs, laid, outputs) for leaf in self.leaves]
+        return [self._tensor_of(leaf, inputs, laid, outputs) for leaf in self.leaves]
 
-    def _look(
+    def _tensor_of(
         self,
         leaf: Leaf,
         inputs: Sequence[torch.Tensor],

@@ -21,7 +21,7 @@ from lazy_backend.cache import process_locks
 from lazy_backend.compat import pytorch
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.serialization import install_serialization
-from lazy_backend.diagnostics.debug_log import tell_pass
+from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
 from lazy_backend.execution import closures, disk_cache
 from lazy_backend.execution.forgotten_steps import forgotten_steps
@@ -107,7 +107,7 @@ def _wire() -> None:
     history.sources["computations"] = executor.computations.describe
     history.sources["live tensors"] = contexts.all_live_by_line
     history.sources["disk cache"] = disk_cache.describe
-    watch_passes(tell_pass)
+    watch_passes(print_pass)
 
 
 def _finish_everything() -> None:

@@ -50,7 +50,7 @@ def write(text: str) -> None:
 _refused: set[str] = set()
 
 
-def tell_sync(record: SyncRecord, computation: Computation | None) -> None:
+def print_sync(record: SyncRecord, computation: Computation | None) -> None:
     """Print a sync that is done, with its graph if there is one by now."""
     graph = "" if computation is None else f" {computation.name}"
     lines = [f"{record.device}{graph} {explain_record(record)}"]
@@ -60,14 +60,14 @@ def tell_sync(record: SyncRecord, computation: Computation | None) -> None:
     write("\n".join(lines))
 
 
-def tell_run(device: str, computation: Computation, plan: str, seconds: float, error: BaseException | None) -> None:
+def print_run(device: str, computation: Computation, plan: str, seconds: float, error: BaseException | None) -> None:
     """Print a run that has ended."""
     ended = "ran" if error is None else f"failed with {type(error).__name__}"
     thread = threading.current_thread().name
     write(f"{device} {computation.name} {ended}, {plan}, in {seconds * 1e3:.2f} ms on thread {thread}")
 
 
-def told(report: CompileReport) -> str:
+def describe_report(report: CompileReport) -> str:
     """One line for a compile report: a compile began, ended, failed or was declined, or a plan was found on disk."""
     what = {
         "started": "compiling in the background",
@@ -81,9 +81,9 @@ def told(report: CompileReport) -> str:
     return f"a graph of {len(report.graph.nodes)} nodes: {what.get(report.stage, 'compiled')}{many}{seconds}{error}"
 
 
-def tell_compile(report: CompileReport) -> None:
+def print_compile(report: CompileReport) -> None:
     """Print a compile report and, at level 4, the code of the plan."""
-    write(told(report))
+    write(describe_report(report))
     if config.debug >= 4 and report.plan is not None:
         write(f"FX code of that graph:\n{_code_of(report.plan).strip()}")
 
@@ -93,7 +93,7 @@ def _code_of(plan: CompiledPlan) -> str:
     return plan.code([plan.specialised.get(place, 0.0) for place in range(plan.graph.num_constants)])
 
 
-def tell_pass(name: str, stage: str, found: Any) -> None:
+def print_pass(name: str, stage: str, found: Any) -> None:
     if config.debug >= 3:
         write(f"{stage} {name}:\n{_text_of(found)}")
 

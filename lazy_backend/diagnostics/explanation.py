@@ -123,7 +123,7 @@ def _printed(group: Sequence[SyncRecord]) -> list[str]:
     elif first.outcome == "miss":
         lines.append(f"    the first program that was recorded on {first.device}")
     for compiled in first.compiles:
-        lines.append(f"    {_told(compiled)}")
+        lines.append(f"    {_compile_line(compiled)}")
         if compiled.difference is not None:
             lines.append(f"      {str(compiled.difference).replace(chr(10), chr(10) + '      ')}")
     if first.advice:
@@ -131,7 +131,7 @@ def _printed(group: Sequence[SyncRecord]) -> list[str]:
     return lines
 
 
-def _told(compiled: CompileRecord) -> str:
+def _compile_line(compiled: CompileRecord) -> str:
     what = {"started": "being compiled", "loaded": "found compiled on disk"}.get(compiled.outcome, compiled.outcome)
     seconds = f" in {compiled.seconds:.1f} s" if compiled.seconds else ""
     error = f": {compiled.error}" if compiled.error else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lazy_backend import metrics
-from lazy_backend.diagnostics.debug_log import tell_compile, told
+from lazy_backend.diagnostics.debug_log import describe_report, print_compile
 from lazy_backend.diagnostics.reasons import record_compile
 from lazy_backend.errors import CompileWarning
 from lazy_backend.errors.sites import warn_user
@@ -37,16 +37,16 @@ class CompileReports:
             if record is not None and found not in record.compiles:
                 record.compiles = (*record.compiles, found)
         if config.debug:
-            tell_compile(report)
+            print_compile(report)
         if report.error is None:
-            self._tell_of_compile(report)
+            self._count_compile(report)
             return
         if report.stage == "limited":
             metrics.increment("ShapeLimitPassed")
             warn_user(str(report.error), CompileWarning)
             return
         if isinstance(report.error, NotFunctional):
-            self._tell_of_declined(report.error, nodes)
+            self._warn_of_declined(report.error, nodes)
             return
         metrics.observe("CompileTime", report.seconds)
         metrics.increment("CompileFailed")
@@ -63,7 +63,7 @@ class CompileReports:
         )
 
     @staticmethod
-    def _tell_of_declined(declined: NotFunctional, nodes: int) -> None:
+    def _warn_of_declined(declined: NotFunctional, nodes: int) -> None:
         metrics.increment("CompileDeclined")
         metrics.increment(f"CompileDeclined: {declined.reason} at {declined.site}")
         warn_user(
@@ -72,7 +72,7 @@ class CompileReports:
             CompileWarning,
         )
 
-    def _tell_of_compile(self, report: CompileReport) -> None:
+    def _count_compile(self, report: CompileReport) -> None:
         if report.stage == "compiled":
             self._worker_died = False
             metrics.increment("Compile")
@@ -81,4 +81,4 @@ class CompileReports:
             metrics.observe("LoadTime", report.seconds)
         shown = sys.stderr.isatty() if config.progress is None else config.progress
         if shown and not config.debug:
-            print(f"lazy_backend: {told(report)}", file=sys.stderr)
+            print(f"lazy_backend: {describe_report(report)}", file=sys.stderr)

@@ -16,7 +16,7 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, backing_tensor, poisoned
 from lazy_backend.tensors.thread_state import run_clean
-from lazy_backend.tensors.transfers import downloaded
+from lazy_backend.tensors.transfers import counted_download
 
 
 def read(data: TensorData, cause: str) -> torch.Tensor:
@@ -66,5 +66,5 @@ def gather_tensors_data(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
 def fetch_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies on the CPU."""
     return run_clean(
-        lambda: [downloaded(t.nbytes, functools.partial(t.detach().to, "cpu", copy=True)) for t in tensors]
+        lambda: [counted_download(t.nbytes, functools.partial(t.detach().to, "cpu", copy=True)) for t in tensors]
     )

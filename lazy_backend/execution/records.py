@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from lazy_backend.diagnostics.debug_log import tell_sync
+from lazy_backend.diagnostics.debug_log import print_sync
 from lazy_backend.diagnostics.history import SyncRecord, explaining, history
 from lazy_backend.diagnostics.limits import GraphLimit
 from lazy_backend.diagnostics.reasons import explain_binding, note_plan
@@ -48,7 +48,7 @@ class SyncRecords:
         """Complete the record of a sync; `times`: seconds of trace, wait and sync. Raises `TooManyGraphsError`."""
         record.trace_seconds, record.wait_seconds, record.sync_seconds = times
         if config.debug:
-            tell_sync(record, computation)
+            print_sync(record, computation)
         if config.explain:
             history.add(record)
         if config.max_different_graphs is not None:

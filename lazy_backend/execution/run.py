@@ -21,7 +21,7 @@ import torch
 
 from lazy_backend import metrics
 from lazy_backend.cache.trie import TrieNode
-from lazy_backend.diagnostics.debug_log import tell_run
+from lazy_backend.diagnostics.debug_log import print_run
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import ExecutionError, LazyBackendError, PoisonedTensorError
 from lazy_backend.lowering.interpreter.kernels import NodeError
@@ -175,7 +175,7 @@ class Async(Work):
             history.ran(self.record, start, seconds)
         if config.debug >= 2:
             device, computation = str(self.collection.context.device), self.cached_computation.computation
-            tell_run(device, computation, str(self.plan.kind), seconds, self.error or self.interruption)
+            print_run(device, computation, str(self.plan.kind), seconds, self.error or self.interruption)
 
     def _describe(self, raised: Exception) -> BaseException:
         if isinstance(raised, PoisonedTensorError):

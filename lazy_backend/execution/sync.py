@@ -18,7 +18,7 @@ import torch
 
 from lazy_backend import metrics
 from lazy_backend.cache.trie import TrieNode
-from lazy_backend.diagnostics.debug_log import tell_sync
+from lazy_backend.diagnostics.debug_log import print_sync
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import GraphCutWarning, LazyBackendError
 from lazy_backend.errors.sites import purpose_of_read, user_site, warn_user
@@ -264,7 +264,7 @@ class LazyGraphExecutor:
             number = bound.computation.number
             record = history.add_replay(context.name, number, str(plan.kind), collection.site, begin)
             if config.debug:
-                tell_sync(record, bound.computation)
+                print_sync(record, bound.computation)
         context.paths.create(len(storages))
         context.registry.register_all(storages)
         outputs = held_outputs(bound, storages)

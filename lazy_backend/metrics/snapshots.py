@@ -131,7 +131,7 @@ class Comparison:
         ]
         for name, (before, after) in self.metrics.items():
             change = "" if before is None or after is None else f", {_ratio(before.mean, after.mean)}"
-            lines.append(f"{name}: {_told(before)} -> {_told(after)}{change}")
+            lines.append(f"{name}: {_summary_text(before)} -> {_summary_text(after)}{change}")
         return "\n".join(lines) or "nothing differs"
 
 
@@ -147,7 +147,7 @@ def compare(before: Snapshot, after: Snapshot) -> Comparison:
     )
 
 
-def _told(summary: Summary | None) -> str:
+def _summary_text(summary: Summary | None) -> str:
     return "none" if summary is None else f"{summary.count} x {printed(summary.mean, summary.unit)}"
 
 

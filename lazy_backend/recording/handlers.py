@@ -26,7 +26,7 @@ from lazy_backend.tensors.outside import new_data, new_unwritten, upload
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, assign, wrap
 from lazy_backend.tensors.thread_state import run_clean
-from lazy_backend.tensors.transfers import downloaded, uploaded
+from lazy_backend.tensors.transfers import counted_download, counted_upload
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def _uploaded_storage(context: DeviceContext, storage: torch.UntypedStorage, dty
 
     def upload_flat() -> torch.Tensor:
         flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
-        return uploaded(flat.nbytes, lambda: flat.to(context.backing, copy=True))
+        return counted_upload(flat.nbytes, lambda: flat.to(context.backing, copy=True))
 
     made = new_data(context, run_clean(upload_flat))
     if isinstance(storage, LazyUntypedStorage):
@@ -129,7 +129,7 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
         return op(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
     real = reads.read(source._data, f"copy to {device}")
     if device.type != "lazy":
-        return run_clean(downloaded, real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
+        return run_clean(counted_download, real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
     target = contexts.get_device_context(device.index)
     options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     copied = run_clean(aten._to_copy.default, real, **options, device=target.backing)
@@ -141,7 +141,7 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, LazyTensor):
         real = reads.read(source._data, f"copy to {target.device}")
-        return downloaded(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
+        return counted_download(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
     context = target._data.context
     if isinstance(source, LazyTensor):
         if source._data.context is context:
@@ -157,7 +157,7 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     storage = data.storage
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         base = run_clean(empty_of, storage.meta, context.backing)
-        storage.tensor = run_clean(uploaded, base.nbytes, lambda: base.copy_(source.detach()))
+        storage.tensor = run_clean(counted_upload, base.nbytes, lambda: base.copy_(source.detach()))
         return
     made = wrap(new_data(context, upload(context, source)))
     record(aten.copy_.default, (target, made), {})
@@ -182,7 +182,7 @@ def _record_kernel(op: Op) -> Callable[..., Any]:
 
 def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
     real = reads.read(args[0]._data, "item()")
-    return run_clean(downloaded, real.nbytes, lambda: aten._local_scalar_dense.default(real))
+    return run_clean(counted_download, real.nbytes, lambda: aten._local_scalar_dense.default(real))
 
 
 def _lazy_local_scalar(tensor: torch.Tensor) -> Any:

@@ -70,14 +70,14 @@ class Traits:
 
 
 def traits_of(op: torch._ops.OpOverload) -> Traits:
-    return _traits.get(id(op)) or _traits.setdefault(id_of(op), _look_at(op))
+    return _traits.get(id(op)) or _traits.setdefault(id_of(op), _inspect(op))
 
 
 _traits: dict[int, Traits] = {}
 _POWERS = ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
 
 
-def _look_at(op: torch._ops.OpOverload) -> Traits:
+def _inspect(op: torch._ops.OpOverload) -> Traits:
     schema = schema_of(op)
     tags = op.tags
     is_ours = op.namespace in ("aten", "prims")

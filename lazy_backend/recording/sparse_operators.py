@@ -25,7 +25,7 @@ from lazy_backend.tensors.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor,
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
-from lazy_backend.tensors.transfers import downloaded
+from lazy_backend.tensors.transfers import counted_download
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def _run_elsewhere(op: Op, args: Args, kwargs: Kwargs, device: torch.device) -> 
     if device.type == "lazy":
         target = contexts.get_device_context(device.index)
         return run_clean(lambda: wrap_sparse(target, op(real, *args[1:], **{**kwargs, "device": target.backing})))
-    return run_clean(downloaded, _num_bytes(source), lambda: op(real, *args[1:], **kwargs))
+    return run_clean(counted_download, _num_bytes(source), lambda: op(real, *args[1:], **kwargs))
 
 
 def read(tensor: LazySparseTensor, cause: str) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, LazyTensor | LazySparseTensor):
         real = read(source, f"copy to {target.device}")
-        return run_clean(downloaded, _num_bytes(source), lambda: target.copy_(real, *args[2:], **kwargs))
+        return run_clean(counted_download, _num_bytes(source), lambda: target.copy_(real, *args[2:], **kwargs))
     if source.device != target.device:
         source = source.to(target.device)
     return _run(op, (target, source, *args[2:]), kwargs)

@@ -17,7 +17,7 @@ from lazy_backend.execution import reads
 from lazy_backend.lowering.ir.graph import extent
 from lazy_backend.tensors.state import LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
-from lazy_backend.tensors.transfers import downloaded
+from lazy_backend.tensors.transfers import counted_download
 
 
 class LazyUntypedStorage(torch.UntypedStorage):
@@ -103,7 +103,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
 
     def cpu(self) -> torch.UntypedStorage:
         plain = self.plain
-        return downloaded(plain.nbytes(), plain.cpu)
+        return counted_download(plain.nbytes(), plain.cpu)
 
     def clone(self) -> torch.UntypedStorage:
         return LazyUntypedStorage.loaded(self.plain.clone(), self.lazy_device)

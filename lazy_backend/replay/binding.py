@@ -22,13 +22,13 @@ from lazy_backend.replay.replayed_call import (
     CapturedProgram,
     Carried,
     Floats,
-    Found,
-    Kept,
+    HeldTensor,
     Leaf,
-    Literal,
-    Made,
     Output,
     Returned,
+    ReturnedInput,
+    ReturnedLiteral,
+    ReturnedOutput,
     Source,
     Uploaded,
 )
@@ -92,7 +92,7 @@ def bind(
     written = {bound.parameters[place].index for place in bound.computation.graph.mutated_inputs()}
     inputs = [_source(last, record, place, place in written) for place in range(len(record.inputs))]
     _check_arguments(arguments, record, inputs)
-    kept = {source.reference() for source in inputs if isinstance(source, Kept)}
+    kept = {source.reference() for source in inputs if isinstance(source, HeldTensor)}
     used = {data for data in kept if data is not None}
     returned = _returned(last, record, inputs)
     outputs = [Output(record.context, meta, holders) for meta, holders in zip(record.metas, held, strict=True)]
@@ -146,7 +146,7 @@ def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bo
         return Carried(record.carried[place], record.entered(place).meta)
     data = record.inputs[place]()
     if data is not None and last.inputs[place]() is data:
-        return Kept(weakref.ref(data), record.entered(place).site)
+        return HeldTensor(weakref.ref(data), record.entered(place).site)
     before, now = last.uploads.get(place), record.uploads.get(place)
     if before is not None and now is not None and _equal(before, now):
         return Uploaded(new_data(record.context, now), record.entered(place).meta, is_written)
@@ -231,13 +231,13 @@ def _agree(a: Any, b: Any) -> bool:
 
 def _leaf(leaf: Any, sources: list[Source]) -> Leaf:
     if not isinstance(leaf, ReturnedTensor):
-        return Literal(leaf)
+        return ReturnedLiteral(leaf)
     if leaf.kind == "output":
-        return Made(leaf.place, leaf.meta)
+        return ReturnedOutput(leaf.place, leaf.meta)
     if leaf.kind == "input":
         source = sources[leaf.place]
         if isinstance(source, Uploaded):  # the caller may write to it
             sources[leaf.place] = replace(source, is_written=True)
-        return Found(leaf.place, leaf.meta)
-    sources.append(Argument(leaf.place) if leaf.kind == "argument" else Kept(leaf.storage, "its end"))
-    return Found(len(sources) - 1, leaf.meta)
+        return ReturnedInput(leaf.place, leaf.meta)
+    sources.append(Argument(leaf.place) if leaf.kind == "argument" else HeldTensor(leaf.storage, "its end"))
+    return ReturnedInput(len(sources) - 1, leaf.meta)

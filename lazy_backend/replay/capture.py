@@ -41,8 +41,8 @@ from lazy_backend.replay.recorded_call import (
     check_side_effects,
     find_holders,
     flatten_result,
-    look,
-    note,
+    record_call,
+    start_of_call,
 )
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Stale
 from lazy_backend.settings import config
@@ -235,7 +235,7 @@ class Captured(Generic[P, R]):
         verified = signature.program if verify and _is_fresh(signature.program, arguments) else None
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
-        start = look(last, program.carried() if program else None)
+        start = start_of_call(last, program.carried() if program else None)
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)
@@ -244,7 +244,7 @@ class Captured(Generic[P, R]):
                 leaves, spec = executor.rules.call_refusing(
                     self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
                 )
-            record, storages = note(context, arguments, argument_data, start, watch, uploads, leaves, spec)
+            record, storages = record_call(context, arguments, argument_data, start, watch, uploads, leaves, spec)
             uploads.clear()
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
             pending = context.trace.pending

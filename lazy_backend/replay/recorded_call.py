@@ -148,7 +148,7 @@ class Start:
     python_generator: Any
 
 
-def look(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Start:
+def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Start:
     """Note the state before the body runs. `left`: what replays left since `last`."""
     if last is None:
         return Start([], [], (), [], [], [], [], random.getstate())
@@ -205,7 +205,7 @@ def _drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor)
 # ----- what it left
 
 
-def note(
+def record_call(
     context: DeviceContext,
     arguments: Arguments,
     argument_data: list[weakref.ref[TensorData]],
@@ -244,11 +244,11 @@ def note(
     for place, data in enumerate(trace.inputs):
         if data.storage in made_outside and data.storage.tensor is not None:
             record.uploads[place] = run_clean(data.storage.tensor.clone)
-    record.returned = [_note_returned(leaf, storages, trace.inputs, arguments) for leaf in leaves]
+    record.returned = [_describe_returned(leaf, storages, trace.inputs, arguments) for leaf in leaves]
     return record, storages
 
 
-def _note_returned(
+def _describe_returned(
     leaf: Any, storages: Sequence[LazyStorage], inputs: Sequence[TensorData], arguments: Arguments
 ) -> Any:
     if not isinstance(leaf, LazyTensor):

@@ -62,7 +62,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class HeldTensor:
     """Data that stays in place from call to call: parameters, statistics, momenta."""
 
     reference: weakref.ref[TensorData]
@@ -86,7 +86,7 @@ class Carried:
         storage = program.outputs[self.output].current()
         if storage is None:
             raise Stale("a tensor that it replaces is gone")
-        return _look_into(storage, self.meta)
+        return _data_over(storage, self.meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +99,18 @@ class Uploaded:
 
     def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
         if not self.is_written:
-            return _look_into(self.storage, self.meta)
+            return _data_over(self.storage, self.meta)
         made = LazyStorage(self.storage.context, None, None, self.storage.meta)
         assert self.storage.tensor is not None
         source = self.storage.tensor
         made.tensor = run_clean(lambda: empty_of(made.meta, made.context.backing).copy_(source))
-        return _look_into(made, self.meta)
+        return _data_over(made, self.meta)
 
 
-Source = Argument | Kept | Carried | Uploaded
+Source = Argument | HeldTensor | Carried | Uploaded
 
 
-def _look_into(storage: LazyStorage, meta: TensorMeta) -> TensorData:
+def _data_over(storage: LazyStorage, meta: TensorMeta) -> TensorData:
     return storage if meta is storage.meta else ViewData(storage.context, None, None, meta, storage)
 
 
@@ -137,12 +137,12 @@ class Output:
     def renew(self, deliveries: list[Delivery]) -> LazyStorage:
         """A storage for the next value. Adds the deliveries that make the holders of the last value hold this one."""
         storage = LazyStorage(self.context, None, None, self.meta)
-        deliveries.extend((holder.put, _look_into(storage, meta)) for meta, holder in self.holders)
+        deliveries.extend((holder.put, _data_over(storage, meta)) for meta, holder in self.holders)
         return storage
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ReturnedOutput:
     """A returned tensor that is an output, or a view of one."""
 
     output: int
@@ -150,7 +150,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReturnedInput:
     """A returned tensor that the call did not make: it shares the memory of an input."""
 
     source: int
@@ -158,20 +158,20 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class ReturnedLiteral:
     """A returned value that is not a tensor."""
 
     value: Any
 
 
-Leaf = Made | Found | Literal
+Leaf = ReturnedOutput | ReturnedInput | ReturnedLiteral
 
 
 def _returned(leaf: Leaf, storages: Sequence[LazyStorage], inputs: Sequence[TensorData]) -> Any:
-    if isinstance(leaf, Literal):
+    if isinstance(leaf, ReturnedLiteral):
         return leaf.value
-    storage = storages[leaf.output] if isinstance(leaf, Made) else inputs[leaf.source].storage
-    return wrap(_look_into(storage, leaf.meta))
+    storage = storages[leaf.output] if isinstance(leaf, ReturnedOutput) else inputs[leaf.source].storage
+    return wrap(_data_over(storage, leaf.meta))
 
 
 @dataclass(frozen=True, slots=True)

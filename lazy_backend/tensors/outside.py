@@ -16,7 +16,7 @@ from lazy_backend.settings import config
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 from lazy_backend.tensors.thread_state import run_clean
-from lazy_backend.tensors.transfers import uploaded
+from lazy_backend.tensors.transfers import counted_upload
 
 
 def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
@@ -69,7 +69,7 @@ def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
 
 def _upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    copy = functools.partial(uploaded, tensor.nbytes, lambda: tensor.to(context.backing, copy=True))
+    copy = functools.partial(counted_upload, tensor.nbytes, lambda: tensor.to(context.backing, copy=True))
     if tensor.dim() or tensor.device.type != "cpu":
         return copy()
     key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))

@@ -14,7 +14,7 @@ from lazy_backend import metrics
 T = TypeVar("T")
 
 
-def uploaded(num_bytes: int, copy: Callable[[], T]) -> T:
+def counted_upload(num_bytes: int, copy: Callable[[], T]) -> T:
     """Run `copy`, an upload, and count it."""
     begin = perf_counter()
     copied = copy()
@@ -22,7 +22,7 @@ def uploaded(num_bytes: int, copy: Callable[[], T]) -> T:
     return copied
 
 
-def downloaded(num_bytes: int, copy: Callable[[], T]) -> T:
+def counted_download(num_bytes: int, copy: Callable[[], T]) -> T:
     """Run `copy`, a download of a value that has been computed, and count it."""
     begin = perf_counter()
     copied = copy()

@@ -264,11 +264,11 @@ class CompileWorker:
                 bell.close()
                 return
             self._bell = bell
-        while self._look_after(bell):
+        while self._manage(bell):
             pass
         bell.close()
 
-    def _look_after(self, bell: _Bell) -> bool:
+    def _manage(self, bell: _Bell) -> bool:
         """Do one turn and sleep until the next; False after the last turn."""
         with self._lock:
             try:

@@ -46,6 +46,9 @@ class SerialGraphExecutor(GraphExecutor):
                     values[slot] = None
         except Exception as error:
             described = kernel.describe(error)
-            if described is error:  # an exception that is its own cause would be a chain without an end
-                raise
-            raise described from error
+            try:
+                if described is error:  # an exception that is its own cause would be a chain without an end
+                    raise
+                raise described from error
+            finally:
+                del described  # this frame is part of its traceback
