@@ -48,9 +48,8 @@ class DelegateKernel:
         self._chooser.plan_for(self._constants, policy)
         self._chooser.begin_due()
 
-    @property
-    def plan(self) -> ExecutionPlan:
-        """What runs the region now: compiled, or interpreted until it is."""
+    def plan_for_run(self) -> ExecutionPlan:
+        """The plan of the next run, which counts as one: compiled, or interpreted until it is."""
         ready = self._chooser.ready_plan_for(self._constants)
         return self._chooser.plan_for(self._constants, self._policy) if ready is None else ready
 
@@ -73,7 +72,7 @@ class DelegateKernel:
             for value, operand in zip(self.region.inputs, operands, strict=True)
             if value in self.mutates and operand is not values[value.number]
         ]
-        results = self.plan.execute(operands, self._constants, frame.seeds)
+        results = self.plan_for_run().execute(operands, self._constants, frame.seeds)
         for original, written in copied:
             original.copy_(written)
         for value, result in zip(self.region.outputs, results, strict=True):

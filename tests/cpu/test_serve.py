@@ -176,7 +176,7 @@ def test_a_graph_that_does_not_compile_is_interpreted() -> None:
 
 
 def kinds(served: lazy_backend.Served) -> list[PlanKind]:
-    return [region.plan.kind for region in served.delegates]
+    return [region.plan_for_run().kind for region in served.delegates]
 
 
 def test_requests_are_answered_while_the_graph_is_compiled() -> None:

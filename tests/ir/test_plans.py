@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from builder import CPU, Program, aten
 from expecttest import assert_expected_inline
 from harness import as_bytes, assert_same
 
+from lazy_backend.lowering.compilation import compiler
 from lazy_backend.lowering.compilation.compiler import PlanError, compile_graph, lookup_backend
 from lazy_backend.lowering.compilation.fx import Signature, to_fx
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
@@ -22,6 +24,7 @@ from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.portable import StoredGraph
+from lazy_backend.lowering.plans import profiling
 from lazy_backend.lowering.plans.profiling import CompilePolicy, CompileReport, ProfilingGraphExecutor
 
 
@@ -568,3 +571,33 @@ def test_every_plan_gives_the_same() -> None:
 
 def test_a_graph_of_one_device_says_so() -> None:
     assert scaled()[0].device == CPU
+
+
+def test_waiting_goes_on_while_threads_add_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = iter([RuntimeError("Set changed size during iteration"), None])
+
+    class Changing(weakref.WeakSet[profiling.ProfilingGraphExecutor]):
+        def __iter__(self) -> Iterator[profiling.ProfilingGraphExecutor]:
+            error = next(attempts, None)
+            if error is not None:
+                raise error
+            return super().__iter__()
+
+    monkeypatch.setattr(profiling, "_compiling", Changing())
+    assert profiling.wait_for_compiles(60)
+
+
+def test_a_compile_here_fixes_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads that run than were there at the compile would write beyond arrays of partial sums."""
+    import torch._inductor.config as inductor_config
+
+    seen = []
+
+    def backend(module: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., object]:
+        seen.append(inductor_config.cpp.threads)
+        return module.forward
+
+    monkeypatch.setattr(compiler, "lookup_backend", lambda name: backend)
+    before = inductor_config.cpp.threads
+    compiler.compile_graph(CompileRequest.of(scaled()[0], [2.0], "inductor"))
+    assert (seen, inductor_config.cpp.threads) == ([torch.get_num_threads()], before)
