@@ -8,15 +8,15 @@ of torch's default generator. So a lazy generator cuts nothing, and its numbers 
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.tensors.contexts import contexts
 
 # A dispatched call has a new Python object around the user's generator: this table leads back to the user's object.
-_known: weakref.WeakValueDictionary[int, LazyGenerator] = weakref.WeakValueDictionary()
+_known: WeakTable[int, LazyGenerator] = WeakTable()
 
 
 class LazyGenerator(torch.Generator):

@@ -12,12 +12,13 @@ storage: read after write, write after write and write after read. Any order tha
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
+
+from lazy_backend.cache.weak_table import WeakTable
 
 # Arguments of a node: values, constants and literals, nested in tuples where the schema has lists.
 Arg: TypeAlias = Any
@@ -78,7 +79,7 @@ class TensorMeta:
         return self.numel * self.dtype.itemsize
 
 
-_metas: weakref.WeakValueDictionary[tuple[Any, ...], TensorMeta] = weakref.WeakValueDictionary()
+_metas: WeakTable[tuple[Any, ...], TensorMeta] = WeakTable()
 
 
 def intern_meta(

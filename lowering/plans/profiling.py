@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +26,7 @@ from typing import Protocol
 import torch
 
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.compilation.request import runs_module_as_is
@@ -118,7 +118,7 @@ class ProfilingGraphExecutor:
             self._ready = None
             is_compiling = self._is_compiling()
             if is_compiling:
-                _compiling.add(self)
+                _compiling[id(self)] = self
             if plan is None:
                 plan = self._interpreted()
                 self._release_at = None
@@ -244,15 +244,7 @@ class ProfilingGraphExecutor:
 
 
 # Executors whose graph, at their latest run, was being compiled in the background or due to be.
-_compiling: weakref.WeakSet[ProfilingGraphExecutor] = weakref.WeakSet()
-
-
-def _all_compiling() -> list[ProfilingGraphExecutor]:
-    while True:
-        try:
-            return list(_compiling)
-        except RuntimeError:  # another thread added one meanwhile
-            continue
+_compiling: WeakTable[int, ProfilingGraphExecutor] = WeakTable()
 
 
 def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
@@ -261,10 +253,10 @@ def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
     `asks`: whether due compiles are requested now; otherwise they are left to later runs, and not waited for.
     """
     with worker.awaited(timeout):
-        for executor in _all_compiling() if asks else ():
+        for executor in list(_compiling) if asks else ():
             executor.begin_due()
         finished = worker.wait(timeout)
-    for executor in _all_compiling():
+    for executor in list(_compiling):
         executor.adopt_compiled()
-        _compiling.discard(executor)
+        _compiling.discard(id(executor))
     return finished
