@@ -1,0 +1,53 @@
+"""Values that Python code may look at and that are compared by value: numbers, strings, and values made of them.
+
+In: two values. Out: whether they are plain, and the same to any Python code: of one type, signed zeros told apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from typing import Any
+
+import torch
+
+PLAIN_TYPES = frozenset(
+    (
+        bool, int, float, complex, str, bytes, type(None), type(...), range, slice,
+        torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    )
+)  # fmt: skip
+
+
+def is_numpy_number(value: Any) -> bool:
+    """Whether `value` is a scalar of numpy, such as `np.float64`. Does not import numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject
+
+
+def is_plain(value: Any) -> bool:
+    """Whether comparing `value` by value is safe and says everything."""
+    return type(value) in PLAIN_TYPES or isinstance(value, enum.Enum) or is_numpy_number(value)
+
+
+def same_plain(a: Any, b: Any) -> bool:
+    """Whether two values are plain and the same: 0.0 is not -0.0, True is not 1, nan is nan."""
+    if type(a) is not type(b) or not is_plain(a):
+        return False
+    return bool(plain_key(a) == plain_key(b))
+
+
+def plain_key(value: Any) -> Any:
+    """A hashable stand-in for a plain value: equal for two values of one type exactly if these are the same."""
+    kind = type(value)
+    if kind is float:
+        return value.hex() if value == value else "nan"
+    if kind is complex:
+        return plain_key(value.real), plain_key(value.imag)
+    if kind is slice:
+        return tuple((type(part), plain_key(part)) for part in (value.start, value.stop, value.step))
+    if isinstance(value, enum.Enum):
+        return id(value)
+    if kind in PLAIN_TYPES:
+        return value
+    return value.dtype, value.tobytes()
