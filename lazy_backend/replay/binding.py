@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.ir.program import Call
-from lazy_backend.replay.captured_state import Holder, ModuleGuard, TensorHolder, TensorSet
+from lazy_backend.replay.captured_state import Holder, TensorHolder, TensorSet
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, Start
 from lazy_backend.replay.replayed_call import (
     Argument,
@@ -32,6 +32,7 @@ from lazy_backend.replay.replayed_call import (
     Source,
     Uploaded,
 )
+from lazy_backend.replay.state_guard import Found, StateGuard
 from lazy_backend.tensors.outside import new_data
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -79,8 +80,12 @@ def bind(
     floats: Floats,
     with_grad: TensorSet,
     arguments: Arguments,
+    found: Found,
 ) -> CapturedProgram:
-    """The program of `record`, bound to the state that the call left. Raises `NotCapturable`."""
+    """The program of `record`, bound to the state that the call left. Raises `NotCapturable`.
+
+    The caller settles it when `found` is gone.
+    """
     # a path that was forgotten since then runs while it is recorded, but its calls are those of `last`
     bound = record.bound or (last.bound if last.settings == record.settings else None)
     if bound is None:
@@ -99,7 +104,7 @@ def bind(
     for source in inputs:
         if isinstance(source, Carried) and not outputs[source.output].holders:
             raise NotCapturable("a tensor that it returned comes back otherwise than as an argument\n  pass it as one")
-    program = CapturedProgram(
+    return CapturedProgram(
         context=record.context,
         bound=bound,
         settings=record.settings,
@@ -109,18 +114,25 @@ def bind(
         returned=returned,
         floats=replace(floats, used=bound.constants),
         generators=record.generators,
-        module_guard=ModuleGuard(record.watch.modules, used),
+        state_guard=_state_guard(found, used, held),
         optimizer_guards=record.guards,
         kept=frozenset(id(data.storage) for data in used),
         must_lack_grad=tuple(p for p in start.without_grad if p not in with_grad),
         must_keep_grad=tuple(_kept_grads(start.parameters, used)),
         site=name,
     )
-    for output in outputs:
-        for _, holder in output.holders:
-            if isinstance(holder, TensorHolder):
-                holder.settle()
-    return program
+
+
+def _state_guard(found: Found, used: set[TensorData], held: Held) -> StateGuard:
+    """A guard over the state, and the places of what the call replaced. Raises `NotCapturable`."""
+    holders = [holder for each in held for _, holder in each if isinstance(holder, TensorHolder)]
+    tensors = [tensor for holder in holders if (tensor := holder.tensor()) is not None]
+    if any(id(tensor) not in found.tensors for tensor in tensors):
+        raise NotCapturable(
+            "it leaves a tensor where its code does not show it\n"
+            "  keep state in a module, or in an object or container that the function names"
+        )
+    return found.guard(used, set(map(id, tensors)))
 
 
 def _kept_grads(parameters: Sequence[LazyTensor], used: set[TensorData]) -> Iterator[tuple[LazyTensor, TensorData]]:

@@ -34,6 +34,7 @@ from lazy_backend.execution.run import Async, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
+from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.recorded_call import (
     NotCapturable,
     RecordedCall,
@@ -41,10 +42,12 @@ from lazy_backend.replay.recorded_call import (
     check_side_effects,
     find_holders,
     flatten_result,
+    note_changes,
     record_call,
     start_of_call,
 )
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Stale
+from lazy_backend.replay.state_guard import Found
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
@@ -232,7 +235,7 @@ class Captured(Generic[P, R]):
     ) -> Any:
         """Run the body as written, and bind its program if it can be replayed from now on."""
         metrics.increment("CaptureRecorded")
-        verified = signature.program if verify and _is_fresh(signature.program, arguments) else None
+        verified = verify and _is_fresh(signature.program, arguments)
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
         start = start_of_call(last, program.carried() if program else None)
@@ -246,22 +249,46 @@ class Captured(Generic[P, R]):
                 )
             record, storages = record_call(context, arguments, argument_data, start, watch, uploads, leaves, spec)
             uploads.clear()
+            note_changes(start, record, last)
+            found = self._find(record, signature)
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
             pending = context.trace.pending
-            held = find_holders(storages, returned, watch.parameters(), pending) if last is not None else None
+            held = None
+            if last is not None:
+                held = find_holders(storages, returned, watch.parameters(), found.tensors.values(), pending)
         del storages, pending
         run = self._sync(context)
         record.bound = None if run is None else run.cached_computation
         executor.barrier(context)  # otherwise what the run holds would look like state
         try:
-            self._bind(signature, start, record, held, arguments)
+            bound = self._bind(signature, start, record, held, arguments, found)
+            del found
+            bound.settle()
         except NotCapturable as reason:
-            if verified is not None:
+            if verified:
                 raise CaptureError(f"{self._name} no longer does what was captured: {reason}") from None
             self._give_up(signature, str(reason))
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
-    def _bind(self, signature: _Signature, start: Start, record: RecordedCall, held: Any, arguments: Arguments) -> None:
+    def _find(self, record: RecordedCall, signature: _Signature) -> Found:
+        """What the function reaches and used, after a call."""
+        watch = record.watch
+        found = Found(
+            Reachable([self._function, *signature.pinned]), watch.modules, watch.optimizers, watch.leaves.values()
+        )
+        record.roots = found.roots
+        record.random_states = tuple(found.reach.random_states)
+        return found
+
+    def _bind(
+        self,
+        signature: _Signature,
+        start: Start,
+        record: RecordedCall,
+        held: Any,
+        arguments: Arguments,
+        found: Found,
+    ) -> CapturedProgram:
         records, signature.records = signature.records, [record]
         without = set(map(id, start.without_grad))
         for parameter in start.parameters:
@@ -274,8 +301,10 @@ class Captured(Generic[P, R]):
         signature.records = [*records, record][-_MAX_RECORDS:]
         check_side_effects(start, record)
         floats = follow_floats(signature.records)
-        signature.program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments)
+        program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments, found)
+        signature.program = program
         signature.failures = 0
+        return program
 
     def _refuse(self, cause: str) -> CaptureError:
         return CaptureError(

@@ -19,7 +19,7 @@ import operator
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from sys import getrefcount
 from typing import Any
@@ -174,27 +174,6 @@ def _is_there(hook: RemovableHandle) -> bool:
 watches = _Watches()
 
 
-class ModuleGuard:
-    """Training flags of modules, and the tensors that are their parameters and buffers."""
-
-    def __init__(self, modules: Iterable[torch.nn.Module], used: set[TensorData]) -> None:
-        self._modules = list(modules)
-        self._flags = [module.training for module in self._modules]
-        self._tensors = [
-            (places, name, tensor, tensor._data)
-            for module in self._modules
-            for places in (module._parameters, module._buffers)
-            for name, tensor in places.items()
-            if isinstance(tensor, LazyTensor) and tensor._data in used
-        ]
-
-    def holds(self) -> bool:
-        for places, name, tensor, data in self._tensors:
-            if places.get(name) is not tensor or tensor._data is not data:
-                return False
-        return [module.training for module in self._modules] == self._flags
-
-
 class OptimizerGuard:
     """The hyperparameters of one optimizer. Floats may change: `floats` returns their current values."""
 
@@ -278,9 +257,9 @@ class GradHolder:
     def holds(self) -> bool:
         return True
 
-    def storage(self) -> LazyStorage | None:
+    def data(self) -> TensorData | None:
         grad = self._parameter.grad
-        return grad._data.storage if isinstance(grad, LazyTensor) else None
+        return grad._data if isinstance(grad, LazyTensor) else None
 
     def put(self, data: TensorData, run: Any) -> None:
         """Hold `data`, unless `run.delivered`: then an interrupting call delivered it and may have gone on since."""
@@ -301,6 +280,7 @@ class TensorHolder:
         self._reference = weakref.ref(tensor)
         self._data = tensor._data
         self._count = (0, 0)
+        self._requires_grad = tensor.requires_grad
 
     def settle(self) -> None:
         """Note the tensor's reference counts, after the caller has dropped its own reference."""
@@ -311,10 +291,18 @@ class TensorHolder:
     def holds(self) -> bool:
         """Whether the tensor still stands for what the last call left, and has gained no reference."""
         tensor = self._reference()
-        return tensor is not None and tensor._data is self._data and _count_references(tensor) == self._count
+        return (
+            tensor is not None
+            and tensor._data is self._data
+            and _count_references(tensor) == self._count
+            and tensor.requires_grad is self._requires_grad
+        )
 
-    def storage(self) -> LazyStorage | None:
-        return self._data.storage
+    def tensor(self) -> LazyTensor | None:
+        return self._reference()
+
+    def data(self) -> TensorData | None:
+        return self._data
 
     def put(self, data: TensorData, run: Any) -> None:
         """As `GradHolder.put`."""
@@ -343,22 +331,15 @@ def young_objects_stay_young() -> Iterator[None]:
 
 
 def find_tensors(
-    storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
+    storages: Sequence[LazyStorage], known: Sequence[LazyTensor], old: Sequence[LazyTensor], pending: Sequence[object]
 ) -> list[list[LazyTensor]]:
     """For each storage, the tensors that stand for it or are views of it, except those in `known`.
 
-    Searches the objects made since the last garbage collection, then all objects. Raises `Unaccounted` if anything
-    besides tensors, the caller's list and `pending`, the trace's list, refers to the storages.
+    Searches the objects made since the last garbage collection, and the tensors in `old`; never all objects of the
+    process. Raises `Unaccounted` if anything besides tensors, the caller's list and `pending`, the trace's list, refers
+    to the storages.
     """
-    try:
-        return _find_among(gc.get_objects(generation=0), storages, known, pending)
-    except Unaccounted:
-        return _find_among(gc.get_objects(), storages, known, pending)
-
-
-def _find_among(
-    objects: list[Any], storages: Sequence[LazyStorage], known: Sequence[LazyTensor], pending: Sequence[object]
-) -> list[list[LazyTensor]]:
+    objects = [*gc.get_objects(generation=0), *old]
     places = {id(storage): place for place, storage in enumerate(storages)}
     # type(), not __class__: a foreign object may return anything for that, or warn
     tensors = {id(item): item for item in [*objects, *known] if type(item) is LazyTensor}

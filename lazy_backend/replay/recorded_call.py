@@ -6,8 +6,9 @@ In: the function's results and the trace it left. Out: a `RecordedCall`; `bindin
 from __future__ import annotations
 
 import random
+import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from lazy_backend.replay.captured_state import (
     find_tensors,
 )
 from lazy_backend.replay.replayed_call import Arguments
+from lazy_backend.replay.structure import Root, Structure
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -91,6 +93,10 @@ class RecordedCall:
     floats: tuple[float, ...]  # of the arguments, then of the optimizers
     settings: Environment
     bound: CachedComputation | None = None
+    roots: tuple[Root, ...] = ()  # the modules and optimizers that it reaches or used
+    random_states: tuple[Callable[[], Any], ...] = ()  # of the random generators of the host that it reaches
+    host_generators: Any = None  # the state that the previous call's `random_states` showed after this call
+    structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
 
     def calls(self) -> list[Call]:
         return [call for call in self.cursor.path() if isinstance(call, Call)]
@@ -145,13 +151,14 @@ class Start:
     parameters: list[LazyTensor]
     without_grad: list[LazyTensor]
     generators: list[tuple[torch.Generator, torch.Tensor]]  # with their states
-    python_generator: Any
+    host_generators: Any
+    structure: Structure | None = None  # of the modules and optimizers of the previous call
 
 
 def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Start:
     """Note the state before the body runs. `left`: what replays left since `last`."""
     if last is None:
-        return Start([], [], (), [], [], [], [], random.getstate())
+        return Start([], [], (), [], [], [], [], host_generators(()))
     parameters = last.watch.parameters()
     generators = {torch.default_generator, *last.own_generators()}
     places = [(output, place) for place, output in enumerate(last.outputs)]
@@ -165,12 +172,35 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
         parameters=parameters,
         without_grad=[parameter for parameter in parameters if parameter.grad is None],
         generators=[(generator, generator.get_state()) for generator in generators],
-        python_generator=random.getstate(),
+        host_generators=host_generators(last.random_states),
+        structure=Structure(last.roots, hold_tensors=False),
     )
+
+
+def host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
+    """The states of the random generators of Python and numpy, and of `others`."""
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state(legacy=False)
+    # the key is an array, which has no single truth value
+    plain = None if state is None else (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])
+    return (random.getstate(), plain, *(read() for read in others))
+
+
+def note_changes(start: Start, record: RecordedCall, last: RecordedCall | None) -> None:
+    """Note what the body changed besides tensors, right after it ran."""
+    record.host_generators = host_generators(() if last is None else last.random_states)
+    if start.structure is not None and last is not None:
+        record.structure_change = start.structure.difference(Structure(last.roots, hold_tensors=False))
+    start.structure = None  # it refers to what the body replaced
 
 
 def check_side_effects(start: Start, record: RecordedCall) -> None:
     """Raise `NotCapturable` for side effects of a body besides lazy operators, as far as they can be detected."""
+    if record.structure_change:
+        raise NotCapturable(
+            f"its own code changes a value: {record.structure_change}\n"
+            "  a replay would not do it again: keep counters outside, or in a lazy tensor"
+        )
     if [guard.floats() for guard in start.guards] != start.floats:
         raise NotCapturable(
             "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
@@ -182,7 +212,7 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
             "the optimizer counts its steps on the CPU, which a replay would not do\n"
             f"  {advice}, so that the counts are on the device"
         )
-    if random.getstate() != start.python_generator or not all(
+    if record.host_generators != start.host_generators or not all(
         _drew_only(record.seeds_from(generator), generator, before) for generator, before in start.generators
     ):
         raise NotCapturable(
@@ -269,18 +299,22 @@ def find_holders(
     storages: Sequence[LazyStorage],
     returned: Sequence[LazyTensor],
     parameters: Sequence[LazyTensor],
+    found: Iterable[LazyTensor],
     pending: Sequence[object],
 ) -> list[list[tuple[TensorMeta, Holder]]] | None:
     """For each storage its holders besides the returned tensors, with their geometries; None if some stay unknown.
 
-    `pending`: the trace's references to the storages.
+    `pending`: the trace's references to the storages. `found`: the tensors that the function reaches.
     """
+    grads = [parameter.grad for parameter in parameters]
+    old = [*parameters, *found, *(grad for grad in grads if isinstance(grad, LazyTensor))]
     try:
-        found = find_tensors(storages, returned, pending)
+        holding = find_tensors(storages, returned, old, pending)
     except Unaccounted:
         return None
+    del old, grads
     owners = {id(parameter.grad): parameter for parameter in parameters if parameter.grad is not None}
-    return [[_holder(tensor, owners) for tensor in tensors] for tensors in found]
+    return [[_holder(tensor, owners) for tensor in tensors] for tensors in holding]
 
 
 def _holder(tensor: LazyTensor, owners: dict[int, LazyTensor]) -> tuple[TensorMeta, Holder]:

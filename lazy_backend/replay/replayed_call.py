@@ -26,7 +26,8 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
-from lazy_backend.replay.captured_state import Holder, ModuleGuard, OptimizerGuard
+from lazy_backend.replay.captured_state import Holder, OptimizerGuard, TensorHolder
+from lazy_backend.replay.state_guard import StateGuard
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
@@ -85,7 +86,7 @@ class Carried:
     def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
         storage = program.outputs[self.output].current()
         if storage is None:
-            raise Stale("a tensor that it replaces is gone")
+            raise Stale("a tensor that it replaces is gone, or a view of something else")
         return _data_over(storage, self.meta)
 
 
@@ -132,7 +133,15 @@ class Output:
         self.holders = holders  # each with its geometry over the value
 
     def current(self) -> LazyStorage | None:
-        return self.holders[0][1].storage() if self.holders else None
+        """The storage that the last call left; None if its holder is gone, or holds a tensor of another geometry."""
+        if not self.holders:
+            return None
+        meta, holder = self.holders[0]
+        data = holder.data()
+        if data is None or (data.meta is not meta and data.meta != meta):
+            return None
+        storage = data.storage
+        return storage if storage.meta is self.meta or storage.meta == self.meta else None
 
     def renew(self, deliveries: list[Delivery]) -> LazyStorage:
         """A storage for the next value. Adds the deliveries that make the holders of the last value hold this one."""
@@ -229,7 +238,7 @@ class CapturedProgram:
     returned: Returned
     floats: Floats
     generators: tuple[torch.Generator | None, ...]  # one per seed; None: torch's default one
-    module_guard: ModuleGuard
+    state_guard: StateGuard
     optimizer_guards: tuple[OptimizerGuard, ...]
     kept: frozenset[int]  # ids of storages that no argument may share: references would keep dead state alive
     must_lack_grad: tuple[LazyTensor, ...]
@@ -238,8 +247,9 @@ class CapturedProgram:
 
     def check(self, arguments: Arguments) -> tuple[float, ...]:
         """Check all that a replay relies on. Returns the computation's constants, or raises `Stale`."""
-        if not self.module_guard.holds():
-            raise Stale("a module's training flag or one of its tensors changed")
+        change = self.state_guard.change()
+        if change:
+            raise Stale(change)
         floats = arguments.floats
         for guard in self.optimizer_guards:
             own = guard.floats()
@@ -296,6 +306,14 @@ class CapturedProgram:
         leaves = [_returned(leaf, storages, inputs) for leaf in self.returned.leaves]
         spec = self.returned.spec
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    def settle(self) -> None:
+        """Note the reference counts of what holds the state, after the caller has dropped its own references."""
+        for output in self.outputs:
+            for _, holder in output.holders:
+                if isinstance(holder, TensorHolder):
+                    holder.settle()
+        self.state_guard.settle()
 
     def carried(self) -> dict[LazyStorage, int]:
         """The storages that the last call left, each with the place of its output."""

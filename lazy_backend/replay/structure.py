@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -74,7 +74,8 @@ class Structure:
         self.entries: list[_Entry] = []
         self.modules: list[torch.nn.Module] = []
         self.types: list[type] = []  # of the modules: a parametrization changes them
-        self.tensors: list[torch.Tensor] = []  # of modules; those in an optimizer's state need no gradients
+        self.tensors: list[torch.Tensor] = []  # of modules
+        self.state_tensors: list[torch.Tensor] = []  # of optimizers, which need no gradients
         self.dicts: list[dict[Any, Any]] = []  # that have only strings and numbers as keys
         self.odd_dicts: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []  # lists, deques and sets
@@ -103,6 +104,7 @@ class Structure:
             return
         self._seen.add(id(tensor))
         if id(tensor) in self._of_optimizers:
+            self.state_tensors.append(tensor)
             return
         place = len(self.entries) - 1
         self.tensors.append(tensor)
@@ -149,6 +151,14 @@ class Structure:
         self._expand_dict(place, vars(optimizer))
         for number, group in enumerate(optimizer.param_groups):
             self._add(place, f"param_groups[{number}]['params']", group["params"])
+
+    def containers_of(self, tensors: Container[int]) -> list[Any]:
+        """See `StructureGuard.containers_of`."""
+        owners = {owner for owner, _, value in self.entries if id(value) in tensors}
+        for place in range(len(self.entries) - 1, -1, -1):  # a value comes after its owner
+            if place in owners:
+                owners.add(self.entries[place][0])
+        return [self.entries[place][2] for place in owners if place >= 0]
 
     # ----- comparing
 
@@ -299,6 +309,15 @@ class StructureGuard:
     def modules(self) -> Sequence[torch.nn.Module]:
         """All modules that the guard sees, those within others too, each once."""
         return self._walk.modules
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """All tensors that the guard sees: parameters, buffers, other attributes, the state of optimizers."""
+        return [*self._walk.tensors, *self._walk.state_tensors]
+
+    def containers_of(self, tensors: Container[int]) -> list[Any]:
+        """The containers in modules and optimizers that hold, at any depth, one of the tensors with these ids."""
+        return self._walk.containers_of(tensors)
 
     def holds(self) -> bool:
         """Whether nothing has changed. If something has, `why` says what."""

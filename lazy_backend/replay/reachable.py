@@ -1,0 +1,242 @@
+"""What the code of a function can name, and where each value is.
+
+In: a function. Out: the modules, optimizers, tensors and sources of random numbers that it reaches, and guards over the
+places that lead to them.
+
+Note [Places]
+State is followed by place, not by object: code reads `st["h"]`, whatever is there. A place is an entry of a dict or a
+list, an attribute, a variable of an enclosing function or a global. `Reachable` walks from a function's closure,
+defaults, bound object and the globals that its code names, through containers and objects, down to modules, optimizers
+and tensors. What is within modules and optimizers is not walked: see Note [What a structure guard sees]. A guard over
+the places of a tensor checks every step of every way that leads to it. It says nothing about other values there: a
+number in a list or a global may change unseen.
+
+A container that the body makes anew at each call, such as the tuple in `self.state = (h, c)`, would change under
+whoever has taken hold of it, since a replay leaves the same container and gives its tensors new values. So the
+reference counts of young containers on the way are part of the guard.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+from sys import getrefcount
+from typing import Any
+
+import torch
+
+from lazy_backend.replay.plain_values import is_plain
+from lazy_backend.tensors.tensor import LazyTensor
+
+# More values than this are not walked: what lies beyond is unknown.
+_MOST_VALUES = 100_000
+# Modules of Python whose attributes are not state of the user.
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a value is: `read(container, key)` returns it. The value itself is named by id: a guard keeps no tensor."""
+
+    read: Callable[[Any, Any], Any]
+    container: Any
+    key: Any
+    value: int
+
+    def holds(self) -> bool:
+        try:
+            return id(self.read(self.container, self.key)) == self.value
+        except (LookupError, ValueError, AttributeError):
+            return False
+
+
+def _entry(container: Any, key: Any) -> Any:
+    return container[key]
+
+
+def _contents(cell: types.CellType, key: Any) -> Any:
+    return cell.cell_contents
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """The globals and attributes that code names, the functions defined in it included."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_names_of, inner))
+
+
+class Reachable:
+    """What `roots` reach: functions, or objects that are arguments. Keeps it alive."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.tensors: dict[int, LazyTensor] = {}
+        self.random_states: list[Callable[[], Any]] = []
+        # by id of a value: who leads to it, and where; no place if that cannot change, as in a bound method
+        self._ways: dict[int, list[tuple[int, Place | None]]] = {}
+        self._values: dict[int, Any] = {}
+        self._names: set[str] = set()  # that the functions found so far name
+        self._waiting: deque[Any] = deque()
+        for root in roots:
+            self._find(root)
+        while self._waiting and len(self._values) < _MOST_VALUES:
+            self._expand(self._waiting.popleft())
+
+    def _find(self, value: Any, owner: Any = None, place: Place | None = None) -> None:
+        if is_plain(value):
+            return
+        self._ways.setdefault(id(value), []).append((id(owner), place))
+        if id(value) not in self._values:
+            self._values[id(value)] = value
+            self._waiting.append(value)
+
+    def _expand(self, value: Any) -> None:
+        if type(value) is LazyTensor:
+            self.tensors[id(value)] = value
+        elif isinstance(value, torch.nn.Module):
+            self.modules.append(value)
+            self._expand_class(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers.append(value)
+        elif isinstance(value, types.FunctionType):
+            self._expand_function(value)
+        elif isinstance(value, types.MethodType):
+            self._find(value.__self__, value)
+            self._find(value.__func__, value)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._find(part, value)
+        elif isinstance(value, types.ModuleType):
+            self._expand_python_module(value)
+        elif isinstance(value, torch.Generator):
+            self.random_states.append(lambda: bytes(value.get_state().numpy()))
+        elif not isinstance(value, torch.Tensor):
+            self._expand_object(value)
+
+    def _expand_function(self, function: types.FunctionType) -> None:
+        names = _names_of(function.__code__)
+        self._names |= names
+        for cell in function.__closure__ or ():
+            self._find_at(_contents, cell, None, function)
+        for name in names & function.__globals__.keys():
+            self._find_at(_entry, function.__globals__, name, function)
+        self._find(function.__defaults__, function)
+        self._find(function.__kwdefaults__, function)
+
+    def _expand_python_module(self, module: types.ModuleType) -> None:
+        if module.__name__.partition(".")[0] not in _LIBRARIES:
+            for name in self._names & vars(module).keys():
+                self._find_at(_entry, vars(module), name, module)
+
+    def _expand_object(self, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in list(dict.keys(value)):
+                self._find_at(_entry, value, key, value)
+        elif isinstance(value, list | tuple | deque):
+            for number in range(len(value)):
+                self._find_at(_entry, value, number, value)
+        elif isinstance(value, set | frozenset):
+            for item in value:
+                self._find(item, value)
+        elif isinstance(value, type):
+            if value.__module__.partition(".")[0] not in _LIBRARIES:
+                for name in self._names & vars(value).keys():
+                    self._find_at(getattr, value, name, value)
+        else:
+            self._note_random_source(value)
+            attributes = _attributes_of(value)
+            for name in list(attributes):
+                self._find_at(_entry, attributes, name, value)
+            self._expand_class(value)
+
+    def _expand_class(self, value: Any) -> None:
+        """The methods that code names, how an object is called, and attributes in slots."""
+        for kind in type(value).__mro__:
+            if kind.__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            for name in vars(kind).keys() & {*self._names, "__call__", "forward"}:
+                found = vars(kind)[name]
+                if isinstance(found, types.FunctionType):
+                    self._find(found, value)
+                elif isinstance(found, LazyTensor | list | dict):
+                    self._find_at(_entry, vars(kind), name, value)
+            for name in _slots_of(kind):
+                self._find_at(getattr, value, name, value)
+
+    def _find_at(self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any) -> None:
+        try:
+            value = read(container, key)
+        except (LookupError, ValueError, AttributeError):
+            return
+        self._find(value, owner, Place(read, container, key, id(value)))
+
+    def _note_random_source(self, value: Any) -> None:
+        if isinstance(value, Random):
+            self.random_states.append(value.getstate)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.random.Generator):
+            self.random_states.append(lambda: repr(value.bit_generator.state))
+        if numpy is not None and isinstance(value, numpy.random.RandomState):
+            self.random_states.append(lambda: repr(value.get_state(legacy=False)))
+
+    # ----- places
+
+    def ways_to(self, targets: Iterable[int]) -> tuple[list[Place], list[Any]]:
+        """All places that lead to the values with these ids, and the containers and objects on the way."""
+        places: list[Place] = []
+        seen = set(targets)
+        waiting = list(seen)
+        while waiting:
+            for owner, place in self._ways.get(waiting.pop(), ()):
+                if place is not None:
+                    places.append(place)
+                if owner not in seen:
+                    seen.add(owner)
+                    waiting.append(owner)
+        return places, [self._values[number] for number in seen.difference(targets) if number in self._values]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._ways
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else tuple(slots):
+        if name not in ("__dict__", "__weakref__"):
+            yield name
+
+
+class PlaceGuard:
+    """Whether values are where they were. See Note [Places]."""
+
+    def __init__(self, places: Iterable[Place], on_the_way: Iterable[Any], young: Iterable[Any]) -> None:
+        self._places = tuple(dict.fromkeys(places))
+        self._on_the_way = list(on_the_way)  # kept alive: places name values by id
+        self._containers = list(young)
+        self._counts: list[int] = []
+
+    def settle(self) -> None:
+        """Note the reference counts of the containers, after the caller has dropped its own references."""
+        self._counts = self._count()
+
+    def _count(self) -> list[int]:
+        return list(map(getrefcount, self._containers))
+
+    def holds(self) -> bool:
+        for place in self._places:
+            if not place.holds():
+                return False
+        return not self._containers or self._count() == self._counts

@@ -1,0 +1,88 @@
+"""Check that the state of a captured function is what it was: its modules, its optimizers, its tensors, by place.
+
+In: what the function reaches and used, as found after a recorded call. Out: `StateGuard`, which says what changed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from lazy_backend.replay.reachable import PlaceGuard, Reachable
+from lazy_backend.replay.structure import Root, StructureGuard
+from lazy_backend.tensors.state import TensorData
+from lazy_backend.tensors.tensor import LazyTensor
+
+_data_of = attrgetter("_data")
+_requires_grad = attrgetter("requires_grad")
+
+
+class Found:
+    """The modules, optimizers and tensors that a function reaches or used, as they are after a call.
+
+    Made before the garbage collector runs again.
+    """
+
+    def __init__(
+        self,
+        reach: Reachable,
+        modules: Iterable[torch.nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        leaves: Iterable[LazyTensor],
+    ) -> None:
+        self.reach = reach
+        # made during the call, as the garbage collector has not run since; by id
+        self.young = set(map(id, gc.get_objects(generation=0)))
+        all_modules, all_optimizers = (
+            dict.fromkeys((*modules, *reach.modules)),
+            dict.fromkeys((*optimizers, *reach.optimizers)),
+        )
+        self.roots: tuple[Root, ...] = (*all_modules, *all_optimizers)
+        self.structure = StructureGuard(all_modules, all_optimizers)
+        everywhere = (*self.structure.tensors, *reach.tensors.values(), *leaves)
+        self.tensors = {id(tensor): tensor for tensor in everywhere if isinstance(tensor, LazyTensor)}
+
+    def guard(self, used: set[TensorData], replaced: set[int]) -> StateGuard:
+        """A guard over the tensors whose data is in `used`, and the places of those whose ids are `replaced`."""
+        kept = {number for number, tensor in self.tensors.items() if tensor._data in used}
+        roots = map(id, (*self.reach.modules, *self.reach.optimizers))
+        places, on_the_way = self.reach.ways_to({*kept, *replaced, *roots})
+        _, holding = self.reach.ways_to(replaced)
+        new = [each for each in (*holding, *self.structure.containers_of(replaced)) if id(each) in self.young]
+        unique = {id(each): each for each in new}
+        return StateGuard(
+            self.structure, PlaceGuard(places, on_the_way, unique.values()), [self.tensors[number] for number in kept]
+        )
+
+
+class StateGuard:
+    """Whether modules, optimizers and tensors are what they were, and where they were."""
+
+    def __init__(self, structure: StructureGuard, places: PlaceGuard, tensors: Sequence[LazyTensor]) -> None:
+        self._structure = structure
+        self._places = places
+        self._tensors = tensors
+        self._data: list[Any] = list(map(_data_of, tensors))
+        seen = set(map(id, structure.tensors))
+        self._others = [tensor for tensor in tensors if id(tensor) not in seen]
+        self._need_grad = list(map(_requires_grad, self._others))
+
+    def settle(self) -> None:
+        """Note reference counts, after the caller has dropped its own references."""
+        self._places.settle()
+
+    def change(self) -> str:
+        """What has changed; empty if nothing has."""
+        if not self._structure.holds():
+            return self._structure.why()
+        if not all(map(is_, map(_data_of, self._tensors), self._data)):
+            return "a tensor that it uses stands for other data"
+        if not self._places.holds():
+            return "a tensor, module or optimizer that it uses was replaced, moved, or is held elsewhere too"
+        if self._others and list(map(_requires_grad, self._others)) != self._need_grad:
+            return "requires_grad of a tensor that it uses changed"
+        return ""
