@@ -35,6 +35,7 @@ def compute(context: DeviceContext, storages: Sequence[LazyStorage], cause: str)
     So a thread that logs what earlier steps computed does not disturb the step that is being recorded.
     """
     executor.rules.check_allowed(cause)
+    context.wait_for_body()
     with context.lock:
         trace = context.trace
         # an input may lack its value too, while the run that makes it is under way: that needs no cut

@@ -117,6 +117,7 @@ class LazyGraphExecutor:
             return self._sync_tensors_graph(context, sync_config, cause)
 
     def _sync_tensors_graph(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str) -> Async | None:
+        context.wait_for_body()
         start = perf_counter()
         waited_since = 0.0
         # a caller that already holds the lock runs it here: a finalizer on the device's thread may need that lock

@@ -683,5 +683,7 @@ def _find_context(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> De
             return arg._data.context
     device = kwargs.get("device")
     if isinstance(device, torch.device) and device.type == "lazy":
-        return contexts.get_device_context(device.index)
+        context = contexts.get_device_context(device.index)
+        context.wait_for_body()
+        return context
     raise LazyBackendError(f"internal error: {op} reached the lazy device without a lazy operand")

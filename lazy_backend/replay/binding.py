@@ -15,7 +15,8 @@ import torch
 
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.replay.captured_state import Holder, TensorHolder, TensorSet
-from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, Start
+from lazy_backend.replay.plain_values import is_plain
+from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, ReturnedValue, Start
 from lazy_backend.replay.replayed_call import (
     Argument,
     Arguments,
@@ -228,22 +229,16 @@ def _all_same(values: Sequence[float]) -> bool:
 
 def _returned(last: RecordedCall, record: RecordedCall, sources: list[Source]) -> Returned:
     """What a call returns. Adds returned tensors that the call did not use to `sources`. Raises `NotCapturable`."""
-    if last.spec != record.spec or not all(map(_agree, last.returned, record.returned)):
+    pairs = list(zip(last.returned, record.returned, strict=False))
+    if last.spec != record.spec or not all(before.agrees(now) for before, now in pairs):
         raise NotCapturable("it returned something else than in the call before, which is no lazy tensor it computed")
-    return Returned(tuple(_leaf(leaf, sources) for leaf in record.returned), record.spec)
+    return Returned(tuple(_leaf(before, now, sources) for before, now in pairs), record.spec)
 
 
-def _agree(a: Any, b: Any) -> bool:
-    if isinstance(a, ReturnedTensor):
-        return a.agrees(b)
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return False
-    return a is b or (type(a) is type(b) and bool(a == b))
-
-
-def _leaf(leaf: Any, sources: list[Source]) -> Leaf:
-    if not isinstance(leaf, ReturnedTensor):
-        return ReturnedLiteral(leaf)
+def _leaf(before: ReturnedTensor | ReturnedValue, leaf: ReturnedTensor | ReturnedValue, sources: list[Source]) -> Leaf:
+    if isinstance(leaf, ReturnedValue):
+        is_same = isinstance(before, ReturnedValue) and before.value is leaf.value
+        return ReturnedLiteral(leaf.value if is_same else leaf.copy, is_same or is_plain(leaf.copy))
     if leaf.kind == "output":
         return ReturnedOutput(leaf.place, leaf.meta)
     if leaf.kind == "input":

@@ -16,6 +16,7 @@ about a body that cannot be captured: it runs as written, with a warning that sa
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,21 +35,27 @@ from lazy_backend.execution.run import Async, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
+from lazy_backend.replay.methods import bound_to
+from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.recorded_call import (
+    Elsewhere,
     NotCapturable,
     RecordedCall,
     Start,
+    Values,
     check_side_effects,
     find_holders,
     flatten_result,
     note_changes,
     record_call,
     start_of_call,
+    unflatten_result,
 )
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Stale
 from lazy_backend.replay.state_guard import Found
 from lazy_backend.settings import config
+from lazy_backend.tensors.bodies import Body
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -61,13 +68,18 @@ _PATIENCE = 4
 # After that, only two calls in this many are recorded, in case they can be replayed by then: finding all holders of all
 # state makes a step of a CNN 1.4 times as long.
 _RETRY = 64
+# Unless the caller says otherwise, a replay is compared with its body at this call of a signature, and each time after
+# twice as many calls: a hundredth of the first thousand, less of more.
+_FIRST_CHECK = 64
 # Argument signatures that one captured function remembers.
 _MAX_SIGNATURES = 64
 # Recordings that are compared to learn which floats a program's constants follow.
 _MAX_RECORDS = 4
 
-_FLOAT = object()
-_PLAIN = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device, complex))
+_FLOAT, _NEGATIVE_ZERO = object(), object()
+# Their values are keys by themselves, unlike those of floats and complex numbers.
+_PLAIN = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device))
+_NO_OBJECTS: tuple[Any, ...] = ()
 
 
 # ----- arguments
@@ -79,9 +91,19 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[An
     return pytree.tree_flatten((args, kwargs))
 
 
-def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Arguments]:
-    """The key of what a program depends on among the arguments, and the values that it takes from them."""
-    key: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Arguments, tuple[Any, ...]]:
+    """The key of what a program depends on among the arguments, and the values that it takes from them.
+
+    Last the arguments that the key names by id, as nothing else tells them apart.
+    """
+    key: list[Any] = [
+        spec,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        _autocast() if torch._C._is_any_autocast_enabled() else None,
+    ]
+    objects = _NO_OBJECTS
     tensors: list[LazyTensor] = []
     floats: list[float] = []
     for leaf in leaves:
@@ -89,10 +111,10 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
         if kind is LazyTensor:
             data = leaf._data
             storage = data.storage
-            key.append((data.meta, storage.meta, leaf.requires_grad))
+            key.append((data.context, data.meta, storage.meta, leaf.requires_grad))
             tensors.append(leaf)
         elif kind is float:
-            key.append(_FLOAT)
+            key.append(_FLOAT if leaf or str(leaf) == "0.0" else _NEGATIVE_ZERO)
             floats.append(leaf)
         elif kind in _PLAIN:
             key.append((kind, leaf))
@@ -101,16 +123,28 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
                 f"a captured function got a tensor on {leaf.device}, which a replay would not upload\n"
                 f"  at {user_site()}\n  move it before the call, as in tensor.to('lazy')"
             )
+        elif (value := value_key(leaf)) is not None:
+            key.append(value)
         else:
             key.append((kind, id(leaf)))
+            objects += (leaf,)
     if len(tensors) > 1:
         first: dict[LazyStorage, int] = {}
         key.extend(first.setdefault(tensor._data.storage, place) for place, tensor in enumerate(tensors))
-    return tuple(key), Arguments(tuple(tensors), tuple(floats))
+    return tuple(key), Arguments(tuple(tensors), tuple(floats)), objects
 
 
-def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext:
-    found = {tensor._data.context for tensor in tensors} or {contexts.get_device_context(None)}
+def _autocast() -> tuple[Any, ...]:
+    """The state of autocast, which the body may ask about."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:
+    """The device that the arguments are on; None if there is no tensor among them."""
+    found = {tensor._data.context for tensor in tensors}
+    if not found:
+        return None
     if len(found) > 1:
         raise CaptureError(
             f"a captured function got tensors of several lazy devices\n  at {user_site()}\n  capture one per device"
@@ -125,12 +159,32 @@ def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext:
 class _Signature:
     """What is known about the calls with one argument signature."""
 
-    pinned: Sequence[Any]  # kept alive: the key names these arguments by id
+    objects: Sequence[Callable[[], Any]]  # that the key names by id: weak references where there can be
+    context: DeviceContext  # what the body computes on
     records: list[RecordedCall] = field(default_factory=list)  # the latest recorded calls, all of one program
     program: CapturedProgram | None = None
     with_grad: TensorSet = field(default_factory=TensorSet)  # parameters that were found with a .grad
     failures: int = 0
     calls: int = 0
+    next_check: int = _FIRST_CHECK
+
+    def is_for(self, objects: Sequence[Any]) -> bool:
+        """Whether the ids in the key still stand for these objects."""
+        return all(reference() is one for reference, one in zip(self.objects, objects, strict=True))
+
+    def is_dead(self) -> bool:
+        return any(reference() is None for reference in self.objects)
+
+    def named(self) -> list[Any]:
+        """The objects that are alive."""
+        return [one for reference in self.objects if (one := reference()) is not None]
+
+
+def _reference_to(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
 def _is_fresh(program: CapturedProgram | None, arguments: Arguments) -> bool:
@@ -146,7 +200,7 @@ def _is_fresh(program: CapturedProgram | None, arguments: Arguments) -> bool:
 class Captured(Generic[P, R]):
     """What `capture` returns: call it like the function."""
 
-    def __init__(self, function: Callable[P, R], verify_every: int, max_different_graphs: int | None) -> None:
+    def __init__(self, function: Callable[P, R], verify_every: int | None, max_different_graphs: int | None) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._max_different_graphs = max_different_graphs
@@ -155,26 +209,35 @@ class Captured(Generic[P, R]):
         self._name = getattr(function, "__qualname__", repr(function))
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._warned = False
+        self._unbound = 0  # signatures since a program was bound
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else bound_to(self, instance)
+
+    def bind(self, instance: Any) -> Captured[..., R]:
+        """The captured method of `instance`, with signatures of its own."""
+        method = types.MethodType(self._function, instance)
+        return Captured(method, self._verify_every, self._max_different_graphs)
 
     @hide_internals
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if executor.rules.is_refusing() or config.eager:  # within another captured function: part of its program
+        if executor.rules.is_refusing():  # within another captured function: part of its program
             return self._function(*args, **kwargs)
+        if config.eager:
+            return unflatten_result(*flatten_result(self._function(*args, **kwargs)))  # type: ignore[no-any-return]
         executor.rules.check_allowed("a captured call")
         leaves, spec = _flatten(args, kwargs)
-        key, arguments = _describe(leaves, spec)
-        context = _context_of(arguments.tensors)
+        key, arguments, objects = _describe(leaves, spec)
+        context = _context_of(arguments.tensors) or self._home(key, objects)
         counted = False
         while True:  # again if something was recorded or run in between
+            context.wait_for_body()
             if context.has_pending():
                 executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
             with context.lock:
                 if context.has_pending():
                     continue
-                signature = self._signature(key, leaves)
+                signature = self._signature(key, objects, context)
                 if not counted:
                     signature.calls += 1
                     counted = True
@@ -193,7 +256,7 @@ class Captured(Generic[P, R]):
     ) -> tuple[Any, Async | None] | None:
         """What a call returns, and the run that the caller must do. None, with nothing done, if a run is under way."""
         program = signature.program
-        is_due = self._verify_every > 0 and signature.calls % self._verify_every == 0
+        is_due = self._is_due(signature)
         if program is not None and not is_due:
             # a replay delivers only once it is prepared: a delivery drops the old value, and a finalizer may run then
             try:
@@ -206,21 +269,60 @@ class Captured(Generic[P, R]):
             return self._run_as_written(context, args, kwargs), None
         return self._record(context, signature, arguments, args, kwargs, is_due), None
 
-    def _signature(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> _Signature:
+    def _is_due(self, signature: _Signature) -> bool:
+        """Whether this call is to be compared with what was captured."""
+        if self._verify_every is not None:
+            return self._verify_every > 0 and signature.calls % self._verify_every == 0
+        return signature.program is not None and signature.calls >= signature.next_check
+
+    def _home(self, key: tuple[Any, ...], objects: Sequence[Any]) -> DeviceContext:
+        """The device of a call without tensor arguments: that of the call before, or of a module that it reaches."""
+        signature = self._signatures.get(key)
+        if signature is not None and signature.is_for(objects):
+            return signature.context
+        reach = Reachable([self._function, *objects])
+        parameters = [parameter for module in reach.modules for parameter in module.parameters()]
+        lazy = [tensor for tensor in (*parameters, *reach.tensors.values()) if isinstance(tensor, LazyTensor)]
+        return lazy[0]._data.context if lazy else contexts.get_device_context(None)
+
+    def _signature(self, key: tuple[Any, ...], objects: Sequence[Any], context: DeviceContext) -> _Signature:
         found = self._signatures.get(key)
-        if found is None:
+        if found is None or not found.is_for(objects):
+            for old in [old for old, signature in self._signatures.items() if signature.is_dead()]:
+                del self._signatures[old]
             if len(self._signatures) >= _MAX_SIGNATURES:
                 self._signatures.clear()
-            pinned = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-            found = self._signatures[key] = _Signature(pinned)
+            self._unbound += 1
+            if self._unbound == _MAX_SIGNATURES:
+                self._warn(
+                    f"{self._name} got other Python values in each of {_MAX_SIGNATURES} calls, and only calls with the "
+                    "same values can be replayed\n"
+                    "  pass numbers that change as floats or as lazy tensors, and objects that stay the same"
+                )
+            found = self._signatures[key] = _Signature(list(map(_reference_to, objects)), context)
         return found
 
     def _run_as_written(self, context: DeviceContext, args: Any, kwargs: Any) -> Any:
-        leaves, spec = executor.rules.call_refusing(
-            self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
-        )
+        with watches.shown_to(Watch(())):
+            leaves, spec = self._run_body(context, args, kwargs)
         self._sync(context)
-        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+        return unflatten_result(leaves, spec)
+
+    def _run_body(self, context: DeviceContext, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """The leaves of what the body returns. Other threads wait, see Note [Threads and bodies]."""
+        body = Body(self._name, context.name)
+        try:
+            try:
+                context.body = body
+                made = executor.rules.call_refusing(
+                    self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
+                )
+            finally:
+                context.body, body.ended = None, True
+        finally:  # once more, see Note [Interruption]
+            context.body, body.ended = None, True
+            body.check()
+        return made
 
     def _sync(self, context: DeviceContext) -> Async | None:
         with executor.records.limiting(self._limit, self._max_different_graphs):
@@ -235,6 +337,8 @@ class Captured(Generic[P, R]):
     ) -> Any:
         """Run the body as written, and bind its program if it can be replayed from now on."""
         metrics.increment("CaptureRecorded")
+        if verify:
+            signature.next_check = 2 * signature.calls
         verified = verify and _is_fresh(signature.program, arguments)
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
@@ -242,14 +346,16 @@ class Captured(Generic[P, R]):
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)
+        values = Values(_flatten(args, kwargs)[0])
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
-                leaves, spec = executor.rules.call_refusing(
-                    self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
-                )
+                elsewhere = Elsewhere(context)
+                leaves, spec = self._run_body(context, args, kwargs)
             record, storages = record_call(context, arguments, argument_data, start, watch, uploads, leaves, spec)
             uploads.clear()
             note_changes(start, record, last)
+            self._note_devices(signature, record, elsewhere)
+            record.changed_argument = values.changed()
             found = self._find(record, signature)
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
             pending = context.trace.pending
@@ -265,16 +371,24 @@ class Captured(Generic[P, R]):
             del found
             bound.settle()
         except NotCapturable as reason:
-            if verified:
+            # without `held` something cannot be seen; that alone is no difference
+            if verified and (held is not None or self._verify_every is not None):
                 raise CaptureError(f"{self._name} no longer does what was captured: {reason}") from None
             self._give_up(signature, str(reason))
-        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+        return unflatten_result(leaves, spec)
+
+    def _note_devices(self, signature: _Signature, record: RecordedCall, elsewhere: Elsewhere) -> None:
+        """Note on which other devices the body computed. If it computed there only, the next call is bound there."""
+        changed = elsewhere.changed()
+        record.other_devices = tuple(context.name for context in changed)
+        if len(changed) == 1 and not record.calls():
+            signature.context = changed[0]
 
     def _find(self, record: RecordedCall, signature: _Signature) -> Found:
         """What the function reaches and used, after a call."""
         watch = record.watch
         found = Found(
-            Reachable([self._function, *signature.pinned]), watch.modules, watch.optimizers, watch.leaves.values()
+            Reachable([self._function, *signature.named()]), watch.modules, watch.optimizers, watch.leaves.values()
         )
         record.roots = found.roots
         record.random_states = tuple(found.reach.random_states)
@@ -303,7 +417,7 @@ class Captured(Generic[P, R]):
         floats = follow_floats(signature.records)
         program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments, found)
         signature.program = program
-        signature.failures = 0
+        signature.failures = self._unbound = 0
         return program
 
     def _refuse(self, cause: str) -> CaptureError:
@@ -315,28 +429,30 @@ class Captured(Generic[P, R]):
 
     def _give_up(self, signature: _Signature, reason: str) -> None:
         signature.failures += 1
-        if signature.failures < _PATIENCE or self._warned:
-            return
-        self._warned = True
-        warn_user(
-            f"{self._name} ran {signature.failures} times as written, because it cannot be replayed: {reason}",
-            CaptureWarning,
-        )
+        if signature.failures >= _PATIENCE:
+            self._warn(
+                f"{self._name} ran {signature.failures} times as written, because it cannot be replayed: {reason}"
+            )
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warn_user(text, CaptureWarning)
 
 
 @overload
 def capture(
-    step: Callable[P, R], *, verify_every: int = 0, max_different_graphs: int | None = None
+    step: Callable[P, R], *, verify_every: int | None = None, max_different_graphs: int | None = None
 ) -> Captured[P, R]: ...
 
 
 @overload
 def capture(
-    step: None = None, *, verify_every: int = 0, max_different_graphs: int | None = None
+    step: None = None, *, verify_every: int | None = None, max_different_graphs: int | None = None
 ) -> Callable[[Callable[P, R]], Captured[P, R]]: ...
 
 
-def capture(step: Any = None, *, verify_every: int = 0, max_different_graphs: int | None = None) -> Any:
+def capture(step: Any = None, *, verify_every: int | None = None, max_different_graphs: int | None = None) -> Any:
     """Return `step` as a function that replays calls without running its Python, once two calls recorded the same.
 
     For training steps, evaluation and generation. Pass tensors that change from call to call as arguments, on the lazy
@@ -344,12 +460,15 @@ def capture(step: Any = None, *, verify_every: int = 0, max_different_graphs: in
     `.grad`, optimizer state, statistics, tensors in your objects) ends up as if the body had run. Random operators keep
     drawing new numbers. Each call is a step of its own: no `mark_step` is needed.
 
-    A call runs as written if the structure, shapes or dtypes of its arguments, other Python values among them, training
-    flags, hyperparameters or the state itself changed from outside. Nothing else in the Python code is checked again:
-    `verify_every=n` runs every n-th call as written and raises `CaptureError` with the first difference, if there is
-    one. A read within the body raises `CaptureError` with its line. A body that cannot be replayed for another reason
-    keeps running as written, with a `CaptureWarning` that says why. `max_different_graphs`: the first call that records
-    one more program than this raises `TooManyGraphsError`.
+    A call runs as written if the structure, shapes, dtypes or devices of its arguments, other Python values among them,
+    grad mode, autocast, hyperparameters, the state itself, or anything in a module or optimizer changed from outside:
+    children, parameters, hooks, plain attributes, `training`, `requires_grad`. Other Python values that the code reads,
+    such as a global number, are not checked at each call. Instead the body runs as written now and then (at the 64th
+    call, then each time after twice as many), and a difference raises `CaptureError` with the first operator that
+    differs and its line. `verify_every=n` does so at every n-th call, `verify_every=0` never. A read within the body
+    raises `CaptureError` with its line. A body that cannot be replayed for another reason keeps running as written,
+    with a `CaptureWarning` that says why. `max_different_graphs`: the first call that records one more program than
+    this raises `TooManyGraphsError`.
     """
     if step is None:
         return lambda function: Captured(function, verify_every, max_different_graphs)

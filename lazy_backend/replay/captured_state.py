@@ -153,6 +153,8 @@ class _Watches:
         watch = self._watches.get(threading.get_ident())
         if watch is not None:
             watch.see_operands(args)
+        else:
+            _wait_for_body(args)
         return self._dispatch(func, types, args, kwargs)
 
     def _show_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -164,6 +166,15 @@ class _Watches:
         watch = self._watches.get(threading.get_ident())
         if watch is not None:
             watch.see_optimizer(optimizer)
+
+
+def _wait_for_body(operands: Sequence[Any]) -> None:
+    """Wait for the body of a captured function that another thread runs on the device of `operands`."""
+    for operand in operands:
+        first = operand[0] if isinstance(operand, list | tuple) and operand else operand
+        if first.__class__ is LazyTensor:
+            first._data.context.wait_for_body()
+            return
 
 
 def _is_there(hook: RemovableHandle) -> bool:

@@ -5,10 +5,11 @@ In: the function's results and the trace it left. Out: a `RecordedCall`; `bindin
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,10 @@ from lazy_backend.replay.captured_state import (
     Watch,
     find_tensors,
 )
+from lazy_backend.replay.plain_values import is_plain, value_key
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.structure import Root, Structure
+from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -63,6 +66,28 @@ class ReturnedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnedValue:
+    """A value that a call returned and that is not a tensor.
+
+    `key` stands for what it was then, if it can be compared by value; `copy` is of it then, as the caller may write.
+    """
+
+    value: Any
+    key: Hashable | None
+    copy: Any
+
+    def agrees(self, other: object) -> bool:
+        if not isinstance(other, ReturnedValue) or isinstance(self.value, torch.Tensor):
+            return False
+        return self.key == other.key and (self.key is not None or self.value is other.value)
+
+
+def _returned_value(value: Any) -> ReturnedValue:
+    key = value_key(value)
+    return ReturnedValue(value, key, value if key is None or is_plain(value) else copy.deepcopy(value))
+
+
+@dataclass(frozen=True, slots=True)
 class FirstUse:
     """An input as the line at `site` first used it."""
 
@@ -86,7 +111,7 @@ class RecordedCall:
     generators: tuple[torch.Generator | None, ...]  # the source of each seed; None: torch's default one
     outputs: list[weakref.ref[LazyStorage]]
     metas: list[TensorMeta]
-    returned: list[Any]  # `ReturnedTensor`s and other values
+    returned: list[ReturnedTensor | ReturnedValue]
     spec: pytree.TreeSpec | None
     watch: Watch
     guards: tuple[OptimizerGuard, ...]
@@ -96,6 +121,8 @@ class RecordedCall:
     roots: tuple[Root, ...] = ()  # the modules and optimizers that it reaches or used
     random_states: tuple[Callable[[], Any], ...] = ()  # of the random generators of the host that it reaches
     host_generators: Any = None  # the state that the previous call's `random_states` showed after this call
+    other_devices: tuple[str, ...] = ()  # that the body computed on besides
+    changed_argument: str = ""  # the type of an argument that the body wrote to, which is no tensor
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
 
     def calls(self) -> list[Call]:
@@ -137,7 +164,45 @@ def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
     return [leaf.detach() if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], spec
 
 
+def unflatten_result(leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Any:
+    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
 # ----- what a body finds
+
+
+class Elsewhere:
+    """Whether a body computes on other devices than `context`."""
+
+    def __init__(self, context: DeviceContext) -> None:
+        self._before = {
+            other: (other.trace, other.trace.cursor) for other in contexts.get_active_devices() if other is not context
+        }
+        self._context = context
+
+    def changed(self) -> list[DeviceContext]:
+        """The other devices on which something was recorded since."""
+        others = [other for other in contexts.get_active_devices() if other is not self._context]
+        return [other for other in others if self._differs(other)]
+
+    def _differs(self, other: DeviceContext) -> bool:
+        before = self._before.get(other)
+        if before is None:
+            return not other.trace.is_empty()
+        return other.trace is not before[0] or other.trace.cursor is not before[1]
+
+
+class Values:
+    """Arguments that are compared by value and that the body could write to: arrays, dataclasses and the like."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_plain(leaf)]
+        self._before = [(leaf, value_key(leaf)) for leaf in others]
+
+    def changed(self) -> str:
+        """The type of an argument that was changed since; empty if none was."""
+        changed = [type(leaf).__name__ for leaf, key in self._before if value_key(leaf) != key]
+        return changed[0] if changed else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -196,6 +261,13 @@ def note_changes(start: Start, record: RecordedCall, last: RecordedCall | None) 
 
 def check_side_effects(start: Start, record: RecordedCall) -> None:
     """Raise `NotCapturable` for side effects of a body besides lazy operators, as far as they can be detected."""
+    if record.other_devices:
+        raise NotCapturable(
+            f"it computes on {', '.join(record.other_devices)}, and not only on {record.context.name}\n"
+            "  capture one function per device"
+        )
+    if record.changed_argument:
+        raise NotCapturable(f"it changes an argument, of type {record.changed_argument}, which a replay would not do")
     if record.structure_change:
         raise NotCapturable(
             f"its own code changes a value: {record.structure_change}\n"
@@ -280,9 +352,9 @@ def record_call(
 
 def _describe_returned(
     leaf: Any, storages: Sequence[LazyStorage], inputs: Sequence[TensorData], arguments: Arguments
-) -> Any:
+) -> ReturnedTensor | ReturnedValue:
     if not isinstance(leaf, LazyTensor):
-        return leaf
+        return _returned_value(leaf)
     storage = leaf._data.storage
     kinds = (
         ("output", storages),

@@ -11,6 +11,7 @@ On CUDA this is where a plan with static shapes would be launched as one CUDA gr
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -168,9 +169,10 @@ class ReturnedInput:
 
 @dataclass(frozen=True, slots=True)
 class ReturnedLiteral:
-    """A returned value that is not a tensor."""
+    """A returned value that is not a tensor. The caller gets a copy, unless it is always the same object."""
 
     value: Any
+    is_shared: bool
 
 
 Leaf = ReturnedOutput | ReturnedInput | ReturnedLiteral
@@ -178,7 +180,7 @@ Leaf = ReturnedOutput | ReturnedInput | ReturnedLiteral
 
 def _returned(leaf: Leaf, storages: Sequence[LazyStorage], inputs: Sequence[TensorData]) -> Any:
     if isinstance(leaf, ReturnedLiteral):
-        return leaf.value
+        return leaf.value if leaf.is_shared else copy.deepcopy(leaf.value)
     storage = storages[leaf.output] if isinstance(leaf, ReturnedOutput) else inputs[leaf.source].storage
     return wrap(_data_over(storage, leaf.meta))
 

@@ -42,6 +42,7 @@ from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
 from lazy_backend.settings import config
+from lazy_backend.tensors.bodies import Body
 from lazy_backend.tensors.locks import DeviceLocker, DeviceQueue, Work, lockers
 from lazy_backend.tensors.path_counts import PathCounts, calls_of
 from lazy_backend.tensors.registry import Registry
@@ -280,6 +281,7 @@ class DeviceContext:
         # storages of a trace are in its `pending`; those that outlive it, or never were in a trace, are registered here
         self.registry: Registry[LazyStorage] = Registry()
         self.paths = PathCounts()
+        self.body: Body | None = None  # of a captured function that runs as written, see Note [Threads and bodies]
         self._baseline: Counter[str] = Counter()  # cumulative counters at the last `reset_counters`
 
     @property
@@ -289,6 +291,12 @@ class DeviceContext:
     def holds_lock(self) -> bool:
         """Whether the calling thread holds `lock`."""
         return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # as threading.Condition asks
+
+    def wait_for_body(self) -> None:
+        """Wait until no other thread runs the body of a captured function here. See Note [Threads and bodies]."""
+        body = self.body
+        if body is not None:
+            body.wait()
 
     def hold_idle(self) -> None:
         """Take `lock` while no run is under way, and keep it."""

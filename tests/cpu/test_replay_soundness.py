@@ -5,17 +5,27 @@ Each program runs twice: on the CPU as written, and on the lazy device within `c
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import threading
+import time
+import types
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import assert_same, count
 from torch import nn
 
 import lazy_backend
-from lazy_backend import CaptureWarning, capture
+from lazy_backend import CaptureError, CaptureWarning, capture
+from lazy_backend.replay import captured_state
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +55,18 @@ def values(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def repeat(function: Callable[[], Any], times: int = 6) -> None:
     for _ in range(times):
         function()
+
+
+class Counted:
+    """A function that counts the calls of its body."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.runs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        return self.function(*args, **kwargs)
 
 
 def ones(device: str, *shape: int) -> torch.Tensor:
@@ -413,3 +435,384 @@ def test_a_grad_that_is_replaced_and_read_by_the_body() -> None:
         return values(*results, flat)
 
     check(program)
+
+
+# ----- devices and modes
+
+
+def test_the_device_of_an_argument() -> None:
+    lazy_backend.config.num_devices = 2
+    f = capture(lambda x: x * 2 + 1)
+    for _ in range(3):
+        f(ones("lazy"))
+    for _ in range(4):
+        made = f(ones("lazy:1"))
+        assert made.device == torch.device("lazy:1")
+        assert_same(made, torch.full((3,), 3.0))
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 3
+    assert f(ones("lazy")).device == torch.device("lazy:0")
+
+
+def test_a_module_on_the_second_device_and_no_tensor_argument() -> None:
+    lazy_backend.config.num_devices = 2
+
+    def program(device: str, wrap: Wrap) -> Any:
+        device = "lazy:1" if device == "lazy" else device
+        net = Net().to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        x = ones(device, 2, 3)
+        step = trainer(net, optimizer)
+        f = wrap(lambda: step(x))
+        return values(*[f() for _ in range(6)], *net.parameters())
+
+    check(program, replays=4)
+
+
+def test_a_device_that_only_the_body_knows() -> None:
+    lazy_backend.config.num_devices = 2
+    f = capture(lambda: torch.ones(3, device="lazy:1") * 2)
+    for _ in range(6):
+        assert_same(f(), torch.full((3,), 2.0))
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 3
+
+
+def test_a_body_that_uses_two_devices_is_not_replayed() -> None:
+    lazy_backend.config.num_devices = 2
+    total = torch.zeros(3, device="lazy:1")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total.add_(1)
+        return x * 2
+
+    f = capture(step)
+    with pytest.warns(CaptureWarning, match="computes on lazy:1, and not only on lazy:0"):
+        repeat(lambda: f(ones("lazy")))
+    assert_same(total, torch.full((3,), 6.0))
+
+
+def test_modes_that_the_body_asks_about() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.get_default_dtype()
+            return x.to(dtype) * (2 if torch.is_grad_enabled() else 3)
+
+        f = wrap(step)
+        results = []
+        for _ in range(2):
+            results += [f(ones(device)) for _ in range(3)]
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.autocast("cpu", dtype=dtype):
+                    results += [f(ones(device)) for _ in range(3)]
+            with torch.no_grad():
+                results += [f(ones(device)) for _ in range(3)]
+            torch.set_default_dtype(torch.float64)
+            try:
+                results += [f(ones(device).float()) for _ in range(3)]
+            finally:
+                torch.set_default_dtype(torch.float32)
+        return values(*results)
+
+    check(program)
+
+
+def test_results_under_eager_mode_are_detached_too() -> None:
+    weight = ones("lazy").requires_grad_()
+    f = capture(lambda x: {"made": weight * x, "n": 1})
+    with lazy_backend.eager_mode():
+        made = f(ones("lazy"))
+    assert not made["made"].requires_grad
+    assert made["n"] == 1
+
+
+# ----- arguments and results that are not tensors
+
+
+def test_signed_zeros() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        f = wrap(lambda x, s: torch.copysign(x, x * s))
+        return [f(ones(device), s) for s in (0.0, 0.0, 0.0, -0.0, -0.0, -0.0, 0.0)]
+
+    check(program)
+
+
+def test_signed_zeros_of_complex_numbers() -> None:
+    f = capture(lambda x, z: x * z.imag.hex().startswith("-"))
+    made = [f(ones("lazy"), z) for z in (0j, 0j, 0j, complex(0.0, -0.0), complex(0.0, -0.0))]
+    assert [value.sum().item() for value in made] == [0.0, 0.0, 0.0, 3.0, 3.0]
+
+
+@dataclass
+class Options:
+    scale: float
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [np.float64, np.float32, lambda n: np.int64(n), lambda n: Options(n), lambda n: Options(1.0, (n,)),
+     lambda n: types.SimpleNamespace(n=[n]), lambda n: np.array([1.0, n]), lambda n: slice(0, int(n))],
+)  # fmt: skip
+def test_arguments_by_value(make: Callable[[float], Any]) -> None:
+    def number(value: Any) -> float:
+        if isinstance(value, Options):
+            return value.scale + value.sizes[0]
+        if isinstance(value, types.SimpleNamespace):
+            return float(value.n[0])
+        if isinstance(value, slice):
+            return float(value.stop)
+        return float(np.asarray(value).sum())
+
+    body = Counted(lambda x, value: x * number(value))
+    f = capture(body)
+    for n in (2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 2.0, 3.0):
+        value = make(n)
+        assert_same(f(ones("lazy"), value), ones("cpu") * number(value))
+    assert body.runs == 4
+
+
+def test_an_argument_that_is_changed_in_place() -> None:
+    options, array = Options(2.0), np.array([1.0, 2.0])
+    f = capture(lambda x, options, array: x * options.scale + array.sum())
+    for scale in (2.0, 2.0, 2.0, 3.0, 3.0):
+        options.scale = scale
+        array[0] = scale
+        assert_same(f(ones("lazy"), options, array), torch.full((3,), scale + scale + 2.0))
+
+
+def test_a_body_that_writes_to_its_argument_is_not_replayed() -> None:
+    array = np.zeros(2)
+
+    def step(x: torch.Tensor, array: Any) -> torch.Tensor:
+        array[0] = 1 - array[0]
+        return x * 2
+
+    f = capture(step)
+
+    def twice() -> None:
+        f(ones("lazy"), array)
+        f(ones("lazy"), array)
+
+    with pytest.warns(CaptureWarning, match="it changes an argument, of type ndarray"):
+        repeat(twice, 5)
+    assert array.tolist() == [0.0, 0.0]
+
+
+def test_arguments_that_never_come_again_are_told_and_not_kept() -> None:
+    class Thing:
+        pass
+
+    f = capture(lambda x, thing: x * 2)
+    alive: list[weakref.ref[Any]] = []
+
+    def call() -> None:
+        thing = Thing()
+        alive.append(weakref.ref(thing))
+        f(ones("lazy"), thing)
+
+    with pytest.warns(CaptureWarning, match="got other Python values in each of 64 calls"):
+        repeat(call, 70)
+    gc.collect()
+    assert sum(reference() is not None for reference in alive) == 0
+
+
+def test_an_object_is_told_from_one_that_takes_its_address() -> None:
+    class Thing:
+        def __init__(self, scale: int) -> None:
+            self.scale = scale
+
+    f = capture(lambda x, thing: x * thing.scale)
+    for scale in range(20):
+        thing = Thing(scale)
+        for _ in range(3):
+            assert_same(f(ones("lazy"), thing), torch.full((3,), float(scale)))
+        del thing
+
+
+def test_a_captured_method_keeps_no_instance_alive() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = scale
+
+        @capture
+        def apply_to(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    instances = [Scaled(float(number)) for number in range(3)]
+    for _ in range(4):
+        for number, instance in enumerate(instances):
+            assert_same(instance.apply_to(ones("lazy")), torch.full((3,), float(number)))
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 6
+    copied = copy.deepcopy(instances[2])
+    copied.scale = 5.0
+    assert_same(copied.apply_to(ones("lazy")), torch.full((3,), 5.0))
+    assert not pickle.dumps(instances[2].__dict__["_lazy_backend_captured"]).count(b"Scaled")
+    alive = [weakref.ref(instance) for instance in instances]
+    del instances, instance
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None, None]
+
+
+def test_numpy_s_random_numbers_are_noticed() -> None:
+    generator = np.random.default_rng(0)
+    for draw in (np.random.rand, generator.random):
+        f = capture(lambda x, draw=draw: x * 2 if draw() < 0.5 else x)
+        with pytest.warns(CaptureWarning, match="draws random numbers on the CPU|recorded"):
+            repeat(lambda f=f: f(ones("lazy")), 10)  # type: ignore[misc]
+
+
+def test_a_generator_of_numpy_that_changes_nothing_recorded() -> None:
+    generator = np.random.default_rng(0)
+    drawn: list[float] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        drawn[:] = [generator.random()]
+        return x * 2
+
+    f = capture(step)
+    with pytest.warns(CaptureWarning, match="draws random numbers on the CPU"):
+        repeat(lambda: f(ones("lazy")))
+
+
+def test_an_array_that_is_returned() -> None:
+    f = capture(lambda x: (x * 2, np.array([1.0, 2.0]), Options(1.0)))
+    for _ in range(5):
+        made, array, options = f(ones("lazy"))
+        assert_same(made, torch.full((3,), 2.0))
+        assert array.tolist() == [1.0, 2.0]
+        assert options == Options(1.0)
+        array[0], options.scale = 7.0, 7.0  # the caller's own
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 3
+
+
+def test_a_returned_array_that_changes_is_not_replayed() -> None:
+    numbers = iter(range(100))
+    f = capture(lambda x: (x * 2, np.array([next(numbers)])))
+    with pytest.warns(CaptureWarning, match="returned something else"):
+        repeat(lambda: f(ones("lazy")))
+    assert f(ones("lazy"))[1].tolist() == [6]
+
+
+# ----- threads
+
+
+def test_a_pool_that_the_body_waits_for_is_refused() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        f = capture(lambda x: list(pool.map(lambda number: x * number, range(3))))
+        for _ in range(2):
+            with pytest.raises(CaptureError, match="a thread uses lazy:0 while the captured function"):
+                f(ones("lazy"))
+        assert_same(ones("lazy") + 1, torch.full((3,), 2.0))
+
+
+def test_a_thread_that_the_body_joins_is_refused() -> None:
+    made: list[Any] = []
+
+    def compute() -> None:
+        try:
+            made.append(torch.ones(3, device="lazy").cpu())
+        except CaptureError as error:
+            made.append(error)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        return x * 2
+
+    with pytest.raises(CaptureError, match="a thread uses lazy:0"):
+        capture(step)(ones("lazy"))
+    assert isinstance(made[0], CaptureError)
+
+
+def test_another_thread_waits_for_a_long_body() -> None:
+    begun, made = threading.Event(), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            sum(range(1000))
+        return x * 2
+
+    def other() -> None:
+        begun.wait()
+        made.append((ones("lazy") + 1).cpu())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert_same(capture(step)(ones("lazy")), torch.full((3,), 2.0))
+    thread.join()
+    assert_same(made, [torch.full((3,), 2.0)])
+
+
+# ----- what is searched
+
+
+def test_no_call_searches_all_objects_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Touchy:
+        @property
+        def __class__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("touched")
+
+    touchy = [Touchy()]
+    searched = []
+
+    def get_objects(generation: int | None = None) -> list[Any]:
+        searched.append(generation)
+        return original(generation)
+
+    original = gc.get_objects
+    monkeypatch.setattr(captured_state.gc, "get_objects", get_objects)
+
+    def program(device: str, wrap: Wrap) -> Any:
+        memory = Memory(device)
+        f = wrap(memory.step)
+        results = []
+        for number in range(12):
+            gc.collect()  # what is there is old
+            if number % 4 == 3:
+                memory.hidden = torch.zeros(3, device=device)
+            results.append(f(ones(device)))
+        return values(*results)
+
+    check(program)
+    assert searched
+    assert set(searched) == {0}
+    assert len(touchy) == 1
+
+
+# ----- verification by default
+
+
+def test_a_body_that_changed_unseen_is_found_in_time() -> None:
+    factor = [2.0]
+    f = capture(lambda x: x * factor[0])
+    repeat(lambda: f(ones("lazy")), 63)
+    factor[0] = 3.0
+    with pytest.raises(CaptureError, match=r"(?s)no longer does what was captured: .*test_replay_soundness.py:\d+"):
+        f(ones("lazy"))
+
+
+def test_verification_gets_rare() -> None:
+    body = Counted(lambda x: x * 2)
+    f = capture(body)
+    runs = []
+    for _ in range(600):
+        f(ones("lazy"))
+        runs.append(body.runs)
+    assert [place + 1 for place in range(600) if place == 0 or runs[place] > runs[place - 1]] == [
+        1,
+        2,
+        64,
+        128,
+        256,
+        512,
+    ]
+
+
+def test_verification_may_be_off() -> None:
+    body = Counted(lambda x: x * 2)
+    f = capture(body, verify_every=0)
+    repeat(lambda: f(ones("lazy")), 200)
+    assert body.runs == 2
