@@ -57,6 +57,7 @@ from lazy_backend.recording.operators import (
     traits_of,
 )
 from lazy_backend.settings import config
+from lazy_backend.tensors.bodies import note_device, running
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
 from lazy_backend.tensors.outside import operand_from_outside
@@ -685,5 +686,7 @@ def _find_context(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> De
     if isinstance(device, torch.device) and device.type == "lazy":
         context = contexts.get_device_context(device.index)
         context.wait_for_body()
+        if running:
+            note_device(context.name)
         return context
     raise LazyBackendError(f"internal error: {op} reached the lazy device without a lazy operand")

@@ -39,6 +39,8 @@ from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 
+_ADVICE = "  keep state in a module, or in an object or container that the function names"
+
 Held = Sequence[Sequence[tuple[Any, Holder]]]
 
 
@@ -115,7 +117,7 @@ def bind(
         returned=returned,
         floats=replace(floats, used=bound.constants),
         generators=record.generators,
-        state_guard=_state_guard(found, used, held),
+        state_guard=_state_guard(found, used, held, inputs),
         optimizer_guards=record.guards,
         kept=frozenset(id(data.storage) for data in used),
         must_lack_grad=tuple(p for p in start.without_grad if p not in with_grad),
@@ -124,14 +126,17 @@ def bind(
     )
 
 
-def _state_guard(found: Found, used: set[TensorData], held: Held) -> StateGuard:
+def _state_guard(found: Found, used: set[TensorData], held: Held, sources: Sequence[Source]) -> StateGuard:
     """A guard over the state, and the places of what the call replaced. Raises `NotCapturable`."""
     holders = [holder for each in held for _, holder in each if isinstance(holder, TensorHolder)]
     tensors = [tensor for holder in holders if (tensor := holder.tensor()) is not None]
     if any(id(tensor) not in found.tensors for tensor in tensors):
+        raise NotCapturable(f"it leaves a tensor where its code does not show it\n{_ADVICE}")
+    seen = found.data()
+    unseen = next((source for source in sources if isinstance(source, HeldTensor) and not source.is_among(seen)), None)
+    if unseen is not None:
         raise NotCapturable(
-            "it leaves a tensor where its code does not show it\n"
-            "  keep state in a module, or in an object or container that the function names"
+            f"it uses a tensor at {unseen.site} that is held where its code does not show it\n{_ADVICE}"
         )
     return found.guard(used, set(map(id, tensors)))
 

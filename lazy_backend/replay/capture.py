@@ -39,7 +39,6 @@ from lazy_backend.replay.methods import bound_to
 from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.recorded_call import (
-    Elsewhere,
     NotCapturable,
     RecordedCall,
     Start,
@@ -55,8 +54,8 @@ from lazy_backend.replay.recorded_call import (
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Stale
 from lazy_backend.replay.state_guard import Found
 from lazy_backend.settings import config
-from lazy_backend.tensors.bodies import Body
-from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.bodies import Body, running
+from lazy_backend.tensors.contexts import context_of, contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -167,6 +166,8 @@ class _Signature:
     failures: int = 0
     calls: int = 0
     next_check: int = _FIRST_CHECK
+    stale: int = 0  # consecutive calls that could not be replayed, because something had changed
+    reason: str = ""  # the latest change
 
     def is_for(self, objects: Sequence[Any]) -> bool:
         """Whether the ids in the key still stand for these objects."""
@@ -260,9 +261,13 @@ class Captured(Generic[P, R]):
         if program is not None and not is_due:
             # a replay delivers only once it is prepared: a delivery drops the old value, and a finalizer may run then
             try:
-                return program.run(arguments)
-            except Stale:
-                pass
+                replayed = program.run(arguments)
+            except Stale as reason:
+                signature.stale += 1
+                signature.reason = str(reason)
+            else:
+                signature.stale = 0
+                return replayed
         if not context.locker.is_idle():
             return None  # a body runs with the lock held, and would wait for the run under way
         if program is None and not is_due and signature.failures >= _PATIENCE and signature.calls % _RETRY > 1:
@@ -304,23 +309,25 @@ class Captured(Generic[P, R]):
 
     def _run_as_written(self, context: DeviceContext, args: Any, kwargs: Any) -> Any:
         with watches.shown_to(Watch(())):
-            leaves, spec = self._run_body(context, args, kwargs)
+            leaves, spec = self._run_body(context, Body(self._name, context.name), args, kwargs)
         self._sync(context)
         return unflatten_result(leaves, spec)
 
-    def _run_body(self, context: DeviceContext, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def _run_body(self, context: DeviceContext, body: Body, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """The leaves of what the body returns. Other threads wait, see Note [Threads and bodies]."""
-        body = Body(self._name, context.name)
+        thread = body.thread
         try:
             try:
-                context.body = body
+                context.body = running[thread] = body
                 made = executor.rules.call_refusing(
                     self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
                 )
             finally:
                 context.body, body.ended = None, True
+                running.pop(thread, None)
         finally:  # once more, see Note [Interruption]
             context.body, body.ended = None, True
+            running.pop(thread, None)
             body.check()
         return made
 
@@ -349,12 +356,12 @@ class Captured(Generic[P, R]):
         values = Values(_flatten(args, kwargs)[0])
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
-                elsewhere = Elsewhere(context)
-                leaves, spec = self._run_body(context, args, kwargs)
+                body = Body(self._name, context.name)
+                leaves, spec = self._run_body(context, body, args, kwargs)
             record, storages = record_call(context, arguments, argument_data, start, watch, uploads, leaves, spec)
             uploads.clear()
             note_changes(start, record, last)
-            self._note_devices(signature, record, elsewhere)
+            self._note_devices(signature, record, body)
             record.changed_argument = values.changed()
             found = self._find(record, signature)
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
@@ -377,12 +384,14 @@ class Captured(Generic[P, R]):
             self._give_up(signature, str(reason))
         return unflatten_result(leaves, spec)
 
-    def _note_devices(self, signature: _Signature, record: RecordedCall, elsewhere: Elsewhere) -> None:
+    def _note_devices(self, signature: _Signature, record: RecordedCall, body: Body) -> None:
         """Note on which other devices the body computed. If it computed there only, the next call is bound there."""
-        changed = elsewhere.changed()
-        record.other_devices = tuple(context.name for context in changed)
-        if len(changed) == 1 and not record.calls():
-            signature.context = changed[0]
+        used = {context.name: context for context in record.watch.contexts}
+        used |= {name: context_of(name) for name in body.devices}
+        used.pop(record.context.name, None)
+        record.other_devices = tuple(used)
+        if len(used) == 1 and not record.calls():
+            (signature.context,) = used.values()
 
     def _find(self, record: RecordedCall, signature: _Signature) -> Found:
         """What the function reaches and used, after a call."""
@@ -418,6 +427,11 @@ class Captured(Generic[P, R]):
         program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments, found)
         signature.program = program
         signature.failures = self._unbound = 0
+        if signature.stale >= 2 * _PATIENCE:
+            self._warn(
+                f"{self._name} ran {signature.stale} times as written, because what it uses changed before each call: "
+                f"{signature.reason}"
+            )
         return program
 
     def _refuse(self, cause: str) -> CaptureError:

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lazy_backend.tensors.state import LazyStorage, TensorData, ViewData
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 
 # ----- what a body used
@@ -45,6 +45,7 @@ class Watch:
         self.modules: dict[torch.nn.Module, None] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
         self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors calls an operator
+        self.contexts: set[DeviceContext] = set()  # of the operands
         self._arguments = set(map(id, arguments))
 
     def see_module(self, module: torch.nn.Module) -> None:
@@ -55,6 +56,9 @@ class Watch:
 
     def see_operands(self, operands: Sequence[Any]) -> None:
         for operand in operands:
+            first = operand[0] if type(operand) is list and operand else operand
+            if first.__class__ is LazyTensor:
+                self.contexts.add(first._data.context)
             if operand.__class__ is LazyTensor and operand.requires_grad and operand.is_leaf and not _is_inner(operand):
                 self.leaves[id(operand)] = operand
 

@@ -23,15 +23,20 @@ PLAIN_TYPES = frozenset(
 )  # fmt: skip
 
 
+def is_a(value: Any, kinds: Any) -> bool:
+    """`isinstance` that does not ask the object: a proxy may answer anything for `__class__`, or raise."""
+    return issubclass(type(value), kinds)
+
+
 def is_numpy_number(value: Any) -> bool:
     """Whether `value` is a scalar of numpy, such as `np.float64`. Does not import numpy."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject
+    return numpy is not None and is_a(value, numpy.generic) and not value.dtype.hasobject
 
 
 def is_plain(value: Any) -> bool:
     """Whether comparing `value` by value is safe and says everything."""
-    return type(value) in PLAIN_TYPES or isinstance(value, enum.Enum) or is_numpy_number(value)
+    return type(value) in PLAIN_TYPES or is_a(value, enum.Enum) or is_numpy_number(value)
 
 
 def same_plain(a: Any, b: Any) -> bool:

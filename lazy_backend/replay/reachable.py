@@ -19,10 +19,11 @@ reference counts of young containers on the way are part of the guard.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 from sys import getrefcount
@@ -30,17 +31,19 @@ from typing import Any
 
 import torch
 
-from lazy_backend.replay.plain_values import is_plain
+from lazy_backend.replay.plain_values import is_a, is_plain
 from lazy_backend.tensors.tensor import LazyTensor
 
-# More values than this are not walked: what lies beyond is unknown.
-_MOST_VALUES = 100_000
+# More values than this are not walked, 1 µs each: what lies beyond is unknown.
+_MOST_VALUES = 20_000
 # Modules of Python whose attributes are not state of the user.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
+# What `StructureGuard` sees of a module or an optimizer.
+_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "state", "param_groups", "defaults"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class StatePlace:
     """Where a value is: `read(container, key)` returns it. The value itself is named by id: a guard keeps no tensor."""
 
     read: Callable[[Any, Any], Any]
@@ -56,6 +59,14 @@ class Place:
 
 
 def _entry(container: Any, key: Any) -> Any:
+    return dict.get(container, key)  # unlike `container[key]`, it does not fill a defaultdict
+
+
+def _class_entry(attributes: Any, key: Any) -> Any:
+    return attributes.get(key)
+
+
+def _item(container: Any, key: Any) -> Any:
     return container[key]
 
 
@@ -78,16 +89,25 @@ class Reachable:
         self.tensors: dict[int, LazyTensor] = {}
         self.random_states: list[Callable[[], Any]] = []
         # by id of a value: who leads to it, and where; no place if that cannot change, as in a bound method
-        self._ways: dict[int, list[tuple[int, Place | None]]] = {}
+        self._ways: dict[int, list[tuple[int, StatePlace | None]]] = {}
         self._values: dict[int, Any] = {}
         self._names: set[str] = set()  # that the functions found so far name
+        self._named: list[tuple[Any, Any, Any]] = []  # attributes that are walked where a function names them
+        self._walked: set[tuple[Any, int, Any]] = set()
+        self._count = 0
         self._waiting: deque[Any] = deque()
         for root in roots:
             self._find(root)
-        while self._waiting and len(self._values) < _MOST_VALUES:
-            self._expand(self._waiting.popleft())
+        known = -1
+        while known != len(self._names):  # again if functions were found that name more
+            known = len(self._names)
+            for each in list(self._named):
+                self._find_named(*each)
+            while self._waiting and self._count < _MOST_VALUES:
+                self._expand(self._waiting.popleft())
 
-    def _find(self, value: Any, owner: Any = None, place: Place | None = None) -> None:
+    def _find(self, value: Any, owner: Any = None, place: StatePlace | None = None) -> None:
+        self._count += 1
         if is_plain(value):
             return
         self._ways.setdefault(id(value), []).append((id(owner), place))
@@ -98,25 +118,39 @@ class Reachable:
     def _expand(self, value: Any) -> None:
         if type(value) is LazyTensor:
             self.tensors[id(value)] = value
-        elif isinstance(value, torch.nn.Module):
+        elif is_a(value, torch.nn.Module):
             self.modules.append(value)
             self._expand_class(value)
-        elif isinstance(value, torch.optim.Optimizer):
+            for module in value.modules():
+                self._expand_attributes(module)
+        elif is_a(value, torch.optim.Optimizer):
             self.optimizers.append(value)
-        elif isinstance(value, types.FunctionType):
+            self._expand_attributes(value)
+        elif is_a(value, types.FunctionType):
             self._expand_function(value)
-        elif isinstance(value, types.MethodType):
+        elif is_a(value, types.MethodType):
             self._find(value.__self__, value)
             self._find(value.__func__, value)
-        elif isinstance(value, functools.partial):
+        elif is_a(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._find(part, value)
-        elif isinstance(value, types.ModuleType):
-            self._expand_python_module(value)
-        elif isinstance(value, torch.Generator):
+        elif is_a(value, types.ModuleType):
+            if value.__name__.partition(".")[0] not in _LIBRARIES:
+                self._add_named(_entry, vars(value), value)
+        elif type(value).__name__ in ("_lru_cache_wrapper", "_lru_list_elem"):  # what is in there stays the same
+            for part in gc.get_referents(value):
+                self._find(part, value)
+        elif is_a(value, torch.Generator):
             self.random_states.append(lambda: bytes(value.get_state().numpy()))
-        elif not isinstance(value, torch.Tensor):
+        elif not is_a(value, torch.Tensor):
             self._expand_object(value)
+
+    def _expand_attributes(self, value: Any) -> None:
+        """Walk the objects in a module or an optimizer that `StructureGuard` does not look into."""
+        attributes = _attributes_of(value)
+        for name, attribute in list(attributes.items()):
+            if name not in _REGISTRIES and not (is_a(attribute, dict | set) and not len(attribute)):
+                self._find_at(_entry, attributes, name, value)
 
     def _expand_function(self, function: types.FunctionType) -> None:
         names = _names_of(function.__code__)
@@ -125,28 +159,35 @@ class Reachable:
             self._find_at(_contents, cell, None, function)
         for name in names & function.__globals__.keys():
             self._find_at(_entry, function.__globals__, name, function)
+        for name in list(vars(function)):
+            self._find_at(_entry, vars(function), name, function)
         self._find(function.__defaults__, function)
         self._find(function.__kwdefaults__, function)
 
-    def _expand_python_module(self, module: types.ModuleType) -> None:
-        if module.__name__.partition(".")[0] not in _LIBRARIES:
-            for name in self._names & vars(module).keys():
-                self._find_at(_entry, vars(module), name, module)
+    def _add_named(self, read: Any, attributes: Any, owner: Any) -> None:
+        """Walk those of `attributes` that some function names, found by now or later."""
+        self._named.append((read, attributes, owner))
+        self._find_named(read, attributes, owner)
+
+    def _find_named(self, read: Any, attributes: Any, owner: Any) -> None:
+        for name in self._names & attributes.keys():
+            self._find_at(read, attributes, name, owner)
 
     def _expand_object(self, value: Any) -> None:
-        if isinstance(value, dict):
+        if is_a(value, dict):
             for key in list(dict.keys(value)):
                 self._find_at(_entry, value, key, value)
-        elif isinstance(value, list | tuple | deque):
-            for number in range(len(value)):
-                self._find_at(_entry, value, number, value)
-        elif isinstance(value, set | frozenset):
+        elif is_a(value, list | deque):
+            for number in range(min(len(value), _MOST_VALUES)):
+                self._find_at(_item, value, number, value)
+        elif is_a(value, tuple | set | frozenset):
             for item in value:
                 self._find(item, value)
-        elif isinstance(value, type):
-            if value.__module__.partition(".")[0] not in _LIBRARIES:
-                for name in self._names & vars(value).keys():
-                    self._find_at(getattr, value, name, value)
+        elif is_a(value, type):
+            if not _is_of_library(value):
+                self._add_named(_class_entry, vars(value), value)
+        elif _is_of_library(type(value), ("lazy_backend",)):  # a captured function: what it does
+            self._find(_attributes_of(value).get("__wrapped__"), value)
         else:
             self._note_random_source(value)
             attributes = _attributes_of(value)
@@ -155,40 +196,42 @@ class Reachable:
             self._expand_class(value)
 
     def _expand_class(self, value: Any) -> None:
-        """The methods that code names, how an object is called, and attributes in slots."""
+        """The methods and attributes that code names, how an object is called, and attributes in slots."""
         for kind in type(value).__mro__:
-            if kind.__module__.partition(".")[0] in _LIBRARIES:
+            if _is_of_library(kind):
                 continue
-            for name in vars(kind).keys() & {*self._names, "__call__", "forward"}:
-                found = vars(kind)[name]
-                if isinstance(found, types.FunctionType):
-                    self._find(found, value)
-                elif isinstance(found, LazyTensor | list | dict):
-                    self._find_at(_entry, vars(kind), name, value)
+            self._add_named(_class_entry, vars(kind), value)
+            for name in ("__call__", "forward"):
+                self._find_at(_class_entry, vars(kind), name, value)
             for name in _slots_of(kind):
                 self._find_at(getattr, value, name, value)
 
     def _find_at(self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any) -> None:
+        # `vars` of a class makes a new proxy each time
+        where = (read, id(owner) if read is _class_entry else id(container), key)
+        if where in self._walked:
+            return
+        self._walked.add(where)
         try:
             value = read(container, key)
         except (LookupError, ValueError, AttributeError):
             return
-        self._find(value, owner, Place(read, container, key, id(value)))
+        self._find(value, owner, StatePlace(read, container, key, id(value)))
 
     def _note_random_source(self, value: Any) -> None:
-        if isinstance(value, Random):
+        if is_a(value, Random):
             self.random_states.append(value.getstate)
         numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.random.Generator):
+        if numpy is not None and is_a(value, numpy.random.Generator):
             self.random_states.append(lambda: repr(value.bit_generator.state))
-        if numpy is not None and isinstance(value, numpy.random.RandomState):
+        if numpy is not None and is_a(value, numpy.random.RandomState):
             self.random_states.append(lambda: repr(value.get_state(legacy=False)))
 
     # ----- places
 
-    def ways_to(self, targets: Iterable[int]) -> tuple[list[Place], list[Any]]:
+    def ways_to(self, targets: Iterable[int]) -> tuple[list[StatePlace], list[Any]]:
         """All places that lead to the values with these ids, and the containers and objects on the way."""
-        places: list[Place] = []
+        places: list[StatePlace] = []
         seen = set(targets)
         waiting = list(seen)
         while waiting:
@@ -212,6 +255,11 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _is_of_library(kind: type, libraries: Container[str] = _LIBRARIES) -> bool:
+    module = kind.__module__
+    return type(module) is str and module.partition(".")[0] in libraries
+
+
 def _slots_of(kind: type) -> Iterator[str]:
     slots = kind.__dict__.get("__slots__", ())
     for name in (slots,) if isinstance(slots, str) else tuple(slots):
@@ -222,7 +270,7 @@ def _slots_of(kind: type) -> Iterator[str]:
 class PlaceGuard:
     """Whether values are where they were. See Note [Places]."""
 
-    def __init__(self, places: Iterable[Place], on_the_way: Iterable[Any], young: Iterable[Any]) -> None:
+    def __init__(self, places: Iterable[StatePlace], on_the_way: Iterable[Any], young: Iterable[Any]) -> None:
         self._places = tuple(dict.fromkeys(places))
         self._on_the_way = list(on_the_way)  # kept alive: places name values by id
         self._containers = list(young)

@@ -35,7 +35,6 @@ from lazy_backend.replay.captured_state import (
 from lazy_backend.replay.plain_values import is_plain, value_key
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.structure import Root, Structure
-from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -169,27 +168,6 @@ def unflatten_result(leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Any
 
 
 # ----- what a body finds
-
-
-class Elsewhere:
-    """Whether a body computes on other devices than `context`."""
-
-    def __init__(self, context: DeviceContext) -> None:
-        self._before = {
-            other: (other.trace, other.trace.cursor) for other in contexts.get_active_devices() if other is not context
-        }
-        self._context = context
-
-    def changed(self) -> list[DeviceContext]:
-        """The other devices on which something was recorded since."""
-        others = [other for other in contexts.get_active_devices() if other is not self._context]
-        return [other for other in others if self._differs(other)]
-
-    def _differs(self, other: DeviceContext) -> bool:
-        before = self._before.get(other)
-        if before is None:
-            return not other.trace.is_empty()
-        return other.trace is not before[0] or other.trace.cursor is not before[1]
 
 
 class Values:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,10 @@ class HeldTensor:
 
     reference: weakref.ref[TensorData]
     site: str
+
+    def is_among(self, seen: Container[TensorData]) -> bool:
+        data = self.reference()
+        return data is not None and data in seen
 
     def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
         data = self.reference()

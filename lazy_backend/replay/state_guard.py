@@ -46,6 +46,11 @@ class Found:
         everywhere = (*self.structure.tensors, *reach.tensors.values(), *leaves)
         self.tensors = {id(tensor): tensor for tensor in everywhere if isinstance(tensor, LazyTensor)}
 
+    def data(self) -> set[TensorData]:
+        """What the tensors and their gradients stand for."""
+        grads = [tensor.grad for tensor in self.tensors.values() if tensor.is_leaf]
+        return {tensor._data for tensor in (*self.tensors.values(), *grads) if isinstance(tensor, LazyTensor)}
+
     def guard(self, used: set[TensorData], replaced: set[int]) -> StateGuard:
         """A guard over the tensors whose data is in `used`, and the places of those whose ids are `replaced`."""
         kept = {number for number, tensor in self.tensors.items() if tensor._data in used}

@@ -8,12 +8,15 @@ It sees, of every module and of all modules within: its class, its whole `__dict
 parameters, buffers, hooks and plain attributes, `training` among them; lists, dicts, sets and tuples in there, at any
 depth; the attributes of objects that hold nothing but such values, as configurations do. Of parameters and buffers:
 `requires_grad` and hooks. Of an optimizer: its `__dict__`, the lists of parameters, and its state by entry. Numbers,
-strings and the like are compared by value, signed zeros told apart; tensors and all other objects by identity. It does
-not see what is inside other objects (a dataset, a trainer, an array), attributes of classes, and the hyperparameters in
-param groups, which `OptimizerGuard` follows. It never compares tensors with `==`, which would call an operator.
+strings and the like are compared by value, signed zeros told apart; tensors and all other objects by identity. It never
+compares tensors with `==`, which would call an operator.
 
-The check compares one flat list of values by identity, in C: 25 ns for a value, 10 ns for a key, 250 ns
-for a parameter: 1.5 µs for a small module. Only if that fails, everything is walked again and compared by value.
+It does not see what is inside other objects (a dataset, a trainer, an array), attributes of classes, and the
+hyperparameters in param groups, which `OptimizerGuard` follows. Of containers with more than 1000 values it sees the
+length.
+
+The check compares one flat list of values by identity, in C: 25 ns for a value, 10 ns for a key, 250 ns for a
+parameter: 1.5 µs for a small module. Only if that fails, everything is walked again and compared by value.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ from typing import Any
 
 import torch
 
-from lazy_backend.replay.plain_values import is_plain, same_plain
+from lazy_backend.replay.plain_values import is_a, is_plain, same_plain
 
 Root = torch.nn.Module | torch.optim.Optimizer
 
+# Of a container with more values, such as a vocabulary, only the length is seen: else each check would take 40 µs.
+_LARGEST_CONTAINER = 1000
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 # An object that refers to more than this is no configuration.
 _LARGEST_CONFIGURATION = 5000
 # The size of an instance that has a `__dict__` and nothing else: larger ones have state in C, or slots.
@@ -79,6 +85,7 @@ class Structure:
         self.dicts: list[dict[Any, Any]] = []  # that have only strings and numbers as keys
         self.odd_dicts: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []  # lists, deques and sets
+        self.large: list[Any] = []  # containers of which only the length is seen
         self.empty: list[Any] = []  # containers that are empty: most modules have 14
         self._hold_tensors = hold_tensors
         self._seen: set[int] = set()
@@ -89,9 +96,9 @@ class Structure:
             self._expand(place, value)
 
     def _add(self, owner: int, key: Any, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             self._add_tensor(owner, key, value)
-        elif isinstance(value, set):
+        elif is_a(value, set) and len(value) <= _LARGEST_CONTAINER:
             self.entries.append((owner, key, value))
             self.entries.append((len(self.entries) - 1, "set", frozenset(value)))
             self._note(value, self.sequences)
@@ -118,19 +125,24 @@ class Structure:
 
     def _expand(self, place: int, value: Any) -> None:
         """Add what belongs to a value."""
-        if id(value) in self._seen or is_plain(value) or isinstance(value, _Tensor | torch.Tensor | set):
+        if id(value) in self._seen or is_plain(value) or is_a(value, _Tensor | torch.Tensor):
             return
         self._seen.add(id(value))
-        if isinstance(value, dict):
+        if is_a(value, _CONTAINERS) and len(value) > _LARGEST_CONTAINER:
+            self.entries.append((place, "length", len(value)))
+            self.large.append(value)
+        elif is_a(value, dict):
             self._expand_dict(place, value)
-        elif isinstance(value, list | tuple | deque):
-            if not isinstance(value, tuple):
+        elif is_a(value, list | tuple | deque):
+            if not is_a(value, tuple):
                 self._note(value, self.sequences)
             for number, item in enumerate(value):
                 self._add(place, number, item)
-        elif isinstance(value, torch.optim.Optimizer):
+        elif is_a(value, set | frozenset):
+            pass  # its contents were added with it
+        elif is_a(value, torch.optim.Optimizer):
             self._expand_optimizer(place, value)
-        elif isinstance(value, torch.nn.Module):
+        elif is_a(value, torch.nn.Module):
             self.modules.append(value)
             self.types.append(type(value))
             self._expand_dict(place, vars(value))
@@ -146,7 +158,7 @@ class Structure:
     def _expand_optimizer(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         """The attributes, the state and the lists of parameters."""
         self._seen.add(id(optimizer.param_groups))
-        states = [dict.values(state) for state in optimizer.state.values() if isinstance(state, dict)]
+        states = [dict.values(state) for state in optimizer.state.values() if is_a(state, dict)]
         self._of_optimizers.update(map(id, chain.from_iterable(states)))
         self._expand_dict(place, vars(optimizer))
         for number, group in enumerate(optimizer.param_groups):
@@ -175,15 +187,15 @@ class Structure:
         if owner < 0:
             return owner, type(value).__name__
         of = self.entries[owner][2]
-        if key in ("_modules", "_parameters", "_buffers") and isinstance(of, torch.nn.Module):
+        if key in ("_modules", "_parameters", "_buffers") and is_a(of, torch.nn.Module):
             return owner, ""  # m._modules["0"] is written m.0
-        if self._is_registry(owner) or not isinstance(of, dict | list | tuple | deque):
+        if self._is_registry(owner) or not is_a(of, dict | list | tuple | deque):
             return owner, f".{key}"
         return owner, f"[{key!r}]" if is_plain(key) else f"[a {type(key).__name__}]"
 
     def _is_registry(self, place: int) -> bool:
         owner, key, _ = self.entries[place]
-        is_of_module = owner >= 0 and isinstance(self.entries[owner][2], torch.nn.Module)
+        is_of_module = owner >= 0 and is_a(self.entries[owner][2], torch.nn.Module)
         return is_of_module and key in ("_modules", "_parameters", "_buffers")
 
     def difference(self, now: Structure) -> str:
@@ -218,11 +230,11 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         # `del modules[1]` makes an OrderedDict of a module list's dict
         return {type(a), type(b)} == {dict, OrderedDict}
-    if isinstance(a, frozenset):
+    if is_a(a, frozenset):
         return all(map(is_plain, chain(a, b))) and a == b
-    if isinstance(a, dict | list | tuple | deque | set):
+    if is_a(a, dict | list | tuple | deque | set):
         return True
-    if isinstance(a, types.MethodType):
+    if is_a(a, types.MethodType):
         return a.__func__ is b.__func__ and a.__self__ is b.__self__
     return _is_configuration(a) and _is_configuration(b)
 
@@ -244,7 +256,7 @@ def _kind(value: Any) -> str:
 
 def _attributes_of(value: Any) -> dict[Any, Any]:
     found = object.__getattribute__(value, "__dict__")
-    return found if isinstance(found, dict) else {}
+    return found if is_a(found, dict) else {}
 
 
 def _is_configuration(value: Any) -> bool:
@@ -254,9 +266,9 @@ def _is_configuration(value: Any) -> bool:
         return False
     while waiting:
         for item in _parts_of(waiting.popleft()):
-            if id(item) in seen or is_plain(item) or isinstance(item, _IDENTITIES):
+            if id(item) in seen or is_plain(item) or is_a(item, _IDENTITIES):
                 continue
-            if not isinstance(item, dict | list | tuple | set | frozenset | deque) and not _has_only_attributes(item):
+            if not is_a(item, _CONTAINERS) and not _has_only_attributes(item):
                 return False
             seen.add(id(item))
             waiting.append(item)
@@ -268,16 +280,16 @@ def _is_configuration(value: Any) -> bool:
 def _has_only_attributes(value: Any) -> bool:
     kind = type(value)
     return (
-        not isinstance(value, _OPAQUE + _IDENTITIES)
+        not is_a(value, _OPAQUE + _IDENTITIES)
         and kind.__dictoffset__ != 0
         and kind.__basicsize__ <= _SIZE_OF_PLAIN_INSTANCE
     )
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
+    if is_a(value, dict):
         return chain(dict.keys(value), dict.values(value))
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if is_a(value, list | tuple | set | frozenset | deque):
         return iter(value)
     return iter(_attributes_of(value).values())
 
@@ -300,6 +312,7 @@ class StructureGuard:
         self._walk = walk
         self._views: list[Any] = [dict.values(each) for each in (*walk.dicts, *walk.odd_dicts)] + walk.sequences
         self._lengths = list(map(len, self._views))
+        self._large_lengths = list(map(len, walk.large))
         self._values = list(chain.from_iterable(self._views))
         self._keys = list(chain.from_iterable(walk.dicts))
         self._odd_keys = list(chain.from_iterable(walk.odd_dicts))
@@ -340,6 +353,7 @@ class StructureGuard:
         return (
             not any(walk.empty)
             and list(map(len, self._views)) == self._lengths
+            and list(map(len, walk.large)) == self._large_lengths
             and all(map(is_, chain.from_iterable(self._views), self._values))
             and list(chain.from_iterable(walk.dicts)) == self._keys
             and all(map(is_, chain.from_iterable(walk.odd_dicts), self._odd_keys))

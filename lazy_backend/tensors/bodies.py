@@ -29,15 +29,27 @@ _WAITING_FILES = frozenset(
 )
 
 
+# By thread: what it runs. Only the thread itself changes its entry.
+running: dict[int, Body] = {}
+
+
+def note_device(name: str) -> None:
+    """Note that this thread makes a tensor on a device, if it runs a body."""
+    body = running.get(threading.get_ident())
+    if body is not None:
+        body.devices.add(name)
+
+
 class Body:
     """One run of a captured function's code, on one thread."""
 
-    __slots__ = ("name", "device", "thread", "ended", "refused")
+    __slots__ = ("name", "device", "thread", "devices", "ended", "refused")
 
     def __init__(self, name: str, device: str) -> None:
         self.name = name
         self.device = device
         self.thread = threading.get_ident()
+        self.devices: set[str] = set()  # that it named, as in `torch.ones(3, device="lazy:1")`
         self.ended = False
         self.refused: CaptureError | None = None  # what a thread was told that waited for this body
 

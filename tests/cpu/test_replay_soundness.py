@@ -6,12 +6,14 @@ Each program runs twice: on the CPU as written, and on the lazy device within `c
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
 import time
 import types
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -816,3 +818,141 @@ def test_verification_may_be_off() -> None:
     f = capture(body, verify_every=0)
     repeat(lambda: f(ones("lazy")), 200)
     assert body.runs == 2
+
+
+# ----- where state may be
+
+
+@functools.lru_cache
+def _mask(size: int) -> torch.Tensor:
+    return torch.arange(float(size)).to("lazy")
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+    def __init__(self, device: str) -> None:
+        self.hidden = torch.zeros(3, device=device)
+
+
+class OnClass:
+    hidden: Any = None
+
+
+def places(device: str) -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]]:
+    """How to read and write state that is kept in various ways."""
+    slotted, module, store = Slotted(device), nn.Module(), defaultdict(list)
+    row = deque([torch.zeros(3, device=device)])
+    store["a"].append(torch.zeros(3, device=device))
+    module.memory = Opaque(device)  # type: ignore[assignment]
+    OnClass.hidden = torch.zeros(3, device=device)
+
+    def attribute_of_function() -> torch.Tensor:
+        return attribute_of_function.hidden  # type: ignore[attr-defined, no-any-return]
+
+    attribute_of_function.hidden = torch.zeros(3, device=device)  # type: ignore[attr-defined]
+    return {
+        "slot": (lambda: slotted.hidden, lambda new: setattr(slotted, "hidden", new)),
+        "deque": (lambda: row[0], lambda new: row.__setitem__(0, new)),
+        "list in a dict": (lambda: store["a"][0], lambda new: store["a"].__setitem__(0, new)),
+        "class": (lambda: OnClass.hidden, lambda new: setattr(OnClass, "hidden", new)),
+        "object in a module": (
+            lambda: module.memory.hidden,  # type: ignore[union-attr, return-value]
+            lambda new: setattr(module.memory, "hidden", new),
+        ),
+        "function": (attribute_of_function, lambda new: setattr(attribute_of_function, "hidden", new)),
+    }
+
+
+class Opaque:
+    def __init__(self, device: str) -> None:
+        self.hidden = torch.zeros(3, device=device)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("kind", places("cpu"))
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_place_is_followed(kind: str, in_place: bool) -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        read, write = places(device)[kind]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if in_place:
+                read().add_(x)
+            else:
+                write(read() + x)
+            return read() * 2
+
+        f = wrap(step)
+        results = [f(ones(device)) for _ in range(5)]
+        saved = read()
+        write(torch.zeros(3, device=device))
+        results += [f(ones(device)) for _ in range(5)]
+        write(saved)
+        results += [f(ones(device)) for _ in range(5)]
+        return values(*results, read(), saved)
+
+    check(program, replays=3)
+
+
+def test_a_cached_constant_is_no_obstacle() -> None:
+    f = capture(lambda x: x * _mask(3))
+    for _ in range(5):
+        assert_same(f(ones("lazy")), torch.tensor([0.0, 1.0, 2.0]))
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 3
+
+
+def test_state_that_is_updated_in_place_where_no_code_shows_it_is_not_replayed() -> None:
+    cache = threading.local()
+    cache.total = torch.zeros(3, device="lazy")
+    f = capture(lambda x: cache.total.add_(x) * 1)
+    with pytest.warns(CaptureWarning, match=r"uses a tensor at .*test_replay_soundness.py:\d+ that is held where"):
+        repeat(lambda: f(ones("lazy")))
+    assert_same(cache.total, torch.full((3,), 6.0))
+
+
+def test_a_helper_that_is_found_late_names_a_global() -> None:
+    f = capture(lambda x: _first_helper(x))
+    results = [f(ones("lazy")) for _ in range(4)]
+    STATE["total"] = torch.zeros(3, device="lazy")
+    results += [f(ones("lazy")) for _ in range(4)]
+    assert_same(results, [torch.full((3,), float(number)) for number in (1, 2, 3, 4, 1, 2, 3, 4)])
+    STATE.clear()
+
+
+STATE: dict[str, torch.Tensor] = {}
+
+
+def _first_helper(x: torch.Tensor) -> torch.Tensor:
+    return _second_helper(x)
+
+
+def _second_helper(x: torch.Tensor) -> torch.Tensor:
+    STATE["total"] = STATE.get("total", torch.zeros(3, device="lazy")) + x
+    return STATE["total"] * 1
+
+
+def test_an_object_that_answers_anything_for_its_class() -> None:
+    class Touchy:
+        @property
+        def __class__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("touched")
+
+    touchy, net = Touchy(), Net().to("lazy")
+    net.__dict__["touchy"] = touchy
+    f = capture(lambda x: net(x) * (1 if touchy is not None else 2))
+    with torch.no_grad():
+        repeat(lambda: f(ones("lazy", 2, 3)))
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 4
+
+
+def test_what_changes_before_every_call_is_told() -> None:
+    net = Net().to("lazy")
+    f = capture(lambda x: net(x))
+
+    def call() -> None:
+        net.scale += 1.0
+        f(ones("lazy", 2, 3))
+
+    with pytest.warns(CaptureWarning, match=r"changed"):
+        repeat(call, 20)
