@@ -400,6 +400,7 @@ class Captured(Generic[P, R]):
             Reachable([self._function, *signature.named()]), watch.modules, watch.optimizers, watch.leaves.values()
         )
         record.roots = found.roots
+        record.reached_generators = tuple(found.reach.generators)
         record.random_states = tuple(found.reach.random_states)
         return found
 

@@ -87,6 +87,7 @@ class Reachable:
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tensors: dict[int, LazyTensor] = {}
+        self.generators: list[torch.Generator] = []
         self.random_states: list[Callable[[], Any]] = []
         # by id of a value: who leads to it, and where; no place if that cannot change, as in a bound method
         self._ways: dict[int, list[tuple[int, StatePlace | None]]] = {}
@@ -141,7 +142,7 @@ class Reachable:
             for part in gc.get_referents(value):
                 self._find(part, value)
         elif is_a(value, torch.Generator):
-            self.random_states.append(lambda: bytes(value.get_state().numpy()))
+            self.generators.append(value)
         elif not is_a(value, torch.Tensor):
             self._expand_object(value)
 

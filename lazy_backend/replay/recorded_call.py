@@ -118,6 +118,7 @@ class RecordedCall:
     settings: Environment
     bound: CachedComputation | None = None
     roots: tuple[Root, ...] = ()  # the modules and optimizers that it reaches or used
+    reached_generators: tuple[torch.Generator, ...] = ()
     random_states: tuple[Callable[[], Any], ...] = ()  # of the random generators of the host that it reaches
     host_generators: Any = None  # the state that the previous call's `random_states` showed after this call
     other_devices: tuple[str, ...] = ()  # that the body computed on besides
@@ -203,7 +204,7 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
     if last is None:
         return Start([], [], (), [], [], [], [], host_generators(()))
     parameters = last.watch.parameters()
-    generators = {torch.default_generator, *last.own_generators()}
+    generators = {torch.default_generator, *last.own_generators(), *last.reached_generators}
     places = [(output, place) for place, output in enumerate(last.outputs)]
     if left is not None:
         places = [(weakref.ref(storage), place) for storage, place in left.items()]

@@ -956,3 +956,16 @@ def test_what_changes_before_every_call_is_told() -> None:
 
     with pytest.warns(CaptureWarning, match=r"changed"):
         repeat(call, 20)
+
+
+def test_a_generator_of_torch_that_the_body_seeds_is_noticed() -> None:
+    for generator in (torch.Generator(), torch.Generator("lazy")):
+
+        def step(x: torch.Tensor, generator: torch.Generator = generator) -> torch.Tensor:
+            generator.manual_seed(generator.initial_seed() + 1)
+            return x * 2
+
+        f = capture(step)
+        with pytest.warns(CaptureWarning, match="draws random numbers on the CPU"):
+            repeat(lambda f=f: f(ones("lazy")))  # type: ignore[misc]
+        assert generator.initial_seed() % 10 == (67280421310721 + 6) % 10
