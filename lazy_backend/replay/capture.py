@@ -58,6 +58,7 @@ from lazy_backend.tensors.bodies import Body, running
 from lazy_backend.tensors.contexts import context_of, contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import describe_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,13 +96,7 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
 
     Last the arguments that the key names by id, as nothing else tells them apart.
     """
-    key: list[Any] = [
-        spec,
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        _autocast() if torch._C._is_any_autocast_enabled() else None,
-    ]
+    key: list[Any] = [spec, describe_modes()]
     objects = _NO_OBJECTS
     tensors: list[LazyTensor] = []
     floats: list[float] = []
@@ -131,12 +126,6 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
         first: dict[LazyStorage, int] = {}
         key.extend(first.setdefault(tensor._data.storage, place) for place, tensor in enumerate(tensors))
     return tuple(key), Arguments(tuple(tensors), tuple(floats)), objects
-
-
-def _autocast() -> tuple[Any, ...]:
-    """The state of autocast, which the body may ask about."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:

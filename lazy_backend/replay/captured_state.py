@@ -25,8 +25,8 @@ from sys import getrefcount
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
@@ -140,8 +140,8 @@ class _Watches:
             LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
         if len(self._hooks) < 2 or not all(map(_is_there, self._hooks)):
             self._remove_hooks()
-            self._hooks.append(register_module_forward_pre_hook(self._show_module))
-            self._hooks.append(register_optimizer_step_pre_hook(self._show_optimizer))
+            self._hooks.append(modules.register_module_forward_pre_hook(self._show_module))
+            self._hooks.append(optimizers.register_optimizer_step_pre_hook(self._show_optimizer))
 
     def _remove(self) -> None:
         if self._dispatch is not None:
@@ -179,6 +179,33 @@ def _wait_for_body(operands: Sequence[Any]) -> None:
         if first.__class__ is LazyTensor:
             first._data.context.wait_for_body()
             return
+
+
+# internal, checked on 2.13: what `register_module_forward_hook` and its like fill, besides our own hooks
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+    optimizers._global_optimizer_pre_hooks,
+    optimizers._global_optimizer_post_hooks,
+)
+
+
+class GlobalHookGuard:
+    """The hooks of all modules and of all optimizers."""
+
+    def __init__(self) -> None:
+        self._hooks = _global_hooks()
+
+    def holds(self) -> bool:
+        return not (self._hooks or any(_GLOBAL_HOOKS)) or _global_hooks() == self._hooks
+
+
+def _global_hooks() -> list[Any]:
+    """All global hooks but our own, which come and go with watches."""
+    hooks = [hook for each in _GLOBAL_HOOKS for hook in list(each.values())]
+    return [hook for hook in hooks if getattr(hook, "__self__", None) is not watches]
 
 
 def _is_there(hook: RemovableHandle) -> bool:

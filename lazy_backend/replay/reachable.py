@@ -154,12 +154,13 @@ class Reachable:
                 self._find_at(_entry, attributes, name, value)
 
     def _expand_function(self, function: types.FunctionType) -> None:
-        names = _names_of(function.__code__)
-        self._names |= names
         for cell in function.__closure__ or ():
             self._find_at(_contents, cell, None, function)
-        for name in names & function.__globals__.keys():
-            self._find_at(_entry, function.__globals__, name, function)
+        if not _is_of_library(function):
+            names = _names_of(function.__code__)
+            self._names |= names
+            for name in names & function.__globals__.keys():
+                self._find_at(_entry, function.__globals__, name, function)
         for name in list(vars(function)):
             self._find_at(_entry, vars(function), name, function)
         self._find(function.__defaults__, function)
@@ -256,7 +257,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_of_library(kind: type, libraries: Container[str] = _LIBRARIES) -> bool:
+def _is_of_library(kind: type | types.FunctionType, libraries: Container[str] = _LIBRARIES) -> bool:
     module = kind.__module__
     return type(module) is str and module.partition(".")[0] in libraries
 

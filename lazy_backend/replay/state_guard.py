@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable
 from lazy_backend.replay.structure import Root, StructureGuard
 from lazy_backend.tensors.state import TensorData
@@ -71,6 +72,7 @@ class StateGuard:
         self._structure = structure
         self._places = places
         self._tensors = tensors
+        self._hooks = GlobalHookGuard()
         self._data: list[Any] = list(map(_data_of, tensors))
         seen = set(map(id, structure.tensors))
         self._others = [tensor for tensor in tensors if id(tensor) not in seen]
@@ -84,6 +86,8 @@ class StateGuard:
         """What has changed; empty if nothing has."""
         if not self._structure.holds():
             return self._structure.why()
+        if not self._hooks.holds():
+            return "a global hook of modules or optimizers was added or removed"
         if not all(map(is_, map(_data_of, self._tensors), self._data)):
             return "a tensor that it uses stands for other data"
         if not self._places.holds():

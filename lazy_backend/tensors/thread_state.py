@@ -19,7 +19,9 @@ import torch
 # internal, checked on 2.13: only `torch.inference_mode(False)` is public, the rest has no public form
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext as DeviceMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +43,22 @@ def _has_further_modes() -> bool:
         or torch._C._is_any_autocast_enabled()
         or peek_interpreter_stack() is not None
     )
+
+
+def describe_modes() -> tuple[Any, ...]:
+    """A key for all modes of the thread that Python code may ask about or that change what it records. 0.4 µs.
+
+    Function and dispatch modes stand for themselves, but for `torch.device` and `torch.set_default_device`, which are
+    new objects each time.
+    """
+    plain = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    if not _has_further_modes():
+        return plain
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocast = torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+    # internal, checked on 2.13
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return *plain, autocast, *((mode.device if type(mode) is DeviceMode else mode) for mode in modes)
 
 
 def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -969,3 +969,29 @@ def test_a_generator_of_torch_that_the_body_seeds_is_noticed() -> None:
         with pytest.warns(CaptureWarning, match="draws random numbers on the CPU"):
             repeat(lambda f=f: f(ones("lazy")))  # type: ignore[misc]
         assert generator.initial_seed() % 10 == (67280421310721 + 6) % 10
+
+
+def test_global_hooks_are_noticed() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        net = Net().to(device)
+        f = wrap(torch.no_grad()(lambda x: net(x)))
+        results = [f(ones(device, 2, 3)) for _ in range(4)]
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, made: made * 2)
+        results += [f(ones(device, 2, 3)) for _ in range(4)]
+        handle.remove()
+        results += [f(ones(device, 2, 3)) for _ in range(4)]
+        return values(*results)
+
+    check(program, replays=5)
+
+
+def test_a_default_device_is_noticed() -> None:
+    f = capture(lambda x: x * (2 if torch.get_default_device().type == "lazy" else 3))
+    results = []
+    for _ in range(2):
+        results += [f(ones("lazy")) for _ in range(3)]
+        for _ in range(3):
+            with torch.device("lazy"):
+                results.append(f(ones("lazy")))
+    assert [int(made[0]) for made in results] == [3, 3, 3, 2, 2, 2] * 2
+    assert lazy_backend.metrics.counter_value("CapturedCall") == 8
