@@ -199,7 +199,8 @@ class GlobalHookGuard:
         self._hooks = _global_hooks()
 
     def holds(self) -> bool:
-        return not (self._hooks or any(_GLOBAL_HOOKS)) or _global_hooks() == self._hooks
+        # almost always there are none: 0.2 µs
+        return (not any(_GLOBAL_HOOKS) and not self._hooks) or _global_hooks() == self._hooks
 
 
 def _global_hooks() -> list[Any]:

@@ -38,6 +38,16 @@ Root = torch.nn.Module | torch.optim.Optimizer
 # Of a container with more values, such as a vocabulary, only the length is seen: else each check would take 40 µs.
 _LARGEST_CONTAINER = 1000
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+# Containers of each module and optimizer that neither forward nor backward nor a step reads by itself: those for
+# `state_dict`, and the options of hooks, which change with the hooks. Internal, checked on 2.13.
+_UNREAD = frozenset(
+    (
+        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+        "_non_persistent_buffers_set", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+    )
+)  # fmt: skip
 # An object that refers to more than this is no configuration.
 _LARGEST_CONFIGURATION = 5000
 # The size of an instance that has a `__dict__` and nothing else: larger ones have state in C, or slots.
@@ -86,7 +96,7 @@ class Structure:
         self.odd_dicts: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []  # lists, deques and sets
         self.large: list[Any] = []  # containers of which only the length is seen
-        self.empty: list[Any] = []  # containers that are empty: most modules have 14
+        self.empty: list[Any] = []  # containers that are empty: most modules have 7
         self._hold_tensors = hold_tensors
         self._seen: set[int] = set()
         self._of_optimizers: set[int] = set()  # ids of the tensors in the state of optimizers
@@ -98,7 +108,8 @@ class Structure:
     def _add(self, owner: int, key: Any, value: Any) -> None:
         if is_a(value, torch.Tensor):
             self._add_tensor(owner, key, value)
-        elif is_a(value, set) and len(value) <= _LARGEST_CONTAINER:
+        elif is_a(value, set) and len(value) <= _LARGEST_CONTAINER and id(value) not in self._seen:
+            self._seen.add(id(value))
             self.entries.append((owner, key, value))
             self.entries.append((len(self.entries) - 1, "set", frozenset(value)))
             self._note(value, self.sequences)
@@ -145,9 +156,13 @@ class Structure:
         elif is_a(value, torch.nn.Module):
             self.modules.append(value)
             self.types.append(type(value))
+            self._skip_unread(vars(value))
             self._expand_dict(place, vars(value))
         elif _is_configuration(value):
             self._expand_dict(place, _attributes_of(value))
+
+    def _skip_unread(self, attributes: dict[str, Any]) -> None:
+        self._seen.update(id(attributes[name]) for name in _UNREAD & attributes.keys())
 
     def _expand_dict(self, place: int, values: dict[Any, Any]) -> None:
         has_plain_keys = all(type(key) in (str, int) for key in dict.keys(values))
@@ -160,6 +175,7 @@ class Structure:
         self._seen.add(id(optimizer.param_groups))
         states = [dict.values(state) for state in optimizer.state.values() if is_a(state, dict)]
         self._of_optimizers.update(map(id, chain.from_iterable(states)))
+        self._skip_unread(vars(optimizer))
         self._expand_dict(place, vars(optimizer))
         for number, group in enumerate(optimizer.param_groups):
             self._add(place, f"param_groups[{number}]['params']", group["params"])
