@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.replay.captured_state import Holder, ModuleGuard, TensorHolder, TensorSet
+from lazy_backend.replay.formula_program import FormulaProgram, NotFollowed, OtherTensors
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, Start
 from lazy_backend.replay.replayed_call import (
     Argument,
     Arguments,
     CapturedProgram,
     Carried,
-    Floats,
+    Computed,
     HeldTensor,
     Leaf,
     Output,
@@ -76,7 +78,7 @@ def bind(
     last: RecordedCall,
     record: RecordedCall,
     held: Held | None,
-    floats: Floats,
+    floats: FormulaProgram,
     with_grad: TensorSet,
     arguments: Arguments,
 ) -> CapturedProgram:
@@ -90,7 +92,8 @@ def bind(
         raise NotCapturable("something other than tensors holds what it makes")
     _check_nothing_piles_up(start, record)
     written = {bound.parameters[place].index for place in bound.computation.graph.mutated_inputs()}
-    inputs = [_source(last, record, place, place in written) for place in range(len(record.inputs))]
+    floats.use(bound.constants)
+    inputs = [_source(last, record, place, place in written, floats) for place in range(len(record.inputs))]
     _check_arguments(arguments, record, inputs)
     kept = {source.reference() for source in inputs if isinstance(source, HeldTensor)}
     used = {data for data in kept if data is not None}
@@ -107,7 +110,7 @@ def bind(
         parameters=tuple((parameter.index, parameter.base) for parameter in bound.parameters),
         outputs=tuple(outputs),
         returned=returned,
-        floats=replace(floats, used=bound.constants),
+        floats=floats,
         generators=record.generators,
         module_guard=ModuleGuard(record.watch.modules, used),
         optimizer_guards=record.guards,
@@ -138,7 +141,7 @@ def _check_nothing_piles_up(start: Start, record: RecordedCall) -> None:
         raise NotCapturable("tensors that the call before left are still held, as in a list that grows")
 
 
-def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool) -> Source:
+def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool, floats: FormulaProgram) -> Source:
     """Where an input of a recorded call came from, going by the call before. Raises `NotCapturable`."""
     if place in record.arguments:
         return Argument(record.arguments[place])
@@ -148,6 +151,9 @@ def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bo
     if data is not None and last.inputs[place]() is data:
         return HeldTensor(weakref.ref(data), record.entered(place).site)
     before, now = last.uploads.get(place), record.uploads.get(place)
+    if now is not None and place in floats.uploads:
+        number = list(floats.uploads).index(place)
+        return Computed(number, record.context, meta_of(now), record.entered(place).meta, is_written)
     if before is not None and now is not None and _equal(before, now):
         return Uploaded(new_data(record.context, now), record.entered(place).meta, is_written)
     raise NotCapturable(
@@ -177,38 +183,25 @@ def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequen
 # ----- floats
 
 
-def follow_floats(seen: Sequence[RecordedCall]) -> Floats:
-    """Which floats of the arguments and optimizers the constants of one program followed in its recorded calls.
+def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
+    """The formulas of one program's constants, as its recorded calls confirm them.
 
-    Raises `NotCapturable` for a constant that changed and followed none of them.
+    Raises `NotCapturable` for a constant that changed as no formula predicts.
     """
     latest = seen[-1]
-    given = [record.floats for record in seen]
-    constants = [record.constants for record in seen]
-    free = {place for place, values in enumerate(zip(*given, strict=True)) if not _all_same(values)}
-    places = []
-    for place, values in enumerate(zip(*constants, strict=True)):
-        if _all_same(values):
-            continue
-        followed = [
-            (number, sign)
-            for number in sorted(free)
-            for sign in (1.0, -1.0)
-            if all(sign * floats[number] == value for floats, value in zip(given, values, strict=True))
-        ]
-        if not followed:
-            call = latest.constant_call(place)
-            raise NotCapturable(
-                f"a float of {call.op} at {call.site} changed from {values[-2]!r} to {values[-1]!r}\n"
-                "  a replay does not compute floats: give an optimizer fused=True, or, if it has no fused form, its "
-                "learning rate\n  as a lazy tensor; or pass the float as an argument"
-            )
-        places.append((place, tuple(followed)))
-    return Floats(latest.floats, latest.constants, frozenset(free), tuple(places))
-
-
-def _all_same(values: Sequence[float]) -> bool:
-    return all(value == values[0] for value in values)
+    try:
+        optimizers = [guard.optimizer for guard in latest.guards]
+        return FormulaProgram([record.as_run() for record in seen], optimizers, latest.float_names())
+    except OtherTensors:
+        raise NotCapturable("it read other tensors on the CPU than in the call before") from None
+    except NotFollowed as error:
+        call = latest.constant_call(error.place)
+        before, now = seen[-2].constants[error.place], latest.constants[error.place]
+        raise NotCapturable(
+            f"a float of {call.op} at {call.site} changed from {before!r} to {now!r}\n"
+            "  a replay computes floats from arguments, hyperparameters and step counts, by Python's arithmetic: "
+            "pass the float as\n  an argument"
+        ) from None
 
 
 # ----- what is returned
@@ -236,7 +229,7 @@ def _leaf(leaf: Any, sources: list[Source]) -> Leaf:
         return ReturnedOutput(leaf.place, leaf.meta)
     if leaf.kind == "input":
         source = sources[leaf.place]
-        if isinstance(source, Uploaded):  # the caller may write to it
+        if isinstance(source, Uploaded | Computed):  # the caller may write to it
             sources[leaf.place] = replace(source, is_written=True)
         return ReturnedInput(leaf.place, leaf.meta)
     sources.append(Argument(leaf.place) if leaf.kind == "argument" else HeldTensor(leaf.storage, "its end"))

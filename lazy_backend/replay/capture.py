@@ -34,6 +34,8 @@ from lazy_backend.execution.run import Async, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
+from lazy_backend.replay.float_recorder import FloatRecorder, call_traced
+from lazy_backend.replay.formula_program import Stale
 from lazy_backend.replay.recorded_call import (
     NotCapturable,
     RecordedCall,
@@ -44,7 +46,7 @@ from lazy_backend.replay.recorded_call import (
     record_call,
     start_of_call,
 )
-from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Stale
+from lazy_backend.replay.replayed_call import Arguments, CapturedProgram
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
@@ -241,10 +243,12 @@ class Captured(Generic[P, R]):
         watch = Watch(arguments.tensors)
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
-                leaves, spec = executor.rules.call_refusing(
-                    self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
-                )
-            record, storages = record_call(context, arguments, argument_data, start, watch, uploads, leaves, spec)
+                recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
+                leaves, spec = self._run_recorded(recorder, last, args, kwargs)
+            watch.recorder = None
+            record, storages = record_call(
+                context, arguments, argument_data, start, watch, uploads, leaves, spec, recorder
+            )
             uploads.clear()
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
             pending = context.trace.pending
@@ -260,6 +264,22 @@ class Captured(Generic[P, R]):
                 raise CaptureError(f"{self._name} no longer does what was captured: {reason}") from None
             self._give_up(signature, str(reason))
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    def _run_recorded(self, recorder: FloatRecorder, last: RecordedCall | None, args: Any, kwargs: Any) -> Any:
+        """Run the body with traced floats. Returns the leaves of its result, with plain floats, and their structure."""
+        try:
+            for guard in last.guards if last is not None else ():
+                recorder.install(guard.optimizer)
+            with recorder:
+                leaves, spec = executor.rules.call_refusing(
+                    self._refuse, lambda: flatten_result(call_traced(self._function, recorder, args, kwargs))
+                )
+            return recorder.plain_results(leaves), spec
+        except BaseException:
+            recorder.close()
+            raise
+        finally:
+            recorder.restore()
 
     def _bind(self, signature: _Signature, start: Start, record: RecordedCall, held: Any, arguments: Arguments) -> None:
         records, signature.records = signature.records, [record]

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import getrefcount
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -35,6 +35,12 @@ from lazy_backend.tensors.tensor import LazyTensor, wrap
 # ----- what a body used
 
 
+class OptimizerSeer(Protocol):
+    """What a watch tells of an optimizer that is about to step: a `FloatRecorder`."""
+
+    def install(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
 class Watch:
     """The modules and optimizers that a thread calls, and the leaves it computes with, each once. See `watches`.
 
@@ -45,6 +51,7 @@ class Watch:
         self.modules: dict[torch.nn.Module, None] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
         self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors calls an operator
+        self.recorder: OptimizerSeer | None = None  # while the body runs
         self._arguments = set(map(id, arguments))
 
     def see_module(self, module: torch.nn.Module) -> None:
@@ -52,6 +59,8 @@ class Watch:
 
     def see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers[optimizer] = None
+        if self.recorder is not None:
+            self.recorder.install(optimizer)
 
     def see_operands(self, operands: Sequence[Any]) -> None:
         for operand in operands:
@@ -203,22 +212,30 @@ class OptimizerGuard:
         self._state = optimizer.state
         self._groups = list(optimizer.param_groups)
         self._values = [tuple(group.values()) for group in self._groups]
-        self.names = tuple(
-            f"{type(optimizer).__name__}.param_groups[{place}][{name!r}]"
-            for place, group in enumerate(self._groups)
-            for name, value in group.items()
-            if type(value) is float
-        )
         self._floats = self._read_floats()
 
-    def option_for_counts(self) -> str | None:
-        """The option that makes the optimizer count its steps on the device, if it counts them elsewhere."""
-        # `fused` first: it lets the learning rate change, while `capturable` computes with the rate in Python
-        options = [name for name in ("fused", "capturable") if name in self._optimizer.defaults]
-        return options[0] if options and host_state(self._optimizer) else None
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def names(self) -> list[str]:
+        """The names of the floats, as in `AdamW.param_groups[0]['lr']`."""
+        found = []
+        for group, name, length in float_places(self._optimizer):
+            place = next(place for place, one in enumerate(self._groups) if one is group)
+            count = 1 if length is None else sum(type(value) is float for value in group[name])
+            found += [f"{type(self._optimizer).__name__}.param_groups[{place}][{name!r}]"] * count
+        return found
 
     def _read_floats(self) -> tuple[float, ...]:
-        return tuple(value for group in self._groups for value in group.values() if type(value) is float)
+        found: list[float] = []
+        for group in self._groups:
+            for value in group.values():
+                if type(value) is float:
+                    found.append(value)
+                elif type(value) is tuple:
+                    found += [one for one in value if type(one) is float]
+        return tuple(found)
 
     def floats(self) -> tuple[float, ...] | None:
         """The floats among the hyperparameters; None if anything else changed."""
@@ -239,14 +256,28 @@ class OptimizerGuard:
         return self._read_floats()
 
 
+def float_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    """Where the floats among the hyperparameters are: group, name, and the length if they are in a tuple."""
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float):
+                yield group, name, None
+            elif type(value) is tuple and any(isinstance(one, float) for one in value):
+                yield group, name, len(value)
+
+
 def _same_but_for_floats(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and (type(a) is float or (_is_plain(a) and bool(a == b))))
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(_same_but_for_floats, a, b))
+    return type(a) is float or (_is_plain(a) and bool(a == b))
 
 
 def _is_plain(value: Any) -> bool:
     """Whether comparing `value` runs no tensor code."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 

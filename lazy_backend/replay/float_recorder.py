@@ -1,0 +1,599 @@
+"""Record what a body does with floats and CPU tensors while it runs as written.
+
+In: a device's context, the float arguments, and the optimizers that the body steps. Out: `RecordedFloats`: the tape,
+where its nodes went (constants of the trace, uploads, CPU tensors), and what cannot be followed, as a reason.
+
+Note [CPU tensors of a body]
+Operators on CPU tensors run as the body calls them, and are nodes of the tape: step counts that optimizers keep on the
+CPU, learning rates in tensors, buffers that are uploaded. A tensor from outside is a leaf, read again at each replay.
+Writing to one is a node for its new value, and the replay stores that value into the tensor once it is committed. A
+tensor that the body makes and leaves somewhere, or writes through an alias, cannot be followed: then there is a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from lazy_backend.replay.captured_state import float_places
+from lazy_backend.replay.formulas import Literal, Operand, Tape, TracedFloat, bits, plain, untraced
+from lazy_backend.tensors.state import DeviceContext, LazyStorage
+from lazy_backend.tensors.tensor import LazyTensor
+
+# What tells nothing about the values of a tensor.
+_METADATA = frozenset((
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "is_floating_point",
+    "is_complex", "is_contiguous", "is_signed", "is_same_size", "is_pinned", "is_conj", "is_neg", "is_inference",
+    "get_device", "type", "__len__", "__hash__", "has_names", "is_tensor", "result_type", "can_cast", "_is_view",
+    "is_set_to", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_",
+))  # fmt: skip
+_TENSOR_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
+# Larger CPU tensors are not compared after the body, only their version counters.
+_SMALL = 4096
+
+# A node that a value may come from, and whether it is negated.
+Choice = tuple[int, bool]
+
+
+def content(tensor: torch.Tensor) -> bytes:
+    """The bits of a CPU tensor."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and content(a) == content(b)
+
+
+def as_upload(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A float or a CPU tensor, as an upload of this dtype."""
+    return value.detach().to(dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+
+
+# ----- operators on CPU tensors, as functions of their operands
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InPlace:
+    """An operator that writes its first operand, as a function that returns the new value."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]  # of the last operands
+
+    def __call__(self, target: torch.Tensor, *operands: Any) -> torch.Tensor:
+        made = target.clone()
+        if not self.names:
+            self.function(made, *operands)
+            return made
+        count = len(operands) - len(self.names)
+        self.function(made, *operands[:count], **dict(zip(self.names, operands[count:], strict=True)))
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Any operator, as a function that returns its tensors, then the new values of the operands that it writes."""
+
+    function: Callable[..., Any]
+    spec: pytree.TreeSpec
+    written: tuple[int, ...]
+
+    def __call__(self, *leaves: Any) -> tuple[torch.Tensor, ...]:
+        operands = list(leaves)
+        for place in self.written:
+            operands[place] = operands[place].clone()
+        args, kwargs = pytree.tree_unflatten(operands, self.spec)
+        return (*_tensors_in(self.function(*args, **kwargs)), *(operands[place] for place in self.written))
+
+
+def _pick(results: tuple[torch.Tensor, ...], place: int) -> torch.Tensor:
+    return results[place]
+
+
+def _item(tensor: torch.Tensor) -> float:
+    return tensor.item()
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+# ----- what was recorded
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """CPU values from outside that are one leaf, because they were equal: tensors, or one function that reads anew."""
+
+    tensors: list[torch.Tensor]
+    read: Callable[[], torch.Tensor] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RecordedFloats:
+    """What one run of a body did with floats and CPU tensors. See `float_recorder`'s docstring."""
+
+    tape: Tape
+    given: list[int | None]  # the leaf of each float of the arguments, then of the guarded optimizers
+    held: dict[int, Held]
+    constants: dict[int, list[Choice]]  # by place among the trace's constants
+    unsure: set[int]  # places whose constants may be other floats that are equal by chance
+    uploads: dict[LazyStorage, list[int]]
+    writes: list[tuple[torch.Tensor, int]]  # CPU tensors from outside, each with its new value
+    seen: set[int]  # ids of the CPU tensors that the body met, which are alive
+    problem: str | None
+
+    def leaf_value(self, held: Held) -> Any:
+        """What this run found where another one read `held`; None if it did not look there."""
+        for number, own in self.held.items():
+            if held.read is not None:
+                if own.read == held.read:
+                    return self.tape.values[number]
+            elif any(tensor is held.tensors[0] for tensor in own.tensors):
+                return self.tape.values[number]
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A CPU tensor that the body met: its node, and the version counter at that value."""
+
+    tensor: torch.Tensor
+    node: int
+    version: int
+    is_made: bool
+    leaf: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Makes a CPU tensor again from what the body gave, such as an array or a list. Equal for the same objects."""
+
+    function: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __call__(self) -> torch.Tensor:
+        return self.function(*self.args, **dict(self.kwargs))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reader) and self.function == other.function and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def _parts(self) -> list[Any]:
+        values = (*self.args, *(value for _, value in self.kwargs))
+        return [value if _is_constant(value) else type(value) if type(value) is list else id(value) for value in values]
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, int | float | complex | str | torch.dtype | torch.device | torch.layout)
+
+
+# ----- the recorder
+
+
+class FloatRecorder(TorchFunctionMode):
+    """Sees each call of PyTorch within its block, and puts traced floats in place of hyperparameters.
+
+    Use: `install` the optimizers that are known, run the body in the block, then `restore` in any case, and `finish`.
+    """
+
+    def __init__(self, context: DeviceContext, uploads: list[LazyStorage], floats: Sequence[float]) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self._context = context
+        self._uploaded = uploads
+        self._given: dict[tuple[int, int], int] = {}  # by optimizer's id (0 for arguments) and place
+        for place, value in enumerate(floats):
+            self._given[0, place] = self.tape.leaf(value)
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._cpu: dict[int, _Tracked] = {}
+        self._aliases: dict[int, set[int]] = {}
+        self._held: dict[int, Held] = {}
+        self._calls: dict[Any, Any] = {}
+        self._constants: dict[int, list[Choice]] = {}
+        self._unsure: set[int] = set()
+        self._uploads: dict[LazyStorage, list[int]] = {}
+        self._problem: str | None = None
+
+    # ----- floats from outside
+
+    def argument(self, place: int) -> TracedFloat:
+        """The `place`-th float argument, traced."""
+        return self.tape.traced(self._given[0, place])
+
+    def install(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put traced floats in place of the optimizer's hyperparameters."""
+        if id(optimizer) in self._optimizers:
+            return
+        self._optimizers[id(optimizer)] = optimizer
+        count = 0
+        for group, name, length in float_places(optimizer):
+            original = group[name]
+            values = (original,) if length is None else original
+            traced = []
+            for value in values:
+                if isinstance(value, float):
+                    node = self._given[id(optimizer), count] = self.tape.leaf(plain(value))
+                    traced.append(self.tape.traced(node))
+                    count += 1
+                else:
+                    traced.append(value)
+            new = traced[0] if length is None else tuple(traced)
+            self._replaced.append((group, name, original, new))
+            group[name] = new
+            traced.clear()
+
+    def restore(self) -> None:
+        """Put the hyperparameters back. What the body has set itself stays, as plain floats."""
+        while self._replaced:
+            group, name, original, new = self._replaced[-1]
+            if group.get(name) is new:
+                group[name] = original
+            else:
+                self.refuse(
+                    "it changes an optimizer's hyperparameters\n"
+                    "  step learning-rate schedules outside the captured function"
+                )
+                if isinstance(group.get(name), TracedFloat):
+                    group[name] = plain(group[name])
+            self._replaced.pop()
+
+    def refuse(self, reason: str) -> None:
+        self._problem = self._problem or reason
+
+    # ----- calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:  # its hooks are part of the body
+            with self:
+                return _backward(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _METADATA or (name == "__get__" and _property_of(func) not in _TENSOR_PROPERTIES):
+            return func(*args, **kwargs)
+        operands: list[Any] = []
+        is_lazy = _scan((*args, *kwargs.values()), operands)
+        if not operands:
+            return self._call_untraced(func, name, args, kwargs, is_lazy)
+        return self._call_traced(func, name, args, kwargs, operands, is_lazy)
+
+    def _call_untraced(self, func: Any, name: str, args: Any, kwargs: Any, is_lazy: bool) -> Any:
+        """A call with neither traced floats nor CPU tensors."""
+        result = func(*args, **kwargs)
+        if not is_lazy and isinstance(result, torch.Tensor | tuple | list):
+            for made in _tensors_in(result):
+                if made.device.type == "cpu":
+                    self._note_factory(func, args, kwargs, made)
+        elif (
+            is_lazy and result.__class__ is not LazyTensor and any(t.device.type == "cpu" for t in _tensors_in(result))
+        ):
+            self.refuse(f"{name} of a lazy tensor gave it a tensor on the CPU")
+        return result
+
+    def _note_factory(self, func: Any, args: Any, kwargs: Any, made: torch.Tensor) -> None:
+        value = made.detach().clone()
+        if all(map(_is_constant, args)) and all(map(_is_constant, kwargs.values())):
+            node = self.tape.compute(_constant, (Literal(value),), value)
+        else:
+            reader = _Reader(func, tuple(args), tuple(kwargs.items()))
+            node = self.tape.leaf(value)
+            self._held[node] = Held([], reader)
+        self._track(made, node, True)
+
+    def _call_traced(self, func: Any, name: str, args: Any, kwargs: Any, operands: list[Any], is_lazy: bool) -> Any:
+        cpu = list({id(one): one for one in operands if isinstance(one, torch.Tensor)}.values())
+        if cpu and name == "__set__" and _property_of(func) == "data":
+            self.refuse("it gives a tensor on the CPU other data")
+        for one in cpu:
+            self._node_of(one)
+            if one.requires_grad and torch.is_grad_enabled():
+                self.refuse("it computes gradients of a tensor on the CPU")
+        if any(isinstance(one, TracedFloat) for one in operands):
+            plain_args, plain_kwargs = _untraced(args), {key: _untraced(value) for key, value in kwargs.items()}
+        else:
+            plain_args, plain_kwargs = args, kwargs
+        constants, uploads = len(self._context.trace.constants), len(self._uploaded)
+        result = func(*plain_args, **plain_kwargs)
+        self._link_constants(constants, operands)
+        self._link_uploads(uploads, operands)
+        written = [one for one in cpu if one._version != self._cpu[id(one)].version]
+        made = [one for one in _tensors_in(result) if one.device.type == "cpu"] if result is not None else []
+        if name == "item" and result.__class__ is float and len(cpu) == 1:
+            return self.tape.traced(self.tape.compute(_item, (self._cpu[id(cpu[0])].node,), result))
+        if not written and not made:
+            if cpu and not is_lazy and not _tensors_in(result):
+                self._keep_content(cpu)
+        elif is_lazy:
+            self.refuse(f"{name} computes a tensor on the CPU from lazy tensors")
+        else:
+            self._note_call(func, name, (args, kwargs), (plain_args, plain_kwargs), result, written, made)
+        return result
+
+    def _keep_content(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Python has read these tensors: a replay must find the same."""
+        for tensor in tensors:
+            self.tape.guard(content, (self._cpu[id(tensor)].node,), content(tensor))
+
+    def _note_call(
+        self, func: Any, name: str, given: Any, plain_given: Any, result: Any, written: Any, made: Any
+    ) -> None:
+        args, kwargs = given
+        first = args[0] if args else None
+        each = isinstance(first, list | tuple) and name.startswith("_foreach_") and name.endswith("_")
+        if each and len(written) == len(first) and all(one is other for one, other in zip(written, first, strict=True)):
+            method = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
+            if method is not None:
+                for place, target in enumerate(first):
+                    self._note_in_place(
+                        method,
+                        target,
+                        [_element(one, place) for one in args[1:]],
+                        {key: _element(one, place) for key, one in kwargs.items()},
+                    )
+                return
+        flat_rest = all(not isinstance(one, list | tuple | dict) for one in (*args, *kwargs.values()))
+        if len(written) == 1 and written[0] is first and result is first and flat_rest and name != "__setitem__":
+            self._note_in_place(func, first, args[1:], kwargs)
+            return
+        self._note_any(func, given, written, made)
+
+    def _note_in_place(self, func: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        key = (func, len(args), tuple(kwargs))
+        call = self._calls.setdefault(key, InPlace(func, tuple(kwargs)))
+        operands = [self._operand(target), *map(self._operand, args), *map(self._operand, kwargs.values())]
+        self._write(target, self.tape.compute(call, operands, target.detach().clone()))
+
+    def _note_any(self, func: Any, given: Any, written: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        leaves, spec = pytree.tree_flatten(given)
+        places = tuple(next(place for place, leaf in enumerate(leaves) if leaf is one) for one in written)
+        key = (func, str(spec), places)
+        call = self._calls.setdefault(key, Call(func, spec, places))
+        values = tuple(one.detach().clone() for one in (*made, *written))
+        node = self.tape.compute(call, [self._operand(leaf) for leaf in leaves], values)
+        fresh = []
+        for place, one in enumerate((*made, *written)):
+            picked = self.tape.compute(_pick, (node, Literal(place)), values[place])
+            fresh.append((one, picked))
+        for place, (one, picked) in enumerate(fresh):
+            if place >= len(made):
+                self._write(one, picked)
+            elif not any(one is other for other in written):
+                self._track(one, picked, True)
+
+    def _operand(self, value: Any) -> Operand:
+        if isinstance(value, TracedFloat) and value.tape is self.tape:
+            return value.number
+        if isinstance(value, torch.Tensor):
+            return self._cpu[id(value)].node
+        return Literal(untraced(value))
+
+    # ----- CPU tensors
+
+    def _node_of(self, tensor: torch.Tensor) -> int:
+        tracked = self._cpu.get(id(tensor))
+        if tracked is not None:
+            if tracked.version != tensor._version:
+                self.refuse("it writes a tensor on the CPU where a replay cannot follow, as through a view")
+            return tracked.node
+        value = tensor.detach().clone()
+        key = ("held", value.dtype, content(value)) if not value.dim() and not value.is_complex() else None
+        node = self.tape.leaf(value, key)
+        self._held.setdefault(node, Held([])).tensors.append(tensor)
+        self._track(tensor, node, False)
+        return node
+
+    def _track(self, tensor: torch.Tensor, node: int, is_made: bool) -> None:
+        known = self._cpu.get(id(tensor))
+        if known is not None:
+            known.node, known.version = node, tensor._version
+            return
+        self._cpu[id(tensor)] = _Tracked(tensor, node, tensor._version, is_made, -1 if is_made else node)
+        self._aliases.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
+
+    def _write(self, tensor: torch.Tensor, node: int) -> None:
+        tracked = self._cpu[id(tensor)]
+        if len(self._aliases[tensor.untyped_storage()._cdata]) > 1:
+            self.refuse("it writes a tensor on the CPU that shares memory with another one")
+        if not same_bits(self.tape.values[node], tensor):
+            self.refuse("equal operators on the CPU gave it different values")
+        tracked.node, tracked.version = node, tensor._version
+
+    # ----- where values went
+
+    def _link_constants(self, start: int, operands: Sequence[Any]) -> None:
+        constants = self._context.trace.constants
+        if len(constants) == start:
+            return
+        nodes = []
+        for one in operands:
+            if isinstance(one, TracedFloat):
+                nodes.append(self._operand(one))
+            elif not one.dim() and one.is_floating_point():  # an alpha that is a tensor
+                value = one.item()
+                nodes.append(self.tape.compute(_item, (self._cpu[id(one)].node,), value))
+        numbers = [node for node in dict.fromkeys(nodes) if isinstance(node, int)]
+        for place in range(start, len(constants)):
+            choices = _choices(numbers, self.tape.values, constants[place])
+            if choices:
+                self._constants[place] = choices
+        # more equal constants than traced floats: another float of the call is equal by chance
+        linked = [place for place in range(start, len(constants)) if place in self._constants]
+        if len(linked) > len(nodes):
+            self._unsure.update(linked)
+
+    def _link_uploads(self, start: int, operands: Sequence[Any]) -> None:
+        for storage in self._uploaded[start:]:
+            real = storage.tensor
+            if real is None:
+                continue
+            real = real.cpu()
+            choices = []
+            for one in operands:
+                value = untraced(one)
+                if isinstance(value, torch.Tensor) and value.shape != real.shape:
+                    continue
+                if not isinstance(value, torch.Tensor) and real.dim():
+                    continue
+                made = as_upload(value, real.dtype)
+                if same_bits(made, real):
+                    operand = self._operand(one)
+                    if isinstance(operand, int):
+                        choices.append(self.tape.compute(as_upload, (operand, Literal(real.dtype)), made.clone()))
+            if choices:
+                self._uploads[storage] = list(dict.fromkeys(choices))
+
+    # ----- the end
+
+    def plain_results(self, leaves: list[Any]) -> list[Any]:
+        """The results of the body without traced floats. A replay returns the same floats, or does not take place."""
+        return [leaf.keep_value() if isinstance(leaf, TracedFloat) else leaf for leaf in leaves]
+
+    def close(self) -> None:
+        """Forget everything, as after an exception."""
+        self.tape.close()
+        self._cpu.clear()
+
+    def finish(self, optimizers: Sequence[torch.optim.Optimizer], counts: Sequence[int]) -> RecordedFloats:
+        """What was recorded. `counts`: the number of arguments that are floats, then of each optimizer's floats."""
+        self._check_kept()
+        given = [
+            self._given.get((key, place))
+            for key, count in zip([0, *map(id, optimizers)], counts, strict=True)
+            for place in range(count)
+        ]
+        self._match_the_rest()
+        writes = [(one.tensor, one.node) for one in self._cpu.values() if not one.is_made and one.node != one.leaf]
+        recorded = RecordedFloats(
+            self.tape,
+            given,
+            self._held,
+            self._constants,
+            self._unsure,
+            self._uploads,
+            writes,
+            set(self._cpu),
+            self._problem,
+        )
+        self.tape.close()
+        self._cpu.clear()
+        self._calls.clear()
+        return recorded
+
+    def _check_kept(self) -> None:
+        """Refuse what the body left in Python's state or did to CPU tensors unseen."""
+        if self.tape.kept():
+            self.refuse(
+                "something keeps a float that it was given or computed, as a learning-rate schedule does\n"
+                "  step schedules outside the captured function"
+            )
+        for tracked in self._cpu.values():
+            small = tracked.tensor.numel() <= _SMALL
+            value = self.tape.values[tracked.node]
+            if tracked.version != tracked.tensor._version or (small and not same_bits(value, tracked.tensor.detach())):
+                self.refuse("it writes a tensor on the CPU where a replay cannot follow, as through a view or an array")
+            if tracked.is_made and getrefcount(tracked.tensor) > 2:
+                self.refuse("it makes a tensor on the CPU, and something keeps it\n  write into one: old.copy_(new)")
+
+    def _match_the_rest(self) -> None:
+        """Constants of calls that had no traced float may follow one all the same: backward, floats in containers."""
+        by_bits: dict[bytes, list[int]] = {}
+        for number, value in enumerate(self.tape.values):
+            if value.__class__ is float:
+                by_bits.setdefault(bits(value), []).append(number)
+        for place, constant in enumerate(self._context.trace.constants):
+            if place not in self._constants:
+                near = by_bits.get(bits(constant), []) + by_bits.get(bits(-constant), [])
+                choices = _choices(near, self.tape.values, constant)
+                if choices:
+                    self._constants[place] = choices
+                    self._unsure.add(place)
+
+
+def _backward(
+    self: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """`Tensor.backward` without its look at function modes, as in 2.13."""
+    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _constant(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _choices(numbers: Sequence[int], values: Sequence[Any], constant: float) -> list[Choice]:
+    found = [(number, False) for number in numbers if bits(values[number]) == bits(constant)]
+    return found + [(number, True) for number in numbers if bits(-values[number]) == bits(constant)]
+
+
+def _property_of(func: Any) -> str:
+    return getattr(func.__self__, "__name__", "")
+
+
+def _scan(values: Any, operands: list[Any]) -> bool:
+    """Add the traced floats and CPU tensors among arguments to `operands`. Returns whether there is a lazy tensor."""
+    is_lazy = False
+    for value in values:
+        kind = value.__class__
+        if kind is LazyTensor:
+            is_lazy = True
+        elif kind is TracedFloat:
+            operands.append(value)
+        elif kind is list or kind is tuple:
+            is_lazy |= _scan(value, operands)
+        elif kind is dict:
+            is_lazy |= _scan(value.values(), operands)
+        elif isinstance(value, torch.Tensor):
+            if value.device.type == "cpu":
+                operands.append(value)
+            else:
+                is_lazy = True
+    return is_lazy
+
+
+def _untraced(value: Any) -> Any:
+    """`value` with plain floats in place of traced ones, in new containers where there are any."""
+    kind = value.__class__
+    if kind is TracedFloat:
+        return plain(value)
+    if kind is tuple:
+        return tuple([_untraced(one) for one in value])
+    if kind is list and any(one.__class__ is TracedFloat for one in pytree.tree_leaves(value)):
+        return [_untraced(one) for one in value]
+    if kind is dict and any(one.__class__ is TracedFloat for one in pytree.tree_leaves(value)):
+        return {key: _untraced(one) for key, one in value.items()}
+    return value
+
+
+def _element(value: Any, place: int) -> Any:
+    return value[place] if isinstance(value, list | tuple) else value
+
+
+def call_traced(function: Callable[..., Any], recorder: FloatRecorder, args: Any, kwargs: Any) -> Any:
+    """Call `function` with traced floats in place of its arguments that are floats.
+
+    Floats in containers stay plain, since the body might change the container: `_match_the_rest` finds where they go.
+    """
+    count = 0
+
+    def trace(value: Any) -> Any:
+        nonlocal count
+        leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
+        place = count
+        count += sum(leaf.__class__ is float for leaf in leaves)
+        return recorder.argument(place) if value.__class__ is float else value
+
+    return function(*[trace(arg) for arg in args], **{name: trace(value) for name, value in kwargs.items()})

@@ -1,0 +1,320 @@
+"""Which floats and CPU tensors the program of a body follows, and their values at a replay.
+
+In: what several runs of one program recorded. Out: a `FormulaProgram`, or `NotFollowed` with the constant that changed
+as no formula predicts. A leaf is followed if it varied in those runs; the others are guarded by value (Note [Floats by
+formula]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+
+from lazy_backend.replay.float_recorder import Choice, Held, RecordedFloats, same_bits
+from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, evaluate, reached
+from lazy_backend.tensors.thread_state import run_clean
+
+
+class Stale(Exception):
+    """A program no longer fits the current state. The text says what changed; the body runs again."""
+
+
+class NotFollowed(Exception):
+    """The `place`-th constant of the trace changed as no formula predicts."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class OtherTensors(Exception):
+    """The runs read other CPU tensors, or their formulas cannot be computed for each other's leaves."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One run of the program: the floats it was given, its trace's constants, and its uploads by input."""
+
+    floats: RecordedFloats
+    given: tuple[float, ...]
+    constants: tuple[float, ...]
+    uploads: dict[int, list[int]]  # by input: the nodes that gave that value
+    uploaded: dict[int, torch.Tensor]  # by input: that value
+
+
+@dataclass(slots=True, eq=False)
+class Evaluated:
+    """What a replay computes before it is committed."""
+
+    constants: tuple[float, ...]
+    uploads: Sequence[torch.Tensor]
+    commit: Commit | None
+
+
+class Commit:
+    """The new values of CPU tensors, stored once the replay is committed: one of its deliveries."""
+
+    __slots__ = ("tensors", "values")
+
+    def __init__(self, tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.values = values
+
+    def put(self, data: Any, run: Any) -> None:
+        """Store the values, unless `run.delivered`: see `Holder.put`."""
+        run_clean(self._put, run)
+
+    def _put(self, run: Any) -> None:
+        store, tensors, values = torch._foreach_copy_, self.tensors, self.values
+        # no Python call between the check and the store: an interrupting call may have delivered, and gone on since
+        if not run.delivered:
+            store(tensors, values)
+
+
+# ----- leaves on the CPU
+
+
+class _HeldLeaf:
+    """A leaf read from CPU tensors, which must still be equal to each other."""
+
+    def __init__(self, held: Held, value: Any, is_followed: bool) -> None:
+        self.tensors = held.tensors
+        self.read = held.read
+        self.value = value
+        self.is_followed = is_followed
+        self._is_scalar = not value.dim() and held.read is None
+        self._number = value.item() if self._is_scalar else None
+
+    def current(self) -> torch.Tensor:
+        """The value now. Raises `Stale` if it is not followed and changed, or if equal tensors differ."""
+        if not self._is_scalar:
+            value = self.tensors[0] if self.read is None else self.read()
+            if not self.is_followed and not same_bits(value, self.value):
+                raise Stale("a tensor on the CPU changed")
+            return value
+        numbers = [tensor.item() for tensor in self.tensors]
+        first = numbers[0]
+        if numbers.count(first) != len(numbers) or (not first and not all(map(self._is_alike, self.tensors))):
+            raise Stale("tensors on the CPU that were equal differ")
+        if not self.is_followed and (first != self._number or (not first and not self._is_alike(self.tensors[0]))):
+            raise Stale("a tensor on the CPU changed")
+        return self.tensors[0]
+
+    def _is_alike(self, tensor: torch.Tensor) -> bool:
+        return same_bits(tensor, self.tensors[0] if self.is_followed else self.value)
+
+
+class _Places:
+    """That the CPU tensors which a body found in an optimizer's state are still there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+        wanted = set(map(id, tensors))
+        self._state = optimizer.state
+        self._dicts = list(self._state.values())
+        self._tensors = [
+            (entry, name, value)
+            for entry in self._dicts
+            if isinstance(entry, dict)
+            for name, value in entry.items()
+            if id(value) in wanted
+        ]
+
+    def check(self) -> None:
+        dicts = self._state.values()
+        if len(dicts) != len(self._dicts) or not all(map(is_, dicts, self._dicts)):
+            raise Stale("an optimizer's state was replaced")
+        for entry, name, tensor in self._tensors:
+            if entry.get(name) is not tensor:
+                raise Stale("an optimizer's state was replaced")
+
+
+# ----- what is followed
+
+
+class _Choices:
+    """Compares the latest of several runs with the earlier ones."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.latest = runs[-1]
+        self.recorded = self.latest.floats
+        self.tape = self.recorded.tape
+        self.earlier = [(run, self._values_in(run)) for run in runs[:-1]]
+        self.followed = self._varied_leaves()
+        self.moving = reached(self.tape.nodes, self.followed)
+        self.formulas = self._formulas()
+        self.uploads = self._uploads()
+
+    def _values_in(self, run: Run) -> list[Any]:
+        """The values that the latest run's nodes have for the leaves of an earlier run."""
+        leaves = {node: value for node, value in zip(self.recorded.given, run.given, strict=True) if node is not None}
+        for node, held in self.recorded.held.items():
+            leaves[node] = run.floats.leaf_value(held)
+            if leaves[node] is None:
+                raise OtherTensors
+        return run_clean(evaluate, self.tape.nodes, leaves)
+
+    def _varied_leaves(self) -> set[int]:
+        values = self.tape.values
+        found = set()
+        for place, node in enumerate(self.recorded.given):
+            now = self.latest.given[place]
+            if node is not None and any(bits(run.given[place]) != bits(now) for run, _ in self.earlier):
+                found.add(node)
+        for node in self.recorded.held:
+            if any(not same_bits(values[node], before[node]) for _, before in self.earlier):
+                found.add(node)
+        return found
+
+    def _formulas(self) -> dict[int, list[Choice]]:
+        """The formulas of the constants that a followed leaf reaches. Raises `NotFollowed`."""
+        found: dict[int, list[Choice]] = {}
+        for place, constant in enumerate(self.latest.constants):
+            choices = [one for one in self.recorded.constants.get(place, ()) if self._predicts(one, place)]
+            if not choices and any(bits(run.constants[place]) != bits(constant) for run, _ in self.earlier):
+                raise NotFollowed(place)
+            if choices:
+                found[place] = choices
+        self._pin({number for place in self.recorded.unsure for number, _ in found.get(place, ())})
+        moving = {place: [one for one in choices if one[0] in self.moving] for place, choices in found.items()}
+        return {place: choices for place, choices in moving.items() if choices}
+
+    def _predicts(self, choice: Choice, place: int) -> bool:
+        number, negated = choice
+        for run, values in self.earlier:
+            value = values[number]
+            if value.__class__ is not float or bits(-value if negated else value) != bits(run.constants[place]):
+                return False
+        return True
+
+    def _pin(self, unsure: set[int]) -> None:
+        """Guard by value the leaves of values that may equal a constant by chance, as these have not varied."""
+        values = self.tape.values
+        pinned = {
+            number
+            for number in unsure & self.moving
+            if all(bits(before[number]) == bits(values[number]) for _, before in self.earlier)
+        }
+        if pinned:
+            self.followed = {leaf for leaf in self.followed if not reached(self.tape.nodes, [leaf]) & pinned}
+            self.moving = reached(self.tape.nodes, self.followed)
+
+    def _uploads(self) -> dict[int, list[int]]:
+        """By input, the nodes whose values a replay uploads."""
+        found = {}
+        for place, numbers in self.latest.uploads.items():
+            choices = [
+                number
+                for number in numbers
+                if number in self.moving
+                and all(_equals(values[number], run.uploaded.get(place)) for run, values in self.earlier)
+            ]
+            if choices:
+                found[place] = choices
+        return found
+
+
+def _equals(value: Any, uploaded: torch.Tensor | None) -> bool:
+    return isinstance(value, torch.Tensor) and uploaded is not None and same_bits(value, uploaded.cpu())
+
+
+# ----- the program
+
+
+class FormulaProgram:
+    """The floats and CPU tensors of a program: `evaluate` gives those of a replay."""
+
+    def __init__(self, runs: Sequence[Run], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]) -> None:
+        """The program of the latest of `runs`. `names`: of the floats given, for reasons.
+
+        Raises `NotFollowed`, `OtherTensors`.
+        """
+        choices = _Choices(runs)
+        latest, recorded = choices.latest, choices.recorded
+        self._names = names
+        self._given = latest.given
+        self._has_zero = not all(latest.given)
+        self._constants = latest.constants
+        self._tape = recorded.tape
+        self._formulas = choices.formulas
+        self.uploads = choices.uploads
+        self._followed_given = [place for place, node in enumerate(recorded.given) if node in choices.followed]
+        self._held = [
+            _HeldLeaf(held, recorded.tape.values[node], node in choices.followed)
+            for node, held in recorded.held.items()
+        ]
+        tensors = [tensor for held in recorded.held.values() for tensor in held.tensors]
+        self._places = [_Places(optimizer, tensors) for optimizer in optimizers] if tensors else []
+        self._written = [tensor for tensor, _ in recorded.writes]
+        nodes = list(dict.fromkeys(node for _, node in recorded.writes))
+        self._write_places = [nodes.index(node) for _, node in recorded.writes]
+        self._write_nodes = nodes
+        self._leaves = [recorded.given[place] for place in self._followed_given]
+        self._leaves += [node for node in recorded.held if node in choices.followed]
+        self.use(range(len(latest.constants)))
+
+    def use(self, used: Sequence[int]) -> None:
+        """Compute only these constants, in this order."""
+        self._unchanged = tuple(self._constants[place] for place in used)
+        self._moving = [number for number, place in enumerate(used) if place in self._formulas]
+        wanted = [self._formulas[used[number]] for number in self._moving]
+        self._num_uploads = [len(numbers) for numbers in self.uploads.values()]
+        wanted += [[(number, False)] for numbers in self.uploads.values() for number in numbers]
+        wanted += [[(number, False)] for number in self._write_nodes]
+        tape = self._tape
+        leaves = [leaf for leaf in self._leaves if leaf is not None]
+        self._compute = compile_formulas(tape.nodes, tape.values, tape.guards, leaves, wanted)
+
+    def evaluate(self, given: tuple[float, ...]) -> Evaluated:
+        """The constants, uploads and new CPU values for these floats. Nothing is stored yet. Raises `Stale`."""
+        unchanged = given == self._given and (
+            not self._has_zero or list(map(bits, given)) == list(map(bits, self._given))
+        )
+        if not unchanged:
+            self._check_given(given)
+        elif not self._held and not self._written:
+            return Evaluated(self._unchanged, (), None)
+        if self._held or self._written:
+            return run_clean(self._evaluate, given)
+        return self._evaluate(given)
+
+    def _check_given(self, given: tuple[float, ...]) -> None:
+        if len(given) != len(self._given):
+            raise Stale("other floats")
+        for place, (new, old) in enumerate(zip(given, self._given, strict=True)):
+            if bits(new) != bits(old) and place not in self._followed_given:
+                raise Stale(f"{self._names[place]} changed")
+
+    def _evaluate(self, given: tuple[float, ...]) -> Evaluated:
+        for places in self._places:
+            places.check()
+        leaves: list[Any] = [given[place] for place in self._followed_given]
+        for held in self._held:
+            value = held.current()
+            if held.is_followed:
+                leaves.append(value)
+        try:
+            values = self._compute(*leaves)
+        except (OtherOutcome, ArithmeticError, RuntimeError, ValueError, TypeError):
+            raise Stale("a float or a tensor on the CPU changed so that the body may branch otherwise") from None
+        return self._sort(values)
+
+    def _sort(self, values: Sequence[Any]) -> Evaluated:
+        constants = list(self._unchanged)
+        for number, value in zip(self._moving, values, strict=False):
+            constants[number] = value
+        start = len(self._moving)
+        uploads = []
+        for count in self._num_uploads:
+            first, *others = values[start : start + count]
+            if not all(same_bits(first, other) for other in others):
+                raise Stale("tensors on the CPU that were equal differ")
+            uploads.append(first)
+            start += count
+        if not self._written:
+            return Evaluated(tuple(constants), uploads, None)
+        return Evaluated(
+            tuple(constants), uploads, Commit(self._written, [values[start + place] for place in self._write_places])
+        )
