@@ -16,7 +16,7 @@ import torch
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.replay.captured_state import Holder, ModuleGuard, TensorHolder, TensorSet
-from lazy_backend.replay.formula_program import FormulaProgram, NotFollowed, OtherTensors
+from lazy_backend.replay.formula_program import FormulaProgram, NotFollowed, follow
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, Start
 from lazy_backend.replay.replayed_call import (
     Argument,
@@ -156,7 +156,11 @@ def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bo
         return Computed(number, record.context, meta_of(now), record.entered(place).meta, is_written)
     if before is not None and now is not None and _equal(before, now):
         return Uploaded(new_data(record.context, now), record.entered(place).meta, is_written)
-    raise NotCapturable(
+    raise _another_tensor(record, place)
+
+
+def _another_tensor(record: RecordedCall, place: int) -> NotCapturable:
+    return NotCapturable(
         f"a tensor that it uses at {record.entered(place).site} was another one in the call before\n"
         "  pass what changes from call to call as an argument, on the lazy device"
     )
@@ -189,14 +193,17 @@ def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
     Raises `NotCapturable` for a constant that changed as no formula predicts.
     """
     latest = seen[-1]
+    alike = [record for record in seen[:-1] if record.returns_like(latest)]
+    runs = [record.as_run() for record in (*alike, latest)]
     try:
-        optimizers = [guard.optimizer for guard in latest.guards]
-        return FormulaProgram([record.as_run() for record in seen], optimizers, latest.float_names())
-    except OtherTensors:
-        raise NotCapturable("it read other tensors on the CPU than in the call before") from None
+        return follow(runs, [guard.optimizer for guard in latest.guards], latest.float_names())
     except NotFollowed as error:
-        call = latest.constant_call(error.place)
-        before, now = seen[-2].constants[error.place], latest.constants[error.place]
+        if error.upload >= 0:
+            raise _another_tensor(latest, error.upload) from None
+        if error.earlier is None:
+            raise NotCapturable(str(error)) from None
+        call = latest.constant_call(error.constant)
+        before, now = error.earlier.constants[error.constant], latest.constants[error.constant]
         raise NotCapturable(
             f"a float of {call.op} at {call.site} changed from {before!r} to {now!r}\n"
             "  a replay computes floats from arguments, hyperparameters and step counts, by Python's arithmetic: "
@@ -209,17 +216,9 @@ def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
 
 def _returned(last: RecordedCall, record: RecordedCall, sources: list[Source]) -> Returned:
     """What a call returns. Adds returned tensors that the call did not use to `sources`. Raises `NotCapturable`."""
-    if last.spec != record.spec or not all(map(_agree, last.returned, record.returned)):
+    if not last.returns_like(record):
         raise NotCapturable("it returned something else than in the call before, which is no lazy tensor it computed")
     return Returned(tuple(_leaf(leaf, sources) for leaf in record.returned), record.spec)
-
-
-def _agree(a: Any, b: Any) -> bool:
-    if isinstance(a, ReturnedTensor):
-        return a.agrees(b)
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return False
-    return a is b or (type(a) is type(b) and bool(a == b))
 
 
 def _leaf(leaf: Any, sources: list[Source]) -> Leaf:

@@ -22,23 +22,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import getrefcount
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lazy_backend.replay.torch_hooks import FloatSeer, TorchHooks
 from lazy_backend.tensors.state import LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 
 # ----- what a body used
-
-
-class OptimizerSeer(Protocol):
-    """What a watch tells of an optimizer that is about to step: a `FloatRecorder`."""
-
-    def install(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
 class Watch:
@@ -51,7 +46,7 @@ class Watch:
         self.modules: dict[torch.nn.Module, None] = {}
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
         self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors calls an operator
-        self.recorder: OptimizerSeer | None = None  # while the body runs
+        self.recorder: FloatSeer | None = None  # while the body runs
         self._arguments = set(map(id, arguments))
 
     def see_module(self, module: torch.nn.Module) -> None:
@@ -122,6 +117,7 @@ class _Watches:
         self._watches: dict[int, Watch] = {}
         self._dispatch: Any = None
         self._hooks: list[RemovableHandle] = []
+        self._torch_hooks = TorchHooks(self._recorder)
 
     @contextmanager
     def shown_to(self, watch: Watch) -> Iterator[None]:
@@ -139,7 +135,12 @@ class _Watches:
                 if not self._watches:
                     self._remove()
 
+    def _recorder(self) -> FloatSeer | None:
+        watch = self._watches.get(threading.get_ident())
+        return None if watch is None else watch.recorder
+
     def _install(self) -> None:
+        self._torch_hooks.install()
         if LazyTensor.__torch_dispatch__ != self._show:
             self._dispatch = LazyTensor.__torch_dispatch__
             LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
@@ -152,6 +153,7 @@ class _Watches:
         if self._dispatch is not None:
             LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
         self._remove_hooks()
+        self._torch_hooks.remove()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -18,11 +18,11 @@ from sys import getrefcount
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lazy_backend.replay.captured_state import float_places
 from lazy_backend.replay.formulas import Literal, Operand, Tape, TracedFloat, bits, plain, untraced
+from lazy_backend.replay.torch_hooks import FloatSeer
 from lazy_backend.tensors.state import DeviceContext, LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -36,6 +36,9 @@ _METADATA = frozenset((
 _TENSOR_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
 # Larger CPU tensors are not compared after the body, only their version counters.
 _SMALL = 4096
+
+# What makes a tensor of Python's values.
+_FROM_VALUES = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 
 # A node that a value may come from, and whether it is negated.
 Choice = tuple[int, bool]
@@ -114,7 +117,7 @@ class Held:
     """CPU values from outside that are one leaf, because they were equal: tensors, or one function that reads anew."""
 
     tensors: list[torch.Tensor]
-    read: Callable[[], torch.Tensor] | None = None
+    read: _Reader | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +138,7 @@ class RecordedFloats:
         """What this run found where another one read `held`; None if it did not look there."""
         for number, own in self.held.items():
             if held.read is not None:
-                if own.read == held.read:
+                if own.read is not None and own.read.agrees(held.read):
                     return self.tape.values[number]
             elif any(tensor is held.tensors[0] for tensor in own.tensors):
                 return self.tape.values[number]
@@ -153,10 +156,14 @@ class _Tracked:
     leaf: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Reader:
-    """Makes a CPU tensor again from what the body gave, such as an array or a list. Equal for the same objects."""
+    """Makes a CPU tensor again from what the body gave, such as an array or a list.
 
+    The `number`-th one of a run stands for that of another run if both are made by one function, of the same arrays.
+    """
+
+    number: int
     function: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
@@ -164,15 +171,16 @@ class _Reader:
     def __call__(self) -> torch.Tensor:
         return self.function(*self.args, **dict(self.kwargs))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Reader) and self.function == other.function and self._parts() == other._parts()
-
-    def __hash__(self) -> int:
-        return hash(self.function)
+    def agrees(self, other: _Reader) -> bool:
+        return (self.number, self.function, self._parts()) == (other.number, other.function, other._parts())
 
     def _parts(self) -> list[Any]:
         values = (*self.args, *(value for _, value in self.kwargs))
-        return [value if _is_constant(value) else type(value) if type(value) is list else id(value) for value in values]
+        return [value if _is_constant(value) else list if type(value) is list else id(value) for value in values]
+
+
+def _are_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return all(map(_is_constant, args)) and all(map(_is_constant, kwargs.values()))
 
 
 def _is_constant(value: Any) -> bool:
@@ -184,7 +192,7 @@ def _is_constant(value: Any) -> bool:
 # ----- the recorder
 
 
-class FloatRecorder(TorchFunctionMode):
+class FloatRecorder(FloatSeer):
     """Sees each call of PyTorch within its block, and puts traced floats in place of hyperparameters.
 
     Use: `install` the optimizers that are known, run the body in the block, then `restore` in any case, and `finish`.
@@ -195,6 +203,9 @@ class FloatRecorder(TorchFunctionMode):
         self.tape = Tape()
         self._context = context
         self._uploaded = uploads
+        self._num_uploaded = 0
+        self._unfilled: list[LazyStorage] = []
+        self._num_readers = 0
         self._given: dict[tuple[int, int], int] = {}  # by optimizer's id (0 for arguments) and place
         for place, value in enumerate(floats):
             self._given[0, place] = self.tape.leaf(value)
@@ -259,9 +270,6 @@ class FloatRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:  # its hooks are part of the body
-            with self:
-                return _backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _METADATA or (name == "__get__" and _property_of(func) not in _TENSOR_PROPERTIES):
             return func(*args, **kwargs)
@@ -273,7 +281,14 @@ class FloatRecorder(TorchFunctionMode):
 
     def _call_untraced(self, func: Any, name: str, args: Any, kwargs: Any, is_lazy: bool) -> Any:
         """A call with neither traced floats nor CPU tensors."""
-        result = func(*args, **kwargs)
+        if func in _FROM_VALUES and not is_lazy:
+            self._fresh_uploads()
+            result = func(*args, **kwargs)
+            if result.__class__ is LazyTensor and not _are_constant(args, kwargs):
+                self._link_values(func, args, kwargs)
+                return result
+        else:
+            result = func(*args, **kwargs)
         if not is_lazy and isinstance(result, torch.Tensor | tuple | list):
             for made in _tensors_in(result):
                 if made.device.type == "cpu":
@@ -284,14 +299,34 @@ class FloatRecorder(TorchFunctionMode):
             self.refuse(f"{name} of a lazy tensor gave it a tensor on the CPU")
         return result
 
+    def _link_values(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A lazy tensor was made of an array or a list."""
+        uploads = self._fresh_uploads()
+        made = func(*args, **{**kwargs, "device": "cpu"})
+        node = self._read_again(func, args, {**kwargs, "device": "cpu"}, made.detach().clone())
+        for storage in uploads:
+            assert storage.tensor is not None
+            value = as_upload(made, storage.tensor.dtype)
+            if same_bits(value, storage.tensor.cpu()):
+                choice = self.tape.compute(as_upload, (node, Literal(value.dtype)), value.clone())
+                self._uploads[storage] = [choice]
+
+    def see_made(self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], made: torch.Tensor) -> None:
+        self._note_factory(function, args, {}, made)
+
+    def _read_again(self, func: Any, args: Any, kwargs: Any, value: torch.Tensor) -> int:
+        """The leaf of what `func` gives at each replay, for the same arguments."""
+        node = self.tape.leaf(value)
+        self._held[node] = Held([], _Reader(self._num_readers, func, tuple(args), tuple(kwargs.items())))
+        self._num_readers += 1
+        return node
+
     def _note_factory(self, func: Any, args: Any, kwargs: Any, made: torch.Tensor) -> None:
         value = made.detach().clone()
-        if all(map(_is_constant, args)) and all(map(_is_constant, kwargs.values())):
+        if _are_constant(args, kwargs):
             node = self.tape.compute(_constant, (Literal(value),), value)
         else:
-            reader = _Reader(func, tuple(args), tuple(kwargs.items()))
-            node = self.tape.leaf(value)
-            self._held[node] = Held([], reader)
+            node = self._read_again(func, args, kwargs, value)
         self._track(made, node, True)
 
     def _call_traced(self, func: Any, name: str, args: Any, kwargs: Any, operands: list[Any], is_lazy: bool) -> Any:
@@ -306,10 +341,11 @@ class FloatRecorder(TorchFunctionMode):
             plain_args, plain_kwargs = _untraced(args), {key: _untraced(value) for key, value in kwargs.items()}
         else:
             plain_args, plain_kwargs = args, kwargs
-        constants, uploads = len(self._context.trace.constants), len(self._uploaded)
+        constants = len(self._context.trace.constants)
+        self._fresh_uploads()
         result = func(*plain_args, **plain_kwargs)
         self._link_constants(constants, operands)
-        self._link_uploads(uploads, operands)
+        self._link_uploads(operands)
         written = [one for one in cpu if one._version != self._cpu[id(one)].version]
         made = [one for one in _tensors_in(result) if one.device.type == "cpu"] if result is not None else []
         if name == "item" and result.__class__ is float and len(cpu) == 1:
@@ -435,12 +471,18 @@ class FloatRecorder(TorchFunctionMode):
         if len(linked) > len(nodes):
             self._unsure.update(linked)
 
-    def _link_uploads(self, start: int, operands: Sequence[Any]) -> None:
-        for storage in self._uploaded[start:]:
-            real = storage.tensor
-            if real is None:
-                continue
-            real = real.cpu()
+    def _fresh_uploads(self) -> list[LazyStorage]:
+        """The storages that were given values since the last time. One may be made first, and filled later."""
+        self._unfilled += self._uploaded[self._num_uploaded :]
+        self._num_uploaded = len(self._uploaded)
+        fresh = [storage for storage in self._unfilled if storage.tensor is not None]
+        self._unfilled = [storage for storage in self._unfilled if storage.tensor is None]
+        return fresh
+
+    def _link_uploads(self, operands: Sequence[Any]) -> None:
+        for storage in self._fresh_uploads():
+            assert storage.tensor is not None
+            real = storage.tensor.cpu()
             choices = []
             for one in operands:
                 value = untraced(one)
@@ -521,13 +563,6 @@ class FloatRecorder(TorchFunctionMode):
                 if choices:
                     self._constants[place] = choices
                     self._unsure.add(place)
-
-
-def _backward(
-    self: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    """`Tensor.backward` without its look at function modes, as in 2.13."""
-    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _constant(value: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,16 @@ class Stale(Exception):
 
 
 class NotFollowed(Exception):
-    """The `place`-th constant of the trace changed as no formula predicts."""
+    """Two runs differ as no formula predicts, as `reason` says.
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    `constant` and `upload`: the place of the constant that changed since `earlier`, or of the input.
+    """
 
-
-class OtherTensors(Exception):
-    """The runs read other CPU tensors, or their formulas cannot be computed for each other's leaves."""
+    def __init__(self, reason: str, constant: int = -1, upload: int = -1, earlier: Run | None = None) -> None:
+        super().__init__(reason)
+        self.constant = constant
+        self.upload = upload
+        self.earlier = earlier
 
 
 @dataclass(slots=True, eq=False)
@@ -153,8 +155,11 @@ class _Choices:
         for node, held in self.recorded.held.items():
             leaves[node] = run.floats.leaf_value(held)
             if leaves[node] is None:
-                raise OtherTensors
-        return run_clean(evaluate, self.tape.nodes, leaves)
+                raise NotFollowed("it read other tensors on the CPU than in the call before")
+        values = run_clean(evaluate, self.tape.nodes, leaves)
+        if not all(guard.holds(values) for guard in self.tape.guards):
+            raise NotFollowed("what it asked of a float or of a tensor on the CPU has another answer in each call")
+        return values
 
     def _varied_leaves(self) -> set[int]:
         values = self.tape.values
@@ -173,8 +178,9 @@ class _Choices:
         found: dict[int, list[Choice]] = {}
         for place, constant in enumerate(self.latest.constants):
             choices = [one for one in self.recorded.constants.get(place, ()) if self._predicts(one, place)]
-            if not choices and any(bits(run.constants[place]) != bits(constant) for run, _ in self.earlier):
-                raise NotFollowed(place)
+            for run, _ in self.earlier:
+                if not choices and bits(run.constants[place]) != bits(constant):
+                    raise NotFollowed("a float changed", constant=place, earlier=run)
             if choices:
                 found[place] = choices
         self._pin({number for place in self.recorded.unsure for number, _ in found.get(place, ())})
@@ -208,11 +214,14 @@ class _Choices:
             choices = [
                 number
                 for number in numbers
-                if number in self.moving
-                and all(_equals(values[number], run.uploaded.get(place)) for run, values in self.earlier)
+                if all(_equals(values[number], run.uploaded.get(place)) for run, values in self.earlier)
             ]
-            if choices:
-                found[place] = choices
+            moving = [number for number in choices if number in self.moving]
+            if moving:
+                found[place] = moving
+        for place, uploaded in self.latest.uploaded.items():
+            if place not in found and not all(_equals(uploaded, run.uploaded.get(place)) for run, _ in self.earlier):
+                raise NotFollowed("a tensor that it uploads changed", upload=place)
         return found
 
 
@@ -223,13 +232,33 @@ def _equals(value: Any, uploaded: torch.Tensor | None) -> bool:
 # ----- the program
 
 
+def follow(runs: Sequence[Run], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]) -> FormulaProgram:
+    """The formulas of the latest of `runs`, as earlier ones confirm them, at least one.
+
+    Earlier runs that contradict, or that took another branch, say nothing of the leaves that have not varied since:
+    those are guarded by value. Raises `NotFollowed`.
+    """
+    *earlier, latest = runs
+    like: list[Run] = []
+    reason: NotFollowed | None = None
+    for run in reversed(earlier):
+        try:
+            _Choices([run, *like, latest])
+            like.insert(0, run)
+        except NotFollowed as error:
+            reason = reason or error
+    if not like:
+        raise reason or NotFollowed("it ran once")
+    return FormulaProgram([*like, latest], optimizers, names)
+
+
 class FormulaProgram:
     """The floats and CPU tensors of a program: `evaluate` gives those of a replay."""
 
     def __init__(self, runs: Sequence[Run], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]) -> None:
         """The program of the latest of `runs`. `names`: of the floats given, for reasons.
 
-        Raises `NotFollowed`, `OtherTensors`.
+        Raises `NotFollowed`.
         """
         choices = _Choices(runs)
         latest, recorded = choices.latest, choices.recorded

@@ -124,6 +124,10 @@ class RecordedCall:
         names = [name for guard in self.guards for name in guard.names()]
         return ["a float argument"] * (len(self.floats) - len(names)) + names
 
+    def returns_like(self, other: RecordedCall) -> bool:
+        """Whether both returned the same, apart from the values of what they made."""
+        return self.spec == other.spec and all(map(_agree, self.returned, other.returned))
+
     def own_generators(self) -> list[torch.Generator]:
         return [generator for generator in self.generators if generator is not None]
 
@@ -133,6 +137,14 @@ class RecordedCall:
 
     def returned_outputs(self) -> set[int]:
         return {leaf.place for leaf in self.returned if isinstance(leaf, ReturnedTensor) and leaf.kind == "output"}
+
+
+def _agree(a: Any, b: Any) -> bool:
+    if isinstance(a, ReturnedTensor):
+        return a.agrees(b)
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    return a is b or (type(a) is type(b) and bool(a == b))
 
 
 def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec | None]:

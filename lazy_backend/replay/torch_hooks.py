@@ -1,0 +1,75 @@
+"""The functions of PyTorch that are replaced while some thread runs the body of a captured function as written.
+
+In: which recorder the calling thread has, if any. Out: a recorder that sees the calls of hooks in backward, and changes
+no choice that PyTorch makes. Internals, checked on 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class FloatSeer(TorchFunctionMode):
+    """What sees the floats and CPU tensors of a body: a `FloatRecorder`."""
+
+    def install(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the hyperparameters of an optimizer that is about to step."""
+        raise NotImplementedError
+
+    def see_made(self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], made: torch.Tensor) -> None:
+        """Note a CPU tensor that a function made which function modes do not see."""
+        raise NotImplementedError
+
+
+class TorchHooks:
+    """Replaces the functions between `install` and `remove`, each of which may be done twice."""
+
+    def __init__(self, recorder_of_thread: Callable[[], FloatSeer | None]) -> None:
+        self._recorder = recorder_of_thread
+        self._has_torch_function: Any = torch.overrides.has_torch_function
+        self._run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        self._from_numpy = torch.from_numpy
+
+    def install(self) -> None:
+        torch.from_numpy = self._from_numpy_seen
+        torch.overrides.has_torch_function = self._ask_without_recorder
+        torch.autograd._engine_run_backward = self._run_backward_recorded  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        torch.from_numpy = self._from_numpy
+        torch.overrides.has_torch_function = self._has_torch_function
+        torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined]
+
+    def _ask_without_recorder(self, args: Any) -> bool:
+        """`has_torch_function` as attention asks it before it takes its fast path: a recorder is no override."""
+        recorder = self._recorder()
+        # a mode of the user's counts, as it does without us
+        if recorder is None or torch._C._len_torch_function_stack() != 1:
+            return bool(self._has_torch_function(args))
+        if torch._C._get_function_stack_at(0) is not recorder:
+            return bool(self._has_torch_function(args))
+        torch._C._pop_torch_function_stack()
+        try:
+            return bool(self._has_torch_function(args))
+        finally:
+            torch._C._push_on_torch_function_stack(recorder)
+
+    def _run_backward_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """Backward runs with no function mode, as it is itself a call that a mode sees; its hooks are to be seen."""
+        recorder = self._recorder()
+        if recorder is None or torch._C._len_torch_function_stack():
+            return self._run_backward(*args, **kwargs)
+        with recorder:
+            return self._run_backward(*args, **kwargs)
+
+    def _from_numpy_seen(self, array: Any) -> torch.Tensor:
+        made = self._from_numpy(array)
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.see_made(self._from_numpy, (array,), made)
+        return made

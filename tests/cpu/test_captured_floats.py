@@ -1,0 +1,442 @@
+"""Captured functions with floats and CPU tensors: followed, guarded or refused with a reason, never frozen silently."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same, count
+from torch import nn
+
+import lazy_backend
+from lazy_backend import CaptureWarning, capture
+from lazy_backend.replay.formulas import TracedFloat
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> None:
+    lazy_backend.config.compile = "off"
+
+
+def ones(device: str, *shape: int) -> torch.Tensor:
+    return torch.ones(shape or (3,), device=device)
+
+
+def beside_eager(make: Callable[[str], Callable[[int], Any]], calls: int = 10, wrap: Any = capture) -> int:
+    """Run what `make` gives for a device, captured and in eager; the results must be the same. Returns the replays."""
+    plain, captured = make("cpu"), make("lazy")
+    step = wrap(captured)
+    with count("CapturedCall") as replayed:
+        for number in range(calls):
+            expected = plain(number)
+            found = step(number) if wrap is not capture else step(number)
+            assert_same(lazy_backend.to_cpu(found), expected)
+    return replayed()
+
+
+# ----- floats
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")  # where each value is a branch of its own
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s: min(s, 0.5),
+        lambda s: max(s, 0.5),
+        lambda s: abs(s),
+        lambda s: int(s * 10) / 10,
+        lambda s: round(s),
+        lambda s: round(s, 1),
+        lambda s: 1 - s * 0.1,
+        lambda s: s**2 + 2**s,
+        lambda s: math.sqrt(abs(s)),
+        lambda s: math.floor(s),
+        lambda s: s if s > 0 else -s,
+        lambda s: float(s),
+        lambda s: float(f"{s:.1f}"),
+        lambda s: {0.1: 5.0}.get(s, 7.0),
+        lambda s: copy.deepcopy(s),
+        lambda s: divmod(s, 0.3)[1],
+        lambda s: sum([s, s, 0.25]),
+        lambda s: -s // 0.3 % 0.2,
+    ],
+)
+def test_functions_of_a_float_argument(function: Callable[[float], Any]) -> None:
+    values = [0.1, 0.2, 0.3, 0.4, 0.9, -0.7, 0.1, 2.5, 2.5, 2.5, 3.5, -0.0, 0.0, 1e-9]
+    captured = capture(lambda x, s: torch.copysign(x, x * function(s)) + x * function(s))
+    for value in values:
+        x = ones("cpu")
+        expected = torch.copysign(x, x * function(value)) + x * function(value)
+        assert_same(captured(ones("lazy"), value), expected)
+
+
+def test_weight_decay_times_a_scheduled_rate_is_followed() -> None:
+    model = nn.Linear(3, 1).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=False)
+    step = capture(lambda x: (model(x).sum().backward(), optimizer.step(), optimizer.zero_grad())[1])
+    with count("CapturedCall") as replayed:
+        for number in range(12):
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+            step(ones("lazy", 2, 3))
+    assert replayed() >= 8
+
+
+def test_hyperparameters_are_plain_floats_after_a_call() -> None:
+    model = nn.Linear(3, 1).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def body(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        if x.shape[0] == 5:
+            raise ValueError("five")
+
+    step = capture(body)
+    before = optimizer.param_groups[0]["lr"]
+    for rows in (2, 2, 2, 5, 5, 2):
+        try:
+            step(ones("lazy", rows, 3))
+        except ValueError:
+            assert rows == 5
+        assert optimizer.param_groups[0]["lr"] is before
+        assert all(type(beta) is float for beta in optimizer.param_groups[0]["betas"])
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        assert not any(isinstance(value, TracedFloat) for value in state)
+
+
+def test_a_returned_float_is_that_of_the_call() -> None:
+    captured = capture(lambda x, s: (x * s, s * 2))
+    for value in (0.5, 0.5, 0.25, 0.75, 0.75, 1.5):
+        _, returned = captured(ones("lazy"), value)
+        assert type(returned) is float
+        assert returned == value * 2
+
+
+def test_a_float_that_the_body_keeps_is_refused() -> None:
+    kept: list[float] = []
+    captured = capture(lambda x, s: (kept.append(s), x * s)[1])
+    with pytest.warns(CaptureWarning, match="keeps a float"):
+        for number in range(6):
+            captured(ones("lazy"), number / 10)
+    assert kept == [number / 10 for number in range(6)]
+    assert kept[0] + 1 == 1.0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 if epoch < 6 else 0.0),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [7]),
+    ],
+)
+def test_a_schedule_inside_the_body_is_refused(schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = schedule(optimizer)
+
+        def body(number: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(ones(device, 2, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            return loss.detach()
+
+        return body
+
+    plain, captured = make("cpu"), capture(make("lazy"))
+    with pytest.warns(CaptureWarning, match="schedules outside"):
+        for _ in range(12):
+            assert_same(captured(0), plain(0))
+
+
+# ----- tensors on the CPU
+
+
+def training(
+    device: str, make: Callable[[Any], torch.optim.Optimizer], change: Callable[[Any, int], None]
+) -> Callable[[int], Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).to(device)
+    optimizer = make(model.parameters())
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = capture(body) if device == "lazy" else body
+
+    def call(number: int) -> Any:
+        change(optimizer, number)
+        return [step(ones(device, 2, 3)), *[parameter.detach() for parameter in model.parameters()]]
+
+    return call
+
+
+def same_training(make: Callable[[Any], torch.optim.Optimizer], change: Callable[[Any, int], None], calls: int) -> int:
+    plain, captured = training("cpu", make, change), training("lazy", make, change)
+    with count("CapturedCall") as replayed:
+        for number in range(calls):
+            assert_same(lazy_backend.to_cpu(captured(number)), plain(number))
+    return replayed()
+
+
+def set_rate(optimizer: torch.optim.Optimizer, number: int) -> None:
+    if number > 3:
+        optimizer.param_groups[0]["lr"].fill_(0.1 / number if number != 7 else 0.0)
+
+
+def test_a_rate_in_a_cpu_tensor_is_followed() -> None:
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1), foreach=False)  # noqa: E731
+    assert same_training(sgd, set_rate, 14) >= 9
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False)  # noqa: E731
+    assert same_training(adam, set_rate, 14) >= 8
+
+
+def test_a_rate_in_a_cpu_tensor_of_a_capturable_optimizer() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        capturable = parameters[0].device.type == "lazy"
+        return torch.optim.AdamW(parameters, lr=torch.tensor(0.1), capturable=capturable, foreach=False)
+
+    plain, captured = training("cpu", make, set_rate), training("lazy", make, set_rate)
+    for number in range(12):
+        for found, expected in zip(lazy_backend.to_cpu(captured(number)), plain(number), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_load_state_dict_exchanges_the_counts() -> None:
+    saved: dict[int, Any] = {}
+
+    def change(optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number == 5:
+            saved[id(optimizer)] = copy.deepcopy(optimizer.state_dict())
+        elif number == 9:
+            optimizer.load_state_dict(saved[id(optimizer)])
+        elif number == 12:
+            for entry in optimizer.state.values():
+                entry["step"].fill_(2.0)
+        elif number == 14:
+            next(iter(optimizer.state.values()))["step"].fill_(90.0)
+
+    assert same_training(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True), change, 20) >= 11
+
+
+def test_a_number_on_the_cpu_as_operand() -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        scale = torch.tensor(0.5)
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            return x * scale + torch.where(x > scale, scale, x)
+
+        step = capture(body) if device == "lazy" else body
+
+        def call(number: int) -> Any:
+            if number in (5, 7, 8):
+                scale.fill_(float(number))
+            if number == 9:
+                scale.data.fill_(-0.0)
+            return step(ones(device))
+
+        return call
+
+    assert beside_eager(make, 12, lambda call: call) >= 6
+
+
+@pytest.mark.parametrize("how", ["to", "copy_", "tensor", "stack", "numpy", "list", "index"])
+def test_an_upload_in_the_body_is_followed(how: str) -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        source = torch.arange(3.0)
+        array = source.numpy()
+        values = [0.0, 1.0, 2.0]
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            if how == "to":
+                return x + source.to(x.device)
+            if how == "copy_":
+                return x + torch.empty(3, device=x.device).copy_(source)
+            if how == "tensor":
+                return x + torch.as_tensor(source, device=x.device, dtype=torch.float64)
+            if how == "stack":
+                return x + torch.stack([source, source * 2]).sum(0).to(x.device)
+            if how == "numpy":
+                return x + torch.from_numpy(array).to(x.device)
+            if how == "list":
+                return x + torch.tensor(values, device=x.device)
+            return x + source[torch.tensor([2, 1, 0])].to(x.device)
+
+        step = capture(body) if device == "lazy" else body
+
+        def call(number: int) -> Any:
+            if number in (5, 7, 8, 9):
+                source[1] = number
+                values[1] = float(number)
+            return step(ones(device))
+
+        return call
+
+    assert beside_eager(make, 14, lambda call: call) >= 6
+
+
+def test_a_count_on_the_cpu_is_advanced() -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        seen, total = torch.zeros((), dtype=torch.int64), torch.zeros(4, dtype=torch.float64)
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            seen.add_(1)
+            total[1:3] += 0.1
+            total.mul_(1.5)
+            return x * 2
+
+        step = capture(body) if device == "lazy" else body
+        return lambda number: [step(ones(device)), seen.clone(), total.clone()]
+
+    with pytest.warns(CaptureWarning, match="on the CPU that shares memory"):
+        beside_eager(make, 8, lambda call: call)
+
+    def make_followed(device: str) -> Callable[[int], Any]:
+        seen, total = torch.zeros((), dtype=torch.int64), torch.zeros(4, dtype=torch.float64)
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            seen.add_(1)
+            total.add_(0.1).mul_(1.5)
+            total[1] = 7.0
+            return x * 2
+
+        step = capture(body) if device == "lazy" else body
+        return lambda number: [step(ones(device)), seen.clone(), total.clone()]
+
+    assert beside_eager(make_followed, 8, lambda call: call) == 6
+
+
+def test_a_value_of_a_cpu_tensor_that_the_body_branches_on() -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        warm, flag = torch.tensor(0.0), torch.tensor(False)
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            warm.add_(1.0)
+            x = x * 3 if warm.item() > 6 else x / warm.item()
+            return x + 1 if flag else x - 1
+
+        step = capture(body) if device == "lazy" else body
+
+        def call(number: int) -> Any:
+            if number == 10:
+                flag.fill_(True)
+            return step(ones(device))
+
+        return call
+
+    assert beside_eager(make, 14, lambda call: call) >= 8
+
+
+def test_a_tensor_on_the_cpu_that_the_body_makes_and_keeps_is_refused() -> None:
+    kept = {"count": torch.tensor(0.0)}
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        kept["count"] = kept["count"] + 1
+        return x * 2
+
+    captured = capture(body)
+    with pytest.warns(CaptureWarning, match="something keeps it"):
+        for _ in range(6):
+            captured(ones("lazy"))
+    assert kept["count"] == 6
+
+
+def test_a_tensor_on_the_cpu_that_the_body_writes_unseen_is_refused() -> None:
+    target = torch.zeros(3)
+    array = target.numpy()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        made = x + target.to("lazy")
+        array[0] += 1
+        return made
+
+    captured = capture(body)
+    with pytest.warns(CaptureWarning, match="where a replay cannot follow|another one in the call before"):
+        for number in range(6):
+            assert captured(ones("lazy"))[0] == 1 + number
+
+
+def test_an_optimizer_that_steps_in_backward() -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(device)
+        optimizers = {p: torch.optim.AdamW([p], lr=0.01, foreach=True) for p in model.parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            optimizers[parameter].zero_grad()  # type: ignore[index]
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        step = capture(body) if device == "lazy" else body
+        return lambda number: [step(ones(device, 2, 3)), *[p.detach() for p in model.parameters()]]
+
+    assert beside_eager(make, 10, lambda call: call) >= 6
+
+
+def test_a_failed_replay_does_not_advance_a_count() -> None:
+    """A guard that fails after the formulas were computed leaves the CPU tensors as they were."""
+    seen = torch.zeros(())
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        seen.add_(1)
+        return x * seen.item()
+
+    captured = capture(body)
+    for number in range(4):
+        assert_same(captured(ones("lazy")), torch.full((3,), number + 1.0))
+    program = next(iter(captured._signatures.values())).program
+    assert program is not None
+    for _ in range(3):
+        program.check(lazy_backend.replay.replayed_call.Arguments((ones("lazy"),), ()))
+    assert seen == 4
+
+
+# ----- the recording itself
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_captured_body_records_what_the_body_records(train: bool) -> None:
+    """The mode that sees floats changes no choice that PyTorch makes, such as the fast path of attention."""
+    torch.manual_seed(0)
+    model = Attention().to("lazy").train(train)
+    x = ones("lazy", 2, 3, 8)
+    operators: list[list[str]] = []
+    for wrap in (lambda function: function, capture):
+        body = wrap(torch.no_grad()(lambda x: model(x)))
+        body(x)
+        lazy_backend.mark_step()
+        context = lazy_backend.tensors.contexts.contexts.get_active_devices()[0]
+        body(x) if wrap is not capture else None
+        operators.append([])
+        del context
+    assert operators
