@@ -312,7 +312,8 @@ class FloatRecorder(FloatSeer):
                 self._uploads[storage] = [choice]
 
     def see_made(self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], made: torch.Tensor) -> None:
-        self._note_factory(function, args, {}, made)
+        with torch._C.DisableTorchFunction():  # its own calls are not the body's; no public form in 2.13
+            self._note_factory(function, args, {}, made)
 
     def _read_again(self, func: Any, args: Any, kwargs: Any, value: torch.Tensor) -> int:
         """The leaf of what `func` gives at each replay, for the same arguments."""
