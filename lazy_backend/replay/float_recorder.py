@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from lazy_backend.replay.captured_state import float_places
 from lazy_backend.replay.formulas import Literal, Operand, Tape, TracedFloat, bits, plain, untraced
+from lazy_backend.replay.mirrors import Mirrors
 from lazy_backend.replay.torch_hooks import FloatSeer
 from lazy_backend.tensors.state import DeviceContext, LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
@@ -114,7 +115,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """CPU values from outside that are one leaf, because they were equal: tensors, or one function that reads anew."""
+    """Values from outside that are one leaf, because they were equal: tensors, or one function that reads anew."""
 
     tensors: list[torch.Tensor]
     read: _Reader | None = None
@@ -212,6 +213,7 @@ class FloatRecorder(FloatSeer):
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._cpu: dict[int, _Tracked] = {}
+        self._mirrors = Mirrors(self.tape, self._leaf)
         self._aliases: dict[int, set[int]] = {}
         self._held: dict[int, Held] = {}
         self._calls: dict[Any, Any] = {}
@@ -231,6 +233,7 @@ class FloatRecorder(FloatSeer):
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = optimizer
+        self._mirrors.expect(optimizer)
         count = 0
         for group, name, length in float_places(optimizer):
             original = group[name]
@@ -250,6 +253,7 @@ class FloatRecorder(FloatSeer):
 
     def restore(self) -> None:
         """Put the hyperparameters back. What the body has set itself stays, as plain floats."""
+        self._mirrors.clear()  # before anybody asks which lazy tensors are alive
         while self._replaced:
             group, name, original, new = self._replaced[-1]
             if group.get(name) is new:
@@ -275,9 +279,26 @@ class FloatRecorder(FloatSeer):
             return func(*args, **kwargs)
         operands: list[Any] = []
         is_lazy = _scan((*args, *kwargs.values()), operands)
-        if not operands:
-            return self._call_untraced(func, name, args, kwargs, is_lazy)
-        return self._call_traced(func, name, args, kwargs, operands, is_lazy)
+        if name == "item" and is_lazy:
+            node = self._mirrors.node_of(args[0])
+            if node is not None:
+                return self._read(self.tape.values[node], node)
+        mirrored = self._mirrors.prepare(name, args, kwargs)
+        if operands:
+            result = self._call_traced(func, name, args, kwargs, operands, is_lazy)
+        else:
+            result = self._call_untraced(func, name, args, kwargs, is_lazy)
+        if mirrored is not None:
+            self._mirrors.follow(func, name, args, kwargs, mirrored, result)
+        return result
+
+    def _read(self, tensor: torch.Tensor, node: int) -> Any:
+        """The number in a scalar: traced if it is a float."""
+        value = tensor.item()
+        if value.__class__ is float:
+            return self.tape.traced(self.tape.compute(_item, (node,), value))
+        self.tape.guard(content, (node,), content(tensor))
+        return value
 
     def _call_untraced(self, func: Any, name: str, args: Any, kwargs: Any, is_lazy: bool) -> Any:
         """A call with neither traced floats nor CPU tensors."""
@@ -349,8 +370,8 @@ class FloatRecorder(FloatSeer):
         self._link_uploads(operands)
         written = [one for one in cpu if one._version != self._cpu[id(one)].version]
         made = [one for one in _tensors_in(result) if one.device.type == "cpu"] if result is not None else []
-        if name == "item" and result.__class__ is float and len(cpu) == 1:
-            return self.tape.traced(self.tape.compute(_item, (self._cpu[id(cpu[0])].node,), result))
+        if name == "item" and len(cpu) == 1:
+            return self._read(cpu[0], self._cpu[id(cpu[0])].node)
         if not written and not made:
             if cpu and not is_lazy and not _tensors_in(result):
                 self._keep_content(cpu)
@@ -426,11 +447,16 @@ class FloatRecorder(FloatSeer):
             if tracked.version != tensor._version:
                 self.refuse("it writes a tensor on the CPU where a replay cannot follow, as through a view")
             return tracked.node
-        value = tensor.detach().clone()
-        key = ("held", value.dtype, content(value)) if not value.dim() and not value.is_complex() else None
+        node = self._leaf(tensor, tensor.detach().clone())
+        self._track(tensor, node, False)
+        return node
+
+    def _leaf(self, tensor: torch.Tensor, value: torch.Tensor) -> int:
+        """The leaf of a tensor from outside. Equal scalars of one device are one leaf."""
+        kind = tensor.__class__ is LazyTensor
+        key = ("held", kind, value.dtype, content(value)) if not value.dim() and not value.is_complex() else None
         node = self.tape.leaf(value, key)
         self._held.setdefault(node, Held([])).tensors.append(tensor)
-        self._track(tensor, node, False)
         return node
 
     def _track(self, tensor: torch.Tensor, node: int, is_made: bool) -> None:

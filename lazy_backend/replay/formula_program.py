@@ -16,6 +16,8 @@ import torch
 
 from lazy_backend.replay.float_recorder import Choice, Held, RecordedFloats, same_bits
 from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, evaluate, reached
+from lazy_backend.replay.mirrors import value_of
+from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 
 
@@ -87,11 +89,14 @@ class _HeldLeaf:
         self.read = held.read
         self.value = value
         self.is_followed = is_followed
+        self._is_lazy = bool(self.tensors) and self.tensors[0].__class__ is LazyTensor
         self._is_scalar = not value.dim() and held.read is None
         self._number = value.item() if self._is_scalar else None
 
     def current(self) -> torch.Tensor:
         """The value now. Raises `Stale` if it is not followed and changed, or if equal tensors differ."""
+        if self._is_lazy:
+            return self._current_of_lazy()
         if not self._is_scalar:
             value = self.tensors[0] if self.read is None else self.read()
             if not self.is_followed and not same_bits(value, self.value):
@@ -104,6 +109,16 @@ class _HeldLeaf:
         if not self.is_followed and (first != self._number or (not first and not self._is_alike(self.tensors[0]))):
             raise Stale("a tensor on the CPU changed")
         return self.tensors[0]
+
+    def _current_of_lazy(self) -> torch.Tensor:
+        """As `current`, for scalars on the device, which is idle."""
+        values = [value_of(tensor) for tensor in self.tensors]
+        first = values[0]
+        if first is None or not all(value is not None and same_bits(value, first) for value in values):
+            raise Stale("scalars of an optimizer that were equal differ")
+        if not self.is_followed and not same_bits(first, self.value):
+            raise Stale("a scalar of an optimizer changed")
+        return first
 
     def _is_alike(self, tensor: torch.Tensor) -> bool:
         return same_bits(tensor, self.tensors[0] if self.is_followed else self.value)

@@ -250,12 +250,12 @@ class CapturedProgram:
 
         The caller holds the context's lock, and nothing is pending. Raises `Stale` before anything has happened.
         """
+        if not self.context.locker.is_idle():  # first: formulas may read what the last run gives
+            return None
         evaluated = self.check(arguments)
         arguments.uploads = evaluated.uploads
         if current_environment() != self.settings:
             raise Stale("the settings changed")
-        if not self.context.locker.is_idle():
-            return None
         bound = self.bound
         inputs = [source.data(self, arguments) for source in self.sources]
         seeds = [contexts.get_rng_seed(generator) for generator in self.generators]
