@@ -13,7 +13,7 @@ tensor that the body makes and leaves somewhere, or writes through an alias, can
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
 
@@ -190,6 +190,21 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, int | float | complex | str | torch.dtype | torch.device | torch.layout)
 
 
+@dataclass(slots=True, eq=False)
+class _SeenCall:
+    """One call of PyTorch, with its traced floats and CPU tensors, in order."""
+
+    func: Any
+    name: str
+    args: Any
+    kwargs: Any
+    operands: list[Any]
+    is_lazy: bool  # whether a lazy tensor is among the arguments
+    cpu: list[torch.Tensor] = field(default_factory=list)  # each CPU tensor once
+    mirrored: Any = None
+    num_constants: int = 0
+
+
 # ----- the recorder
 
 
@@ -259,13 +274,15 @@ class FloatRecorder(FloatSeer):
             if group.get(name) is new:
                 group[name] = original
             else:
-                self.refuse(
-                    "it changes an optimizer's hyperparameters\n"
-                    "  step learning-rate schedules outside the captured function"
-                )
+                self.see_schedule()
                 if isinstance(group.get(name), TracedFloat):
                     group[name] = plain(group[name])
             self._replaced.pop()
+
+    def see_schedule(self) -> None:
+        self.refuse(
+            "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
+        )
 
     def refuse(self, reason: str) -> None:
         self._problem = self._problem or reason
@@ -283,14 +300,46 @@ class FloatRecorder(FloatSeer):
             node = self._mirrors.node_of(args[0])
             if node is not None:
                 return self._read(self.tape.values[node], node)
-        mirrored = self._mirrors.prepare(name, args, kwargs)
-        if operands:
-            result = self._call_traced(func, name, args, kwargs, operands, is_lazy)
+        call = _SeenCall(func, name, args, kwargs, operands, is_lazy)
+        if not self._try(self._before, call):
+            return func(*_untraced(args), **_untraced(kwargs))
+        if any(one.__class__ is TracedFloat for one in operands):
+            result = func(*_untraced(args), **_untraced(kwargs))
         else:
-            result = self._call_untraced(func, name, args, kwargs, is_lazy)
-        if mirrored is not None:
-            self._mirrors.follow(func, name, args, kwargs, mirrored, result)
+            result = func(*args, **kwargs)
+        if name == "item" and len(call.cpu) == 1:
+            return self._read(call.cpu[0], self._cpu[id(call.cpu[0])].node)
+        self._try(self._after, call, result)
         return result
+
+    def _try(self, note: Callable[..., None], call: _SeenCall, *further: Any) -> bool:
+        """Whether a call could be noted. Tensors of rare kinds, as in transforms, have no storage or no version."""
+        try:
+            note(call, *further)
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+            self.refuse(f"{call.name} takes a tensor on the CPU that cannot be followed: {error}")
+            return False
+        return True
+
+    def _before(self, call: _SeenCall) -> None:
+        call.cpu = list({id(one): one for one in call.operands if isinstance(one, torch.Tensor)}.values())
+        if call.cpu and call.name == "__set__" and _property_of(call.func) == "data":
+            self.refuse("it gives a tensor on the CPU other data")
+        for one in call.cpu:
+            self._node_of(one)
+            if one.requires_grad and torch.is_grad_enabled():
+                self.refuse("it computes gradients of a tensor on the CPU")
+        call.mirrored = self._mirrors.prepare(call.name, call.args, call.kwargs)
+        call.num_constants = len(self._context.trace.constants)
+        self._fresh_uploads()
+
+    def _after(self, call: _SeenCall, result: Any) -> None:
+        if call.operands:
+            self._note_traced(call, result)
+        else:
+            self._note_untraced(call, result)
+        if call.mirrored is not None:
+            self._mirrors.follow(call.func, call.name, call.args, call.kwargs, call.mirrored, result)
 
     def _read(self, tensor: torch.Tensor, node: int) -> Any:
         """The number in a scalar: traced if it is a float."""
@@ -300,31 +349,25 @@ class FloatRecorder(FloatSeer):
         self.tape.guard(content, (node,), content(tensor))
         return value
 
-    def _call_untraced(self, func: Any, name: str, args: Any, kwargs: Any, is_lazy: bool) -> Any:
+    def _note_untraced(self, call: _SeenCall, result: Any) -> None:
         """A call with neither traced floats nor CPU tensors."""
-        if func in _FROM_VALUES and not is_lazy:
-            self._fresh_uploads()
-            result = func(*args, **kwargs)
-            if result.__class__ is LazyTensor and not _are_constant(args, kwargs):
-                self._link_values(func, args, kwargs)
-                return result
-        else:
-            result = func(*args, **kwargs)
-        if not is_lazy and isinstance(result, torch.Tensor | tuple | list):
+        if result.__class__ is LazyTensor:
+            if call.func in _FROM_VALUES and not call.is_lazy and not _are_constant(call.args, call.kwargs):
+                self._link_values(call.func, call.args, call.kwargs)
+        elif isinstance(result, torch.Tensor | tuple | list):
             for made in _tensors_in(result):
-                if made.device.type == "cpu":
-                    self._note_factory(func, args, kwargs, made)
-        elif (
-            is_lazy and result.__class__ is not LazyTensor and any(t.device.type == "cpu" for t in _tensors_in(result))
-        ):
-            self.refuse(f"{name} of a lazy tensor gave it a tensor on the CPU")
-        return result
+                if made.device.type != "cpu":
+                    continue
+                if call.is_lazy:
+                    self.refuse(f"{call.name} computes a tensor on the CPU from lazy tensors")
+                self._note_factory(call.func, call.args, call.kwargs, made)
 
     def _link_values(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A lazy tensor was made of an array or a list."""
+        """A lazy tensor was made of an array or a list: the node of the same tensor on the CPU."""
         uploads = self._fresh_uploads()
-        made = func(*args, **{**kwargs, "device": "cpu"})
-        node = self._read_again(func, args, {**kwargs, "device": "cpu"}, made.detach().clone())
+        kwargs = {**kwargs, "device": "cpu"}
+        made = func(*args, **kwargs)
+        node = self._read_again(func, args, kwargs, made.detach().clone())
         for storage in uploads:
             assert storage.tensor is not None
             value = as_upload(made, storage.tensor.dtype)
@@ -351,35 +394,19 @@ class FloatRecorder(FloatSeer):
             node = self._read_again(func, args, kwargs, value)
         self._track(made, node, True)
 
-    def _call_traced(self, func: Any, name: str, args: Any, kwargs: Any, operands: list[Any], is_lazy: bool) -> Any:
-        cpu = list({id(one): one for one in operands if isinstance(one, torch.Tensor)}.values())
-        if cpu and name == "__set__" and _property_of(func) == "data":
-            self.refuse("it gives a tensor on the CPU other data")
-        for one in cpu:
-            self._node_of(one)
-            if one.requires_grad and torch.is_grad_enabled():
-                self.refuse("it computes gradients of a tensor on the CPU")
-        if any(isinstance(one, TracedFloat) for one in operands):
-            plain_args, plain_kwargs = _untraced(args), {key: _untraced(value) for key, value in kwargs.items()}
-        else:
-            plain_args, plain_kwargs = args, kwargs
-        constants = len(self._context.trace.constants)
-        self._fresh_uploads()
-        result = func(*plain_args, **plain_kwargs)
-        self._link_constants(constants, operands)
-        self._link_uploads(operands)
-        written = [one for one in cpu if one._version != self._cpu[id(one)].version]
-        made = [one for one in _tensors_in(result) if one.device.type == "cpu"] if result is not None else []
-        if name == "item" and len(cpu) == 1:
-            return self._read(cpu[0], self._cpu[id(cpu[0])].node)
+    def _note_traced(self, call: _SeenCall, result: Any) -> None:
+        self._link_constants(call.num_constants, call.operands)
+        self._link_uploads(call.operands)
+        written = [one for one in call.cpu if one._version != self._cpu[id(one)].version]
+        tensors = _tensors_in(result) if result is not None else []
+        made = [one for one in tensors if one.device.type == "cpu"]
         if not written and not made:
-            if cpu and not is_lazy and not _tensors_in(result):
-                self._keep_content(cpu)
-        elif is_lazy:
-            self.refuse(f"{name} computes a tensor on the CPU from lazy tensors")
+            if call.cpu and not call.is_lazy and not tensors:
+                self._keep_content(call.cpu)
+        elif call.is_lazy:
+            self.refuse(f"{call.name} computes a tensor on the CPU from lazy tensors")
         else:
-            self._note_call(func, name, (args, kwargs), (plain_args, plain_kwargs), result, written, made)
-        return result
+            self._note_call(call, result, written, made)
 
     def _keep_content(self, tensors: Sequence[torch.Tensor]) -> None:
         """Python has read these tensors: a replay must find the same."""
@@ -387,27 +414,23 @@ class FloatRecorder(FloatSeer):
             self.tape.guard(content, (self._cpu[id(tensor)].node,), content(tensor))
 
     def _note_call(
-        self, func: Any, name: str, given: Any, plain_given: Any, result: Any, written: Any, made: Any
+        self, call: _SeenCall, result: Any, written: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
-        args, kwargs = given
+        name, args, kwargs = call.name, call.args, call.kwargs
         first = args[0] if args else None
-        each = isinstance(first, list | tuple) and name.startswith("_foreach_") and name.endswith("_")
-        if each and len(written) == len(first) and all(one is other for one, other in zip(written, first, strict=True)):
+        if name.startswith("_foreach_") and name.endswith("_") and isinstance(first, list | tuple):
             method = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
-            if method is not None:
+            same = len(written) == len(first) and all(one is other for one, other in zip(written, first, strict=True))
+            if same and method is not None:
                 for place, target in enumerate(first):
-                    self._note_in_place(
-                        method,
-                        target,
-                        [_element(one, place) for one in args[1:]],
-                        {key: _element(one, place) for key, one in kwargs.items()},
-                    )
+                    options = {key: _element(one, place) for key, one in kwargs.items()}
+                    self._note_in_place(method, target, [_element(one, place) for one in args[1:]], options)
                 return
-        flat_rest = all(not isinstance(one, list | tuple | dict) for one in (*args, *kwargs.values()))
-        if len(written) == 1 and written[0] is first and result is first and flat_rest and name != "__setitem__":
-            self._note_in_place(func, first, args[1:], kwargs)
-            return
-        self._note_any(func, given, written, made)
+        flat = all(not isinstance(one, list | tuple | dict) for one in (*args, *kwargs.values()))
+        if flat and len(written) == 1 and written[0] is first and result is first:
+            self._note_in_place(call.func, first, args[1:], kwargs)
+        else:
+            self._note_any(call.func, (args, kwargs), written, made)
 
     def _note_in_place(self, func: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         key = (func, len(args), tuple(kwargs))

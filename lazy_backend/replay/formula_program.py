@@ -163,6 +163,7 @@ class _Choices:
         self.moving = reached(self.tape.nodes, self.followed)
         self.formulas = self._formulas()
         self.uploads = self._uploads()
+        self._check_writes()
 
     def _values_in(self, run: Run) -> list[Any]:
         """The values that the latest run's nodes have for the leaves of an earlier run."""
@@ -238,6 +239,15 @@ class _Choices:
             if place not in found and not all(_equals(uploaded, run.uploaded.get(place)) for run, _ in self.earlier):
                 raise NotFollowed("a tensor that it uploads changed", upload=place)
         return found
+
+    def _check_writes(self) -> None:
+        """Raise `NotFollowed` if an earlier run left something else on the CPU than the formulas say."""
+        for run, values in self.earlier:
+            before = {id(tensor): run.floats.tape.values[node] for tensor, node in run.floats.writes}
+            if before.keys() != {id(tensor) for tensor, _ in self.recorded.writes} or not all(
+                _equals(values[node], before[id(tensor)]) for tensor, node in self.recorded.writes
+            ):
+                raise NotFollowed("it writes a value to a tensor on the CPU that no formula follows")
 
 
 def _equals(value: Any, uploaded: torch.Tensor | None) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
 
 
@@ -24,6 +25,10 @@ class FloatSeer(TorchFunctionMode):
         """Note a CPU tensor that a function made which function modes do not see."""
         raise NotImplementedError
 
+    def see_schedule(self) -> None:
+        """Note that a learning-rate schedule was stepped."""
+        raise NotImplementedError
+
 
 class TorchHooks:
     """Replaces the functions between `install` and `remove`, each of which may be done twice."""
@@ -34,14 +39,18 @@ class TorchHooks:
         self._run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         self._from_numpy = torch.from_numpy
+        # every scheduler of PyTorch sets hyperparameters by this function
+        self._set_hyperparameter: Any = lr_scheduler._update_param_group_val
 
     def install(self) -> None:
         torch.from_numpy = self._from_numpy_seen
+        lr_scheduler._update_param_group_val = self._set_hyperparameter_seen
         torch.overrides.has_torch_function = self._ask_without_recorder
         torch.autograd._engine_run_backward = self._run_backward_recorded  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         torch.from_numpy = self._from_numpy
+        lr_scheduler._update_param_group_val = self._set_hyperparameter
         torch.overrides.has_torch_function = self._has_torch_function
         torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined]
 
@@ -73,3 +82,9 @@ class TorchHooks:
         if recorder is not None:
             recorder.see_made(self._from_numpy, (array,), made)
         return made
+
+    def _set_hyperparameter_seen(self, *args: Any, **kwargs: Any) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.see_schedule()
+        self._set_hyperparameter(*args, **kwargs)
