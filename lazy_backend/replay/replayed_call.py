@@ -250,7 +250,8 @@ class CapturedProgram:
 
         The caller holds the context's lock, and nothing is pending. Raises `Stale` before anything has happened.
         """
-        if not self.context.locker.is_idle():  # first: formulas may read what the last run gives
+        count = self.context.locker.count  # a signal handler may replay after this: then this call begins again
+        if not self.context.locker.is_idle():  # formulas may read what the last run gives
             return None
         evaluated = self.check(arguments)
         arguments.uploads = evaluated.uploads
@@ -273,6 +274,7 @@ class CapturedProgram:
             [seeds[place] for place in bound.seeds],
             storages,
             deliveries,
+            count,
         )
         if run is None:
             return None
