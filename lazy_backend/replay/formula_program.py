@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from lazy_backend.replay.float_recorder import Choice, Held, RecordedFloats, same_bits
+from lazy_backend.replay.cpu_calls import same_bits
+from lazy_backend.replay.cpu_tensors import Held
+from lazy_backend.replay.float_recorder import Choice, RecordedFloats
 from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, evaluate, reached
 from lazy_backend.replay.mirrors import value_of
 from lazy_backend.tensors.tensor import LazyTensor

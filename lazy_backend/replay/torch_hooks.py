@@ -43,7 +43,7 @@ class TorchHooks:
         self._set_hyperparameter: Any = lr_scheduler._update_param_group_val
 
     def install(self) -> None:
-        torch.from_numpy = self._from_numpy_seen
+        torch.from_numpy = self._from_numpy_seen  # type: ignore[assignment]
         lr_scheduler._update_param_group_val = self._set_hyperparameter_seen
         torch.overrides.has_torch_function = self._ask_without_recorder
         torch.autograd._engine_run_backward = self._run_backward_recorded  # type: ignore[attr-defined]

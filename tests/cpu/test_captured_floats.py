@@ -28,6 +28,15 @@ def ones(device: str, *shape: int) -> torch.Tensor:
     return torch.ones(shape or (3,), device=device)
 
 
+def call_often(captured: Callable[..., Any], number: int, *floats: float) -> list[Any]:
+    return [captured(ones("lazy"), *floats) for _ in range(number)]
+
+
+def train_alike(captured: Callable[..., Any], plain: Callable[..., Any], calls: int = 12) -> None:
+    for _ in range(calls):
+        assert_same(captured(0), plain(0))
+
+
 def beside_eager(make: Callable[[str], Callable[[int], Any]], calls: int = 10) -> int:
     """Run what `make` gives for a device, in eager and lazily; the results must be the same. Returns the replays."""
     plain, captured = make("cpu"), make("lazy")
@@ -120,10 +129,9 @@ def test_a_float_that_the_body_keeps_is_refused() -> None:
     kept: list[float] = []
     captured = capture(lambda x, s: (kept.append(s), x * s)[1])
     with pytest.warns(CaptureWarning, match="keeps a float"):
-        for number in range(6):
-            captured(ones("lazy"), number / 10)
-    assert kept == [number / 10 for number in range(6)]
-    assert kept[0] + 1 == 1.0
+        call_often(captured, 6, 0.25)
+    assert kept == [0.25] * 6
+    assert type(kept[0] + 1) is float
 
 
 @pytest.mark.parametrize(
@@ -164,8 +172,7 @@ def test_a_schedule_inside_the_body_is_refused(schedule: Callable[[torch.optim.O
 
     plain, captured = make("cpu"), capture(make("lazy"))
     with pytest.warns(CaptureWarning, match="schedules outside"):
-        for _ in range(12):
-            assert_same(captured(0), plain(0))
+        train_alike(captured, plain)
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
@@ -194,8 +201,7 @@ def test_a_schedule_that_the_body_computes_itself_is_refused(rate: Any) -> None:
 
     plain, captured = make("cpu"), capture(make("lazy"))
     with pytest.warns(CaptureWarning, match="schedules outside|no formula follows|a float of"):
-        for _ in range(12):
-            assert_same(captured(0), plain(0))
+        train_alike(captured, plain)
 
 
 class CountsInPython(torch.optim.Optimizer):
@@ -410,8 +416,7 @@ def test_a_tensor_on_the_cpu_that_the_body_makes_and_keeps_is_refused() -> None:
 
     captured = capture(body)
     with pytest.warns(CaptureWarning, match="something keeps it"):
-        for _ in range(6):
-            captured(ones("lazy"))
+        call_often(captured, 6)
     assert kept["count"] == 6
 
 
@@ -426,8 +431,8 @@ def test_a_tensor_on_the_cpu_that_the_body_writes_unseen_is_refused() -> None:
 
     captured = capture(body)
     with pytest.warns(CaptureWarning, match="where a replay cannot follow|another one in the call before"):
-        for number in range(6):
-            assert captured(ones("lazy"))[0] == 1 + number
+        results = call_often(captured, 6)
+    assert [result[0].item() for result in results] == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_optimizer_that_steps_in_backward() -> None:

@@ -74,13 +74,12 @@ def test_random_expressions_give_the_bits_of_plain_floats(seed: int) -> None:
         others = [draw.choice([0.0, -0.0, 2.0, draw.uniform(-3, 3), draw.uniform(0, 1e3)]) for _ in range(3)]
         expected = outcome(function, *values)
         tape, leaves = traced(*values)
+        assert outcome(function, *leaves) == expected
         try:
             found = function(*leaves)
-        except (ArithmeticError, TypeError) as error:
-            assert type(error) is expected
+        except (ArithmeticError, TypeError):
             continue
         if not isinstance(found, TracedFloat):
-            assert outcome(lambda *_: found) == expected
             continue
         assert bits(plain(found)) == expected
         compute = compile_formulas(
@@ -115,7 +114,7 @@ def test_a_comparison_is_a_guard() -> None:
         (lambda s: repr(s), 0.1, 0.2),
         (lambda s: copy.deepcopy([s]), 0.1, 0.2),
         (lambda s: s.is_integer(), 0.2, 2.0),
-        (lambda s: 0.5 < s, 0.2, 2.0),
+        (lambda s: s > 0.5, 0.2, 2.0),
     ],
 )
 def test_what_leaves_float_arithmetic_is_a_guard(ask: Callable[[float], Any], same: float, other: float) -> None:
