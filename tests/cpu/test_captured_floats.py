@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -475,6 +476,81 @@ def test_a_failed_replay_does_not_advance_a_count() -> None:
     for _ in range(3):
         program.check(lazy_backend.replay.replayed_call.Arguments((ones("lazy"),), ()))
     assert seen == 4
+
+
+# ----- random programs
+
+
+class World:
+    """State on the CPU and on a device, which a random body reads and writes."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.number, self.other = torch.tensor(1.5), torch.tensor(2.0, dtype=torch.float64)
+        self.count, self.row = torch.tensor(3), torch.tensor([0.5, 1.0, 1.5])
+        self.lazy = torch.ones(3, device=device)
+
+    def state(self) -> list[torch.Tensor]:
+        return [self.number, self.other, self.count, self.row, self.lazy]
+
+
+def upload(world: World, value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, device=world.device)
+
+
+# each takes the world, a tensor, and two floats; returns a tensor and a float
+STATEMENTS: list[Callable[[World, torch.Tensor, float, float], tuple[torch.Tensor, float]]] = [
+    lambda w, x, s, t: (x * s + t, s * t),
+    lambda w, x, s, t: (x.add(1.0, alpha=s) if s > t else x.sub(2.0, alpha=t), s - t),
+    lambda w, x, s, t: (x * w.number, w.number.item()),
+    lambda w, x, s, t: (x + w.row.to(w.device), w.row.sum().item() / 7),
+    lambda w, x, s, t: (x * w.number.add_(0.25).item(), s),
+    lambda w, x, s, t: (x + upload(w, w.number * s), t),
+    lambda w, x, s, t: (x - w.other.mul_(0.5).item(), t + 0.1),
+    lambda w, x, s, t: (x, w.row.mul_(0.5).add_(s).max().item()),
+    lambda w, x, s, t: (x * (1 + int(s)), s % 0.3),
+    lambda w, x, s, t: (x, min(s, t)),
+    lambda w, x, s, t: (x * math.sqrt(abs(s)), abs(t)),
+    lambda w, x, s, t: (w.lazy.mul_(0.5).add_(x, alpha=s).clone(), t),
+    lambda w, x, s, t: (x + w.count.add_(1).item() % 2, s),
+    lambda w, x, s, t: (x + torch.stack([w.number, w.number * 2, w.other.float()]).to(w.device), s),
+    lambda w, x, s, t: (x + (w.number * s).item(), round(t, 2)),
+    lambda w, x, s, t: (x.copy_(torch.where(w.row > s, w.row, w.number)) if s < 9 else x, s),
+    lambda w, x, s, t: (x * float(w.number > 2), t / 3),
+    lambda w, x, s, t: (x + upload(w, [s, t, 1.0]), s),
+    lambda w, x, s, t: (x + torch.full((3,), t, device=w.device), -s),
+    lambda w, x, s, t: (x.clamp(min=s - 1, max=s + t * t), t * 1.5),
+]
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs_do_what_eager_does(seed: int) -> None:
+    draw = random.Random(seed)
+    chosen = [draw.choice(STATEMENTS) for _ in range(draw.randrange(1, 6))]
+    often = draw.choice([0.1, 0.5, 1.0])  # how often something changes outside
+
+    def body(world: World, x: torch.Tensor, s: float, t: float) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x * 1.0
+        for statement in chosen:
+            x, s = statement(world, x, s, t)
+        return x, x * s
+
+    worlds = [World("cpu"), World("lazy")]
+    captured = capture(lambda x, s, t: body(worlds[1], x, s, t))
+    s, t = draw.uniform(-1, 1), draw.uniform(0, 2)
+    for _ in range(24):
+        if draw.random() < often:
+            s = draw.choice([s, s / 2, draw.uniform(-2, 2), 0.0, -0.0])
+            t = draw.choice([t, t + 0.1])
+        if draw.random() < often / 4:
+            value = draw.uniform(0, 3)
+            for world in worlds:
+                world.number.fill_(value)
+                world.row[1] = value
+        expected = body(worlds[0], ones("cpu"), s, t)
+        found = captured(ones("lazy"), s, t)
+        assert_same(lazy_backend.to_cpu([*found, *worlds[1].state()]), [*expected, *worlds[0].state()])
 
 
 # ----- the recording itself

@@ -114,14 +114,11 @@ def test_a_captured_optimizer_without_foreach(name: str, schedule: str) -> None:
     check(name, schedule, "clipped", foreach=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_captured_optimizer_trains_as_eager_does_for_long(
-    name: str, schedule: str, way: str, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--runslow"):
-        pytest.skip("needs --runslow")
+def test_a_captured_optimizer_trains_as_eager_does_for_long(name: str, schedule: str, way: str) -> None:
     check(name, schedule, way, steps=200)
     check(name, schedule, way, foreach=False, steps=200)
