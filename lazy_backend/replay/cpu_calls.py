@@ -29,7 +29,7 @@ def as_upload(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InPlace:
+class CpuWrite:
     """An operator that writes its first operand, as a function that returns the new value."""
 
     function: Callable[..., Any]
@@ -46,7 +46,7 @@ class InPlace:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class CpuCall:
     """Any operator, as a function that returns its tensors, then the new values of the operands that it writes."""
 
     function: Callable[..., Any]

@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lazy_backend.replay.cpu_calls import (
-    Call,
-    InPlace,
+    CpuCall,
+    CpuWrite,
     Reader,
     are_constant,
     constant,
@@ -95,7 +95,7 @@ class CpuTensors:
 
     def _note_in_place(self, func: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         key = (func, len(args), tuple(kwargs))
-        call = self._calls.setdefault(key, InPlace(func, tuple(kwargs)))
+        call = self._calls.setdefault(key, CpuWrite(func, tuple(kwargs)))
         operands = [self.operand(target), *map(self.operand, args), *map(self.operand, kwargs.values())]
         self._write(target, self._tape.compute(call, operands, target.detach().clone()))
 
@@ -103,7 +103,7 @@ class CpuTensors:
         leaves, spec = pytree.tree_flatten(given)
         places = tuple(next(place for place, leaf in enumerate(leaves) if leaf is one) for one in written)
         key = (func, str(spec), places)
-        call = self._calls.setdefault(key, Call(func, spec, places))
+        call = self._calls.setdefault(key, CpuCall(func, spec, places))
         values = tuple(one.detach().clone() for one in (*made, *written))
         node = self._tape.compute(call, [self.operand(leaf) for leaf in leaves], values)
         fresh = []

@@ -33,7 +33,7 @@ class NotFollowed(Exception):
     `constant` and `upload`: the place of the constant that changed since `earlier`, or of the input.
     """
 
-    def __init__(self, reason: str, constant: int = -1, upload: int = -1, earlier: Run | None = None) -> None:
+    def __init__(self, reason: str, constant: int = -1, upload: int = -1, earlier: ProgramRun | None = None) -> None:
         super().__init__(reason)
         self.constant = constant
         self.upload = upload
@@ -41,7 +41,7 @@ class NotFollowed(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class ProgramRun:
     """One run of the program: the floats it was given, its trace's constants, and its uploads by input."""
 
     floats: RecordedFloats
@@ -83,7 +83,7 @@ class Commit:
 # ----- leaves on the CPU
 
 
-class _HeldLeaf:
+class _LeafOnCpu:
     """A leaf read from CPU tensors, which must still be equal to each other."""
 
     def __init__(self, held: Held, value: Any, is_followed: bool) -> None:
@@ -153,10 +153,10 @@ class _Places:
 # ----- what is followed
 
 
-class _Choices:
+class _FollowedLeaves:
     """Compares the latest of several runs with the earlier ones."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[ProgramRun]) -> None:
         self.latest = runs[-1]
         self.recorded = self.latest.floats
         self.tape = self.recorded.tape
@@ -167,7 +167,7 @@ class _Choices:
         self.uploads = self._uploads()
         self._check_writes()
 
-    def _values_in(self, run: Run) -> list[Any]:
+    def _values_in(self, run: ProgramRun) -> list[Any]:
         """The values that the latest run's nodes have for the leaves of an earlier run."""
         leaves = {node: value for node, value in zip(self.recorded.given, run.given, strict=True) if node is not None}
         for node, held in self.recorded.held.items():
@@ -259,18 +259,20 @@ def _equals(value: Any, uploaded: torch.Tensor | None) -> bool:
 # ----- the program
 
 
-def follow(runs: Sequence[Run], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]) -> FormulaProgram:
+def follow(
+    runs: Sequence[ProgramRun], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]
+) -> FormulaProgram:
     """The formulas of the latest of `runs`, as earlier ones confirm them, at least one.
 
     Earlier runs that contradict, or that took another branch, say nothing of the leaves that have not varied since:
     those are guarded by value. Raises `NotFollowed`.
     """
     *earlier, latest = runs
-    like: list[Run] = []
+    like: list[ProgramRun] = []
     reason: NotFollowed | None = None
     for run in reversed(earlier):
         try:
-            _Choices([run, *like, latest])
+            _FollowedLeaves([run, *like, latest])
             like.insert(0, run)
         except NotFollowed as error:
             reason = reason or error
@@ -282,12 +284,14 @@ def follow(runs: Sequence[Run], optimizers: Sequence[torch.optim.Optimizer], nam
 class FormulaProgram:
     """The floats and CPU tensors of a program: `evaluate` gives those of a replay."""
 
-    def __init__(self, runs: Sequence[Run], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]) -> None:
+    def __init__(
+        self, runs: Sequence[ProgramRun], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]
+    ) -> None:
         """The program of the latest of `runs`. `names`: of the floats given, for reasons.
 
         Raises `NotFollowed`.
         """
-        choices = _Choices(runs)
+        choices = _FollowedLeaves(runs)
         latest, recorded = choices.latest, choices.recorded
         self._names = names
         self._given = latest.given
@@ -298,7 +302,7 @@ class FormulaProgram:
         self.uploads = choices.uploads
         self._followed_given = [place for place, node in enumerate(recorded.given) if node in choices.followed]
         self._held = [
-            _HeldLeaf(held, recorded.tape.values[node], node in choices.followed)
+            _LeafOnCpu(held, recorded.tape.values[node], node in choices.followed)
             for node, held in recorded.held.items()
         ]
         tensors = [tensor for held in recorded.held.values() for tensor in held.tensors]

@@ -48,7 +48,7 @@ Operand = int | Literal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class TapeNode:
     """One value of a tape. A leaf has no function: it is read from outside."""
 
     function: Callable[..., Any] | None
@@ -85,7 +85,7 @@ class Tape:
     """The nodes that one run of a body computed, with the values they had. Closed when the body has ended."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[TapeNode] = []
         self.values: list[Any] = []
         self.guards: list[Guard] = []
         self.is_open = True
@@ -96,7 +96,7 @@ class Tape:
         """A value from outside. Leaves of one key are one leaf."""
         if key is not None and key in self._known:
             return self._known[key]
-        number = self._add(Node(None, ()), value)
+        number = self._add(TapeNode(None, ()), value)
         if key is not None:
             self._known[key] = number
         return number
@@ -106,10 +106,10 @@ class Tape:
         key = (id(function), *map(_key_of, operands))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._add(Node(function, tuple(operands)), value)
+            known = self._known[key] = self._add(TapeNode(function, tuple(operands)), value)
         return known
 
-    def _add(self, node: Node, value: Any) -> int:
+    def _add(self, node: TapeNode, value: Any) -> int:
         self.nodes.append(node)
         self.values.append(value)
         return len(self.nodes) - 1
@@ -143,6 +143,71 @@ class Tape:
 
 
 _PLAIN_NUMBERS = frozenset((int, float, bool))
+
+
+def _operand(value: Any, tape: Tape) -> Operand:
+    if isinstance(value, TracedFloat):
+        return value.number if value.tape is tape else Literal(plain(value))
+    return Literal(value)
+
+
+def untraced(value: Any) -> Any:
+    return plain(value) if isinstance(value, TracedFloat) else value
+
+
+def _apply(function: Callable[..., Any], *operands: Any) -> Any:
+    """`function` of numbers, one of them traced: traced if a replay can compute it."""
+    tape = next(one.tape for one in operands if isinstance(one, TracedFloat))
+    for one in operands:
+        if isinstance(one, torch.Tensor):
+            return NotImplemented  # the tensor's turn, with the traced float as its argument
+        if isinstance(one, TracedFloat):
+            tape = one.tape if one.tape.is_open else tape
+        elif type(one) not in _PLAIN_NUMBERS:
+            return function(*_values_kept(operands))
+    values = [untraced(one) for one in operands]
+    if not tape.is_open:
+        return function(*values)
+    try:
+        value = function(*values)
+    except ArithmeticError:
+        _values_kept(operands)
+        raise
+    if type(value) is not float:  # a power that is complex
+        _values_kept(operands)
+        return value
+    return tape.traced(tape.compute(function, [_operand(one, tape) for one in operands], value))
+
+
+def _values_kept(operands: Sequence[Any]) -> list[Any]:
+    return [one.keep_value() if isinstance(one, TracedFloat) else one for one in operands]
+
+
+def _compare(function: Callable[[Any, Any], Any], self: TracedFloat, other: Any) -> Any:
+    if isinstance(other, torch.Tensor):
+        return NotImplemented
+    if type(other) not in _PLAIN_NUMBERS and not isinstance(other, TracedFloat):
+        return function(self.keep_value(), other)
+    outcome = function(plain(self), untraced(other))
+    tape = self.tape if self.tape.is_open or not isinstance(other, TracedFloat) else other.tape
+    tape.guard(function, (_operand(self, tape), _operand(other, tape)), outcome)
+    return outcome
+
+
+def _binary(function: Callable[..., Any]) -> Any:
+    return lambda self, other: _apply(function, self, other)
+
+
+def _reflected(function: Callable[..., Any]) -> Any:
+    return lambda self, other: _apply(function, other, self)
+
+
+def _unary(function: Callable[..., Any]) -> Any:
+    return lambda self: _apply(function, self)
+
+
+def _comparison(function: Callable[..., Any]) -> Any:
+    return lambda self, other: _compare(function, self, other)
 
 
 class TracedFloat(float):
@@ -224,6 +289,24 @@ class TracedFloat(float):
     def __deepcopy__(self, memo: Any) -> float:
         return self.keep_value()
 
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __neg__, __pos__, __abs__ = _unary(operator.neg), _unary(operator.pos), _unary(operator.abs)
+    __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+    __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+    __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
     # NumPy asks before it reads the value
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         import numpy
@@ -233,83 +316,6 @@ class TracedFloat(float):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         untraced = [one.keep_value() if isinstance(one, TracedFloat) else one for one in inputs]
         return getattr(ufunc, method)(*untraced, **options)
-
-
-def _operand(value: Any, tape: Tape) -> Operand:
-    if isinstance(value, TracedFloat):
-        return value.number if value.tape is tape else Literal(plain(value))
-    return Literal(value)
-
-
-def untraced(value: Any) -> Any:
-    return plain(value) if isinstance(value, TracedFloat) else value
-
-
-def _apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function` of numbers, one of them traced: traced if a replay can compute it."""
-    tape = next(one.tape for one in operands if isinstance(one, TracedFloat))
-    for one in operands:
-        if isinstance(one, torch.Tensor):
-            return NotImplemented  # the tensor's turn, with the traced float as its argument
-        if isinstance(one, TracedFloat):
-            tape = one.tape if one.tape.is_open else tape
-        elif type(one) not in _PLAIN_NUMBERS:
-            return function(*_values_kept(operands))
-    values = [untraced(one) for one in operands]
-    if not tape.is_open:
-        return function(*values)
-    try:
-        value = function(*values)
-    except ArithmeticError:
-        _values_kept(operands)
-        raise
-    if type(value) is not float:  # a power that is complex
-        _values_kept(operands)
-        return value
-    return tape.traced(tape.compute(function, [_operand(one, tape) for one in operands], value))
-
-
-def _values_kept(operands: Sequence[Any]) -> list[Any]:
-    return [one.keep_value() if isinstance(one, TracedFloat) else one for one in operands]
-
-
-def _compare(function: Callable[[Any, Any], Any], self: TracedFloat, other: Any) -> Any:
-    if isinstance(other, torch.Tensor):
-        return NotImplemented
-    if type(other) not in _PLAIN_NUMBERS and not isinstance(other, TracedFloat):
-        return function(self.keep_value(), other)
-    outcome = function(plain(self), untraced(other))
-    tape = self.tape if self.tape.is_open or not isinstance(other, TracedFloat) else other.tape
-    tape.guard(function, (_operand(self, tape), _operand(other, tape)), outcome)
-    return outcome
-
-
-def _divide_with_remainder(a: Any, b: Any) -> tuple[Any, Any]:
-    return a // b, a % b
-
-
-def _define_arithmetic() -> None:
-    def binary(function: Callable[..., Any]) -> tuple[Any, Any]:
-        return (lambda self, other: _apply(function, self, other)), (lambda self, other: _apply(function, other, self))
-
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
-        straight, reflected = binary(getattr(operator, name))
-        setattr(TracedFloat, f"__{name}__", straight)
-        setattr(TracedFloat, f"__r{name}__", reflected)
-    straight, reflected = binary(operator.pow)
-    TracedFloat.__pow__ = lambda self, other, mod=None: straight(self, other)  # type: ignore[method-assign, misc, assignment]
-    TracedFloat.__rpow__ = lambda self, other, mod=None: reflected(self, other)  # type: ignore[method-assign, misc, assignment]
-    TracedFloat.__divmod__ = _divide_with_remainder  # type: ignore[method-assign, assignment]
-    TracedFloat.__rdivmod__ = lambda self, other: _divide_with_remainder(other, self)  # type: ignore[method-assign, misc, assignment]
-    for name in ("neg", "abs", "pos"):
-        function = getattr(operator, name)
-        setattr(TracedFloat, f"__{name}__", lambda self, function=function: _apply(function, self))
-    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        function = getattr(operator, name)
-        setattr(TracedFloat, f"__{name}__", lambda self, other, function=function: _compare(function, self, other))
-
-
-_define_arithmetic()
 
 
 # ----- computing again
@@ -322,7 +328,7 @@ class Failed:
 FAILED = Failed()
 
 
-def evaluate(nodes: Sequence[Node], leaves: dict[int, Any]) -> list[Any]:
+def evaluate(nodes: Sequence[TapeNode], leaves: dict[int, Any]) -> list[Any]:
     """The values of all nodes for other values of the leaves; `FAILED` where there is none."""
     values: list[Any] = []
     for number, node in enumerate(nodes):
@@ -338,7 +344,7 @@ def evaluate(nodes: Sequence[Node], leaves: dict[int, Any]) -> list[Any]:
     return values
 
 
-def reached(nodes: Sequence[Node], followed: Iterable[int]) -> set[int]:
+def reached(nodes: Sequence[TapeNode], followed: Iterable[int]) -> set[int]:
     """The nodes that depend on the `followed` leaves."""
     found = set(followed)
     for number, node in enumerate(nodes):
@@ -347,7 +353,7 @@ def reached(nodes: Sequence[Node], followed: Iterable[int]) -> set[int]:
     return found
 
 
-def needed(nodes: Sequence[Node], wanted: Iterable[int]) -> set[int]:
+def needed(nodes: Sequence[TapeNode], wanted: Iterable[int]) -> set[int]:
     """The nodes that the `wanted` ones are computed from, and those themselves."""
     found = set(wanted)
     for number in reversed(range(len(nodes))):
@@ -367,7 +373,7 @@ _INFIX = {
 }  # fmt: skip
 
 
-class _Writer:
+class _SourceWriter:
     """Writes the source of one function of the leaves."""
 
     def __init__(self) -> None:
@@ -393,7 +399,7 @@ class _Writer:
 
 
 def compile_formulas(
-    tape_nodes: Sequence[Node],
+    tape_nodes: Sequence[TapeNode],
     values: Sequence[Any],
     guards: Sequence[Guard],
     followed: Sequence[int],
@@ -409,7 +415,7 @@ def compile_formulas(
     roots = [number for choices in wanted for number, _ in choices]
     roots += [one for guard in checked for one in guard.operands if isinstance(one, int)]
     used = needed(tape_nodes, roots) & moving
-    writer = _Writer()
+    writer = _SourceWriter()
 
     def name(operand: Operand) -> str:
         if isinstance(operand, Literal):

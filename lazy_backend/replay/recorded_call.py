@@ -31,7 +31,7 @@ from lazy_backend.replay.captured_state import (
     find_tensors,
 )
 from lazy_backend.replay.float_recorder import FloatRecorder, RecordedFloats
-from lazy_backend.replay.formula_program import Run
+from lazy_backend.replay.formula_program import ProgramRun
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -116,8 +116,8 @@ class RecordedCall:
             place -= call.num_constants
         raise IndexError(place)
 
-    def as_run(self) -> Run:
-        return Run(self.formulas, self.floats, self.constants, self.computed, self.uploads)
+    def as_run(self) -> ProgramRun:
+        return ProgramRun(self.formulas, self.floats, self.constants, self.computed, self.uploads)
 
     def float_names(self) -> list[str]:
         """The names of `floats`, for reasons."""

@@ -6,6 +6,7 @@ no choice that PyTorch makes. Internals, checked on 2.13.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 class FloatSeer(TorchFunctionMode):
     """What sees the floats and CPU tensors of a body: a `FloatRecorder`."""
+
+    hidden_by = 0  # the frame of the compiled function that is running, by id: Dynamo must not see a recorder
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the hyperparameters of an optimizer that is about to step."""
@@ -42,13 +45,24 @@ class TorchHooks:
         # every scheduler of PyTorch sets hyperparameters by this function
         self._set_hyperparameter: Any = lr_scheduler._update_param_group_val
 
+        self._dynamo: Any = None  # Dynamo's module, once something has imported it
+        self._set_eval_frame: Any = None
+
     def install(self) -> None:
+        if self._dynamo is None and "torch._dynamo.eval_frame" in sys.modules:
+            dynamo = sys.modules["torch._dynamo.eval_frame"]
+            self._set_eval_frame = dynamo._maybe_set_eval_frame  # type: ignore[attr-defined]
+            self._dynamo = dynamo
+        if self._dynamo is not None:
+            self._dynamo._maybe_set_eval_frame = self._set_eval_frame_unseen
         torch.from_numpy = self._from_numpy_seen  # type: ignore[assignment]
         lr_scheduler._update_param_group_val = self._set_hyperparameter_seen
         torch.overrides.has_torch_function = self._ask_without_recorder
         torch.autograd._engine_run_backward = self._run_backward_recorded  # type: ignore[attr-defined]
 
     def remove(self) -> None:
+        if self._dynamo is not None:
+            self._dynamo._maybe_set_eval_frame = self._set_eval_frame
         torch.from_numpy = self._from_numpy
         lr_scheduler._update_param_group_val = self._set_hyperparameter
         torch.overrides.has_torch_function = self._has_torch_function
@@ -88,3 +102,22 @@ class TorchHooks:
         if recorder is not None:
             recorder.see_schedule()
         self._set_hyperparameter(*args, **kwargs)
+
+    def _set_eval_frame_unseen(self, callback: Any) -> Any:
+        """Dynamo is turned on or off by a compiled function. While that function runs, Dynamo, which would trace what a
+        mode does, finds no recorder.
+        """
+        recorder = self._recorder()
+        if recorder is None:
+            return self._set_eval_frame(callback)
+        caller = id(sys._getframe(1))
+        if recorder.hidden_by == caller:
+            before = self._set_eval_frame(callback)
+            recorder.hidden_by = 0
+            torch._C._push_on_torch_function_stack(recorder)
+            return before
+        count = torch._C._len_torch_function_stack()
+        if callable(callback) and count and torch._C._get_function_stack_at(count - 1) is recorder:
+            torch._C._pop_torch_function_stack()
+            recorder.hidden_by = caller
+        return self._set_eval_frame(callback)
