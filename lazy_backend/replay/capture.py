@@ -6,8 +6,9 @@ arguments to the program that was recorded.
 Note [What a captured call does]
 A recorded call is a step of its own: what was pending is synced first, the body runs, and its trace is synced. Two
 consecutive recorded calls that record the same path are compared input by input. Each input must be an argument, the
-same data as before, an output that the previous call left, or an equal constant uploaded by the body. Each float that
-differs must have followed a float of the arguments or of an optimizer. Whatever the first call left, the second must
+same data as before, an output that the previous call left, or an upload that is equal or that a formula gives. Each float
+that differs must follow by a formula from floats of the arguments, hyperparameters and step counts (Note [Floats by
+formula]). Whatever the first call left, the second must
 have left in the same way. Then a `CapturedProgram` is bound, and calls are replayed until a guard fails. After that,
 one recorded call is enough to bind a program again, if that call matches what the replays left. Nothing is assumed
 about a body that cannot be captured: it runs as written, with a warning that says why.
@@ -335,8 +336,12 @@ def capture(step: Any = None, *, verify_every: int = 0, max_different_graphs: in
     `.grad`, optimizer state, statistics, tensors in your objects) ends up as if the body had run. Random operators keep
     drawing new numbers. Each call is a step of its own: no `mark_step` is needed.
 
+    Optimizers may be any of `torch.optim`, their schedules stepped outside: a replay computes the body's floats from
+    hyperparameters, step counts and float arguments as the body does, and advances step counts on the CPU.
+
     A call runs as written if the structure, shapes or dtypes of its arguments, other Python values among them, training
-    flags, hyperparameters or the state itself changed from outside. Nothing else in the Python code is checked again:
+    flags, the state itself or the answer to a question about a float (`if lr > 0.1`) changed. So does the first call
+    after a hyperparameter has changed for the first time. Nothing else in the Python code is checked again:
     `verify_every=n` runs every n-th call as written and raises `CaptureError` with the first difference, if there is
     one. A read within the body raises `CaptureError` with its line. A body that cannot be replayed for another reason
     keeps running as written, with a `CaptureWarning` that says why. `max_different_graphs`: the first call that records
