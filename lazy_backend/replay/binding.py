@@ -196,7 +196,7 @@ def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
     alike = [record for record in seen[:-1] if record.returns_like(latest)]
     runs = [record.as_run() for record in (*alike, latest)]
     try:
-        return follow(runs, [guard.optimizer for guard in latest.guards], latest.float_names())
+        return follow(runs, [guard.optimizer for guard in latest.guards])
     except NotFollowed as error:
         if error.upload >= 0:
             raise _another_tensor(latest, error.upload) from None

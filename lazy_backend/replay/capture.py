@@ -6,12 +6,12 @@ arguments to the program that was recorded.
 Note [What a captured call does]
 A recorded call is a step of its own: what was pending is synced first, the body runs, and its trace is synced. Two
 consecutive recorded calls that record the same path are compared input by input. Each input must be an argument, the
-same data as before, an output that the previous call left, or an upload that is equal or that a formula gives. Each float
-that differs must follow by a formula from floats of the arguments, hyperparameters and step counts (Note [Floats by
-formula]). Whatever the first call left, the second must
-have left in the same way. Then a `CapturedProgram` is bound, and calls are replayed until a guard fails. After that,
-one recorded call is enough to bind a program again, if that call matches what the replays left. Nothing is assumed
-about a body that cannot be captured: it runs as written, with a warning that says why.
+same data as before, an output that the previous call left, or an upload that is equal or that a formula gives. Each
+float that differs must follow by a formula from floats of the arguments, hyperparameters and step counts (Note
+[Floats by formula]). Whatever the first call left, the second must have left in the same way. Then a
+`CapturedProgram` is bound, and calls are replayed until a guard fails. After that, one recorded call is enough to
+bind a program again, if that call matches what the replays left. Nothing is assumed about a body that cannot be
+captured: it runs as written, with a warning that says why.
 """
 
 from __future__ import annotations

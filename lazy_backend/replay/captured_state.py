@@ -215,12 +215,13 @@ class OptimizerGuard:
         self._groups = list(optimizer.param_groups)
         self._values = [tuple(group.values()) for group in self._groups]
         self._floats = self._read_floats()
+        self.names = self._find_names()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
 
-    def names(self) -> list[str]:
+    def _find_names(self) -> list[str]:
         """The names of the floats, as in `AdamW.param_groups[0]['lr']`."""
         found = []
         for group, name, length in float_places(self._optimizer):

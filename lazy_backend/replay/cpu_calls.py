@@ -5,12 +5,15 @@ In: the calls of a body. Out: functions that write none of their operands; the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+_CONSTANT = int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
 
 
 def content(tensor: torch.Tensor) -> bytes:
@@ -35,6 +38,11 @@ class CpuWrite:
     function: Callable[..., Any]
     names: tuple[str, ...]  # of the last operands
 
+    @property
+    def key(self) -> Hashable:
+        """What is equal for two objects that do the same; so for all functions of this module."""
+        return "write", self.function, self.names
+
     def __call__(self, target: torch.Tensor, *operands: Any) -> torch.Tensor:
         made = target.clone()
         if not self.names:
@@ -52,6 +60,10 @@ class CpuCall:
     function: Callable[..., Any]
     spec: pytree.TreeSpec
     written: tuple[int, ...]
+
+    @property
+    def key(self) -> Hashable:
+        return "call", self.function, str(self.spec), self.written
 
     def __call__(self, *leaves: Any) -> tuple[torch.Tensor, ...]:
         operands = list(leaves)
@@ -90,12 +102,22 @@ class Reader:
     def __call__(self) -> torch.Tensor:
         return self.function(*self.args, **dict(self.kwargs))
 
-    def agrees(self, other: Reader) -> bool:
-        return (self.number, self.function, self._parts()) == (other.number, other.function, other._parts())
-
-    def _parts(self) -> list[Any]:
+    def key(self) -> Hashable:
+        """Equal for two readers of which one stands for the other."""
         values = (*self.args, *(value for _, value in self.kwargs))
-        return [value if is_constant(value) else list if type(value) is list else id(value) for value in values]
+        parts = [literal_key(value) if type(value) is not list else list for value in values]
+        return (self.number, self.function, *parts)
+
+
+def literal_key(value: Any) -> Hashable:
+    """What is equal for two operands that are the same at each replay."""
+    if isinstance(value, float):
+        return float, struct.pack("d", value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), content(value)
+    if isinstance(value, slice):
+        return slice, value.start, value.stop, value.step
+    return (type(value), value) if is_constant(value) else ("object", id(value))
 
 
 def are_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -105,7 +127,7 @@ def are_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(is_constant, value))
-    return value is None or isinstance(value, int | float | complex | str | torch.dtype | torch.device | torch.layout)
+    return value is None or isinstance(value, _CONSTANT)
 
 
 def constant(value: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ class RecordedFloats:
         """What this run found where another one read `held`; None if it did not look there."""
         for number, own in self.held.items():
             if held.read is not None:
-                if own.read is not None and own.read.agrees(held.read):
+                if own.read is not None and own.read.key() == held.read.key():
                     return self.tape.values[number]
             elif any(tensor is held.tensors[0] for tensor in own.tensors):
                 return self.tape.values[number]
@@ -106,7 +106,7 @@ class FloatRecorder(FloatSeer):
         for place, value in enumerate(floats):
             self._given[0, place] = self.tape.leaf(value)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._replaced: list[tuple[Any, Any, Any, Any, bool]] = []
         self.cpu = CpuTensors(self.tape)
         self._mirrors = Mirrors(self.tape, self.cpu.leaf)
         self._constants: dict[int, list[Choice]] = {}
@@ -138,21 +138,29 @@ class FloatRecorder(FloatSeer):
                 else:
                     traced.append(value)
             new = traced[0] if length is None else tuple(traced)
-            self._replaced.append((group, name, original, new))
-            group[name] = new
+            self.replace(group, name, new, is_setting=True)
             traced.clear()
+
+    def replace(self, container: Any, key: Any, new: Any, is_setting: bool = False) -> None:
+        """Put `new` into a container, until the body has ended."""
+        self._replaced.append((container, key, container[key], new, is_setting))
+        container[key] = new
 
     def restore(self) -> None:
         """Put the hyperparameters back. What the body has set itself stays, as plain floats."""
         self._mirrors.clear()  # before anybody asks which lazy tensors are alive
         while self._replaced:
-            group, name, original, new = self._replaced[-1]
-            if group.get(name) is new:
-                group[name] = original
-            else:
+            container, key, original, new, is_setting = self._replaced[-1]
+            try:
+                now = container[key]
+            except LookupError:  # the body has removed it
+                now = None
+            if now is new:
+                container[key] = original
+            elif is_setting:
                 self.see_schedule()
-                if isinstance(group.get(name), TracedFloat):
-                    group[name] = plain(group[name])
+            if now is not new and isinstance(now, TracedFloat):
+                container[key] = plain(now)
             self._replaced.pop()
 
     def see_schedule(self) -> None:
@@ -415,17 +423,24 @@ def _untraced(value: Any) -> Any:
 
 
 def call_traced(function: Callable[..., Any], recorder: FloatRecorder, args: Any, kwargs: Any) -> Any:
-    """Call `function` with traced floats in place of its arguments that are floats.
-
-    Floats in containers stay plain, since the body might change the container: `_match_the_rest` finds where they go.
-    """
+    """Call `function` with traced floats in place of its arguments that are floats, in lists and dicts as well."""
     count = 0
 
     def trace(value: Any) -> Any:
         nonlocal count
-        leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
-        place = count
-        count += sum(leaf.__class__ is float for leaf in leaves)
-        return recorder.argument(place) if value.__class__ is float else value
+        kind = value.__class__
+        if kind is float:
+            count += 1
+            return recorder.argument(count - 1)
+        if kind is tuple:
+            return tuple([trace(one) for one in value])
+        if kind is list or kind is dict:  # the caller's own: the body may keep or change it
+            for key in list(value) if kind is dict else range(len(value)):
+                new = trace(value[key])
+                if new is not value[key]:
+                    recorder.replace(value, key, new)
+        elif isinstance(value, list | tuple | dict):  # `_match_the_rest` finds where these go
+            count += sum(leaf.__class__ is float for leaf in pytree.tree_leaves(value))
+        return value
 
     return function(*[trace(arg) for arg in args], **{name: trace(value) for name, value in kwargs.items()})

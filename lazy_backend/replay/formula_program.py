@@ -7,17 +7,17 @@ formula]).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import torch
 
-from lazy_backend.replay.cpu_calls import same_bits
+from lazy_backend.replay.cpu_calls import literal_key, same_bits
 from lazy_backend.replay.cpu_tensors import Held
 from lazy_backend.replay.float_recorder import Choice, RecordedFloats
-from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, evaluate, reached
+from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, reached
 from lazy_backend.replay.mirrors import value_of
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -49,6 +49,7 @@ class ProgramRun:
     constants: tuple[float, ...]
     uploads: dict[int, list[int]]  # by input: the nodes that gave that value
     uploaded: dict[int, torch.Tensor]  # by input: that value
+    names: Sequence[str]  # of the floats given, for reasons
 
 
 @dataclass(slots=True, eq=False)
@@ -153,41 +154,64 @@ class _Places:
 # ----- what is followed
 
 
+class _Keys:
+    """A number for each formula, the same in all runs: equal numbers are equal operations on the same leaves.
+
+    Values are no evidence that two formulas are one: a body may multiply by a number that Python changes, and 0 * 2 is
+    0 * 3.
+    """
+
+    def __init__(self) -> None:
+        self._table: dict[Hashable, int] = {}
+
+    def of(self, run: ProgramRun) -> list[int]:
+        """The numbers of the nodes of a run."""
+        floats = run.floats
+        leaves: dict[int, Hashable] = {}
+        for place, given in enumerate(floats.given):
+            if given is not None:
+                leaves[given] = "given", place
+        for number, held in floats.held.items():
+            leaves[number] = held.read.key() if held.read is not None else ("held", id(held.tensors[0]))
+        found: list[int] = []
+        for number, node in enumerate(floats.tape.nodes):
+            key: Hashable
+            if node.function is None:
+                key = leaves.get(number, ("leaf", id(node)))
+            else:
+                operands = [found[one] if isinstance(one, int) else literal_key(one.value) for one in node.operands]
+                key = (getattr(node.function, "key", node.function), *operands)
+            found.append(self._table.setdefault(key, len(self._table)))
+        return found
+
+
 class _FollowedLeaves:
-    """Compares the latest of several runs with the earlier ones."""
+    """What the latest of several runs follows, as the earlier ones confirm."""
 
     def __init__(self, runs: Sequence[ProgramRun]) -> None:
         self.latest = runs[-1]
         self.recorded = self.latest.floats
         self.tape = self.recorded.tape
-        self.earlier = [(run, self._values_in(run)) for run in runs[:-1]]
+        if any(run.names != self.latest.names for run in runs):
+            raise NotFollowed("an optimizer has other settings")
+        keys = _Keys()
+        self.keys = keys.of(self.latest)
+        self.earlier = [(run, keys.of(run)) for run in runs[:-1]]
         self.followed = self._varied_leaves()
         self.moving = reached(self.tape.nodes, self.followed)
         self.formulas = self._formulas()
         self.uploads = self._uploads()
         self._check_writes()
 
-    def _values_in(self, run: ProgramRun) -> list[Any]:
-        """The values that the latest run's nodes have for the leaves of an earlier run."""
-        leaves = {node: value for node, value in zip(self.recorded.given, run.given, strict=True) if node is not None}
-        for node, held in self.recorded.held.items():
-            leaves[node] = run.floats.leaf_value(held)
-            if leaves[node] is None:
-                raise NotFollowed("it read other tensors on the CPU than in the call before")
-        values = run_clean(evaluate, self.tape.nodes, leaves)
-        if not all(guard.holds(values) for guard in self.tape.guards):
-            raise NotFollowed("what it asked of a float or of a tensor on the CPU has another answer in each call")
-        return values
-
     def _varied_leaves(self) -> set[int]:
-        values = self.tape.values
         found = set()
         for place, node in enumerate(self.recorded.given):
             now = self.latest.given[place]
             if node is not None and any(bits(run.given[place]) != bits(now) for run, _ in self.earlier):
                 found.add(node)
-        for node in self.recorded.held:
-            if any(not same_bits(values[node], before[node]) for _, before in self.earlier):
+        for node, held in self.recorded.held.items():
+            values = [run.floats.leaf_value(held) for run, _ in self.earlier]
+            if any(value is not None and not same_bits(value, self.tape.values[node]) for value in values):
                 found.add(node)
         return found
 
@@ -195,9 +219,13 @@ class _FollowedLeaves:
         """The formulas of the constants that a followed leaf reaches. Raises `NotFollowed`."""
         found: dict[int, list[Choice]] = {}
         for place, constant in enumerate(self.latest.constants):
-            choices = [one for one in self.recorded.constants.get(place, ()) if self._predicts(one, place)]
-            for run, _ in self.earlier:
-                if not choices and bits(run.constants[place]) != bits(constant):
+            choices = self.recorded.constants.get(place, [])
+            for run, keys in self.earlier:
+                known = {(keys[number], negated) for number, negated in run.floats.constants.get(place, ())}
+                choices = [one for one in choices if (self.keys[one[0]], one[1]) in known]
+                # a formula that is another one in each run says nothing, even if it gave the same value
+                is_lost = place in self.recorded.constants and place not in self.recorded.unsure
+                if not choices and (is_lost or bits(run.constants[place]) != bits(constant)):
                     raise NotFollowed("a float changed", constant=place, earlier=run)
             if choices:
                 found[place] = choices
@@ -205,67 +233,56 @@ class _FollowedLeaves:
         moving = {place: [one for one in choices if one[0] in self.moving] for place, choices in found.items()}
         return {place: choices for place, choices in moving.items() if choices}
 
-    def _predicts(self, choice: Choice, place: int) -> bool:
-        number, negated = choice
-        for run, values in self.earlier:
-            value = values[number]
-            if value.__class__ is not float or bits(-value if negated else value) != bits(run.constants[place]):
-                return False
-        return True
-
     def _pin(self, unsure: set[int]) -> None:
         """Guard by value the leaves of values that may equal a constant by chance, as these have not varied."""
-        values = self.tape.values
-        pinned = {
-            number
-            for number in unsure & self.moving
-            if all(bits(before[number]) == bits(values[number]) for _, before in self.earlier)
-        }
+        pinned = {number for number in unsure & self.moving if not self._has_varied(number)}
         if pinned:
             self.followed = {leaf for leaf in self.followed if not reached(self.tape.nodes, [leaf]) & pinned}
             self.moving = reached(self.tape.nodes, self.followed)
 
+    def _has_varied(self, number: int) -> bool:
+        """Whether a float was another one in some earlier run."""
+        now, key = self.tape.values[number], self.keys[number]
+        return any(
+            bits(run.floats.tape.values[other]) != bits(now)
+            for run, keys in self.earlier
+            for other, one in enumerate(keys)
+            if one == key
+        )
+
     def _uploads(self) -> dict[int, list[int]]:
-        """By input, the nodes whose values a replay uploads."""
+        """By input, the nodes whose values a replay uploads. Raises `NotFollowed`."""
         found = {}
-        for place, numbers in self.latest.uploads.items():
-            choices = [
-                number
-                for number in numbers
-                if all(_equals(values[number], run.uploaded.get(place)) for run, values in self.earlier)
-            ]
-            moving = [number for number in choices if number in self.moving]
-            if moving:
-                found[place] = moving
-        for place, uploaded in self.latest.uploaded.items():
-            if place not in found and not all(_equals(uploaded, run.uploaded.get(place)) for run, _ in self.earlier):
-                raise NotFollowed("a tensor that it uploads changed", upload=place)
+        for place, now in self.latest.uploaded.items():
+            choices = self.latest.uploads.get(place, [])
+            for run, keys in self.earlier:
+                known = {keys[number] for number in run.uploads.get(place, ())}
+                choices = [number for number in choices if self.keys[number] in known]
+                before = run.uploaded.get(place)
+                is_lost = place in self.latest.uploads
+                if not choices and (is_lost or before is None or not same_bits(now.cpu(), before.cpu())):
+                    raise NotFollowed("a tensor that it uploads changed", upload=place)
+            choices = [number for number in choices if number in self.moving]
+            if choices:
+                found[place] = choices
         return found
 
     def _check_writes(self) -> None:
-        """Raise `NotFollowed` if an earlier run left something else on the CPU than the formulas say."""
-        for run, values in self.earlier:
-            before = {id(tensor): run.floats.tape.values[node] for tensor, node in run.floats.writes}
-            if before.keys() != {id(tensor) for tensor, _ in self.recorded.writes} or not all(
-                _equals(values[node], before[id(tensor)]) for tensor, node in self.recorded.writes
-            ):
+        """Raise `NotFollowed` if an earlier run wrote something else to CPU tensors."""
+        now = {id(tensor): self.keys[node] for tensor, node in self.recorded.writes}
+        for run, keys in self.earlier:
+            if {id(tensor): keys[node] for tensor, node in run.floats.writes} != now:
                 raise NotFollowed("it writes a value to a tensor on the CPU that no formula follows")
-
-
-def _equals(value: Any, uploaded: torch.Tensor | None) -> bool:
-    return isinstance(value, torch.Tensor) and uploaded is not None and same_bits(value, uploaded.cpu())
 
 
 # ----- the program
 
 
-def follow(
-    runs: Sequence[ProgramRun], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]
-) -> FormulaProgram:
+def follow(runs: Sequence[ProgramRun], optimizers: Sequence[torch.optim.Optimizer]) -> FormulaProgram:
     """The formulas of the latest of `runs`, as earlier ones confirm them, at least one.
 
-    Earlier runs that contradict, or that took another branch, say nothing of the leaves that have not varied since:
-    those are guarded by value. Raises `NotFollowed`.
+    Runs before one that contradicts do not count: leaves that have not varied since are guarded by value. Raises
+    `NotFollowed`.
     """
     *earlier, latest = runs
     like: list[ProgramRun] = []
@@ -275,25 +292,21 @@ def follow(
             _FollowedLeaves([run, *like, latest])
             like.insert(0, run)
         except NotFollowed as error:
-            reason = reason or error
+            reason = error
+            break
     if not like:
         raise reason or NotFollowed("it ran once")
-    return FormulaProgram([*like, latest], optimizers, names)
+    return FormulaProgram([*like, latest], optimizers)
 
 
 class FormulaProgram:
     """The floats and CPU tensors of a program: `evaluate` gives those of a replay."""
 
-    def __init__(
-        self, runs: Sequence[ProgramRun], optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str]
-    ) -> None:
-        """The program of the latest of `runs`. `names`: of the floats given, for reasons.
-
-        Raises `NotFollowed`.
-        """
+    def __init__(self, runs: Sequence[ProgramRun], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The program of the latest of `runs`. Raises `NotFollowed`."""
         choices = _FollowedLeaves(runs)
         latest, recorded = choices.latest, choices.recorded
-        self._names = names
+        self._names = latest.names
         self._given = latest.given
         self._has_zero = not all(latest.given)
         self._constants = latest.constants

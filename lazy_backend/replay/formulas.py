@@ -63,13 +63,6 @@ class Guard:
     operands: tuple[Operand, ...]
     outcome: Any
 
-    def holds(self, values: Sequence[Any]) -> bool:
-        return bool(self.function(*arguments_of(self.operands, values)) == self.outcome)
-
-
-def arguments_of(operands: Sequence[Operand], values: Sequence[Any]) -> list[Any]:
-    return [values[one] if one.__class__ is int else one.value for one in operands]  # type: ignore[index, union-attr]
-
 
 def _key_of(operand: Operand) -> Hashable:
     if isinstance(operand, int):
@@ -319,29 +312,6 @@ class TracedFloat(float):
 
 
 # ----- computing again
-
-
-class Failed:
-    """In place of a value that could not be computed."""
-
-
-FAILED = Failed()
-
-
-def evaluate(nodes: Sequence[TapeNode], leaves: dict[int, Any]) -> list[Any]:
-    """The values of all nodes for other values of the leaves; `FAILED` where there is none."""
-    values: list[Any] = []
-    for number, node in enumerate(nodes):
-        if node.function is None:
-            values.append(leaves.get(number, FAILED))
-            continue
-        arguments = arguments_of(node.operands, values)
-        try:
-            failed = any(one is FAILED for one in arguments)
-            values.append(FAILED if failed else node.function(*arguments))
-        except Exception:
-            values.append(FAILED)
-    return values
 
 
 def reached(nodes: Sequence[TapeNode], followed: Iterable[int]) -> set[int]:

@@ -11,7 +11,7 @@ tape, and `item` gives a traced float. At a replay the leaves are read from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,10 @@ class MirroredCall:
     function: Callable[..., Any]
     names: tuple[str, ...]  # of the last operands
     writes: bool
+
+    @property
+    def key(self) -> Hashable:
+        return "mirrored", self.function, self.names, self.writes
 
     def __call__(self, *operands: Any) -> torch.Tensor:
         count = len(operands) - len(self.names)

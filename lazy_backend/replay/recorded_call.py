@@ -117,11 +117,11 @@ class RecordedCall:
         raise IndexError(place)
 
     def as_run(self) -> ProgramRun:
-        return ProgramRun(self.formulas, self.floats, self.constants, self.computed, self.uploads)
+        return ProgramRun(self.formulas, self.floats, self.constants, self.computed, self.uploads, self.float_names())
 
     def float_names(self) -> list[str]:
         """The names of `floats`, for reasons."""
-        names = [name for guard in self.guards for name in guard.names()]
+        names = [name for guard in self.guards for name in guard.names]
         return ["a float argument"] * (len(self.floats) - len(names)) + names
 
     def returns_like(self, other: RecordedCall) -> bool:

@@ -595,3 +595,144 @@ def test_nothing_of_pytorch_stays_replaced() -> None:
     for _ in range(3):
         captured(weight * 1)
     assert (torch.overrides.has_torch_function, torch.from_numpy, torch.autograd._engine_run_backward) == before
+
+
+# ----- optimizers that change from outside
+
+
+def change_settings(optimizer: torch.optim.Optimizer, number: int) -> None:
+    group = optimizer.param_groups[0]
+    changes: dict[int, dict[str, Any]] = {
+        4: {"lr": 0.0}, 6: {"lr": -0.0}, 7: {"lr": 0.1}, 9: {"weight_decay": 0.1}, 12: {"weight_decay": 0.0},
+        14: {"betas": (0.8, 0.99)}, 16: {"betas": (0.7, 0.9)}, 18: {"lr": 1}, 20: {"lr": 0.05}, 22: {"maximize": True},
+        24: {"eps": 1e-3}, 26: {"eps": 1e-4}, 28: {"lr": float("inf")}, 30: {"lr": float("nan")},
+    }  # fmt: skip
+    group.update(changes.get(number, {}))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "Adamax"])
+def test_settings_that_change_from_outside(name: str, foreach: bool) -> None:
+    optimizer = getattr(torch.optim, name)
+    assert same_training(lambda p: optimizer(p, lr=0.1, foreach=foreach), change_settings, 34) >= 10
+
+
+def test_an_optimizer_that_starts_afresh() -> None:
+    def change(optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number in (5, 6):
+            optimizer.state.clear()
+        if number == 12:
+            del optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+    assert same_training(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False), change, 20) >= 8
+
+
+def test_two_captured_functions_and_a_plain_loop_share_an_optimizer() -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        steps = [capture(body), capture(lambda x: body(x) * 2)] if device == "lazy" else [body, lambda x: body(x) * 2]
+
+        def call(number: int) -> Any:
+            if number % 5 == 4:
+                loss = body(ones(device, 2, 3))
+                lazy_backend.mark_step()
+            else:
+                loss = steps[number % 2](ones(device, 2, 3))
+            return [loss, *[p.detach() for p in model.parameters()]]
+
+        return call
+
+    assert beside_eager(make, 40) >= 24
+
+
+def test_parameters_whose_counts_part() -> None:
+    """One parameter is used in every third call only: its count is its own."""
+
+    def make(device: str) -> Callable[[int], Any]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(3, 1).to(device), nn.Linear(3, 1).to(device)
+        optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1, foreach=True)
+
+        def body(x: torch.Tensor, both: bool) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = first(x).square().mean()
+            if both:
+                loss = loss + second(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = capture(body) if device == "lazy" else body
+        parameters = [*first.parameters(), *second.parameters()]
+
+        def call(number: int) -> Any:
+            return [step(ones(device, 2, 3), number % 3 == 2), *[p.detach() for p in parameters]]
+
+        return call
+
+    assert beside_eager(make, 30) >= 18
+
+
+def test_floats_in_containers_and_keywords() -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        def body(x: torch.Tensor, scales: Any, *, shift: float, more: Any) -> torch.Tensor:
+            return x * scales["a"][0] + shift * more[1] - scales["b"]
+
+        step = capture(body) if device == "lazy" else body
+        return lambda number: step(
+            ones(device), {"a": [0.5 + number], "b": 0.25 * number}, shift=0.125 * number, more=(1, 2.0 - number)
+        )
+
+    assert beside_eager(make, 12) >= 9
+
+
+def test_a_body_that_changes_the_containers_it_is_given() -> None:
+    def body(x: torch.Tensor, scales: dict[str, Any]) -> torch.Tensor:
+        made = x * scales.pop("a") + scales["b"][0]
+        scales["b"].append(2.0)
+        return made
+
+    captured = capture(body)
+    for number in range(6):
+        rest = [0.25]
+        scales = {"a": 0.5 * number, "b": rest}
+        assert_same(captured(ones("lazy"), scales), torch.full((3,), 0.5 * number + 0.25))
+        assert type(rest[0]) is float
+        assert "a" not in scales or type(scales["a"]) is float
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+def test_a_float_that_python_changes_is_not_frozen_by_a_coincidence() -> None:
+    factors = [2.0, 1.0, 4.0, 3.0, 5.0, 7.0, 1.0, 1.0, 2.0]
+
+    def make(device: str) -> Callable[[int], Any]:
+        left = list(factors)
+        body = lambda x, s: x * (s * left.pop(0))
+        step = capture(body) if device == "lazy" else body
+        return lambda number: step(ones(device), [0.125, 0.25, 0.0625, 0.0, 0.0, 0.5, 1.0, 2.0, 1.0][number])
+
+    plain, captured = make("cpu"), make("lazy")
+    for number in range(3):  # the product is the same in all of them
+        assert_same(captured(number), plain(number))
+    assert_same(captured(5), torch.full((3,), 1.5))
+
+
+def test_floats_in_containers_that_go_to_operators() -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        def body(x: torch.Tensor, scales: Any) -> torch.Tensor:
+            return (x * scales["a"][0]).add(x, alpha=scales["b"])
+
+        step = capture(body) if device == "lazy" else body
+        return lambda number: step(ones(device), {"a": [0.5 + number], "b": 0.25 * number})
+
+    assert beside_eager(make, 8) == 6
