@@ -17,7 +17,7 @@ import torch
 from lazy_backend.replay.cpu_calls import literal_key, same_bits
 from lazy_backend.replay.cpu_tensors import Held
 from lazy_backend.replay.float_recorder import Choice, RecordedFloats
-from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, reached
+from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, needed, reached
 from lazy_backend.replay.mirrors import value_of
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -267,6 +267,20 @@ class _FollowedLeaves:
                 found[place] = choices
         return found
 
+    def leaves_read(self) -> dict[int, Held]:
+        """The leaves that a replay reads: not the scalars on the device that Python did not ask for."""
+        recorded = self.recorded
+        wanted = [number for choices in recorded.constants.values() for number, _ in choices]
+        wanted += [number for numbers in self.latest.uploads.values() for number in numbers]
+        wanted += [number for _, number in recorded.writes]
+        wanted += [one for guard in self.tape.guards for one in guard.operands if isinstance(one, int)]
+        used = needed(self.tape.nodes, wanted)
+        return {
+            node: held
+            for node, held in recorded.held.items()
+            if node in used or held.read is not None or held.tensors[0].__class__ is not LazyTensor
+        }
+
     def _check_writes(self) -> None:
         """Raise `NotFollowed` if an earlier run wrote something else to CPU tensors."""
         now = {id(tensor): self.keys[node] for tensor, node in self.recorded.writes}
@@ -314,18 +328,18 @@ class FormulaProgram:
         self._formulas = choices.formulas
         self.uploads = choices.uploads
         self._followed_given = [place for place, node in enumerate(recorded.given) if node in choices.followed]
+        read = choices.leaves_read()
         self._held = [
-            _LeafOnCpu(held, recorded.tape.values[node], node in choices.followed)
-            for node, held in recorded.held.items()
+            _LeafOnCpu(held, recorded.tape.values[node], node in choices.followed) for node, held in read.items()
         ]
-        tensors = [tensor for held in recorded.held.values() for tensor in held.tensors]
+        tensors = [tensor for held in read.values() for tensor in held.tensors]
         self._places = [_Places(optimizer, tensors) for optimizer in optimizers] if tensors else []
         self._written = [tensor for tensor, _ in recorded.writes]
         nodes = list(dict.fromkeys(node for _, node in recorded.writes))
         self._write_places = [nodes.index(node) for _, node in recorded.writes]
         self._write_nodes = nodes
         self._leaves = [recorded.given[place] for place in self._followed_given]
-        self._leaves += [node for node in recorded.held if node in choices.followed]
+        self._leaves += [node for node in read if node in choices.followed]
         self.use(range(len(latest.constants)))
 
     def use(self, used: Sequence[int]) -> None:

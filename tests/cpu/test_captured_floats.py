@@ -736,3 +736,15 @@ def test_floats_in_containers_that_go_to_operators() -> None:
         return lambda number: step(ones(device), {"a": [0.5 + number], "b": 0.25 * number})
 
     assert beside_eager(make, 8) == 6
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}])
+def test_counts_that_stay_on_the_device_are_not_read(options: dict[str, bool]) -> None:
+    model = nn.Linear(3, 1).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    captured = capture(lambda x: (model(x).sum().backward(), optimizer.step(), optimizer.zero_grad())[1])
+    for _ in range(5):
+        captured(ones("lazy", 2, 3))
+    (signature,) = captured._signatures.values()
+    assert signature.program is not None
+    assert not signature.program.floats._held
