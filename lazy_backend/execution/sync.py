@@ -244,15 +244,17 @@ class LazyGraphExecutor:
         seeds: list[int],
         storages: list[LazyStorage],
         deliveries: list[tuple[Callable[[TensorData, Any], None], TensorData]],
+        count: int,
     ) -> Async | None:
         """Schedule a computation without a trace; the caller does the run unless it is in the background.
 
-        `storages` wait for the run, and `deliveries` hand them to their holders. The caller holds the context's lock,
-        and nothing is pending. None, with nothing done, if a run is under way or something came in between.
+        `storages` wait for the run, and `deliveries` hand them to their holders. `count`: of the device's runs, when
+        the caller began to read the state. The caller holds the context's lock, and nothing is pending. None, with
+        nothing done, if a run is under way or something came in between.
         """
         context = collection.context
         begin = perf_counter()
-        trace, count = context.trace, context.locker.count
+        trace = context.trace
         plan = bound.computation.executor.ready_plan_for(constants)
         if plan is None:
             plan = run_clean(bound.computation.executor.plan_for, constants, compile_policy())

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.replay.captured_state import Holder, TensorHolder, TensorSet
+from lazy_backend.replay.formula_program import FormulaProgram, NotFollowed, follow
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, ReturnedValue, Start
 from lazy_backend.replay.replayed_call import (
@@ -22,7 +24,7 @@ from lazy_backend.replay.replayed_call import (
     Arguments,
     CapturedProgram,
     Carried,
-    Floats,
+    Computed,
     HeldTensor,
     Leaf,
     Output,
@@ -40,6 +42,8 @@ from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 
 _ADVICE = "  keep state in a module, or in an object or container that the function names"
+
+_RETURNED_ELSE = "it returned something else than in the call before, which is no lazy tensor it computed"
 
 Held = Sequence[Sequence[tuple[Any, Holder]]]
 
@@ -80,7 +84,7 @@ def bind(
     last: RecordedCall,
     record: RecordedCall,
     held: Held | None,
-    floats: Floats,
+    floats: FormulaProgram,
     with_grad: TensorSet,
     arguments: Arguments,
     found: Found,
@@ -98,7 +102,8 @@ def bind(
         raise NotCapturable("something other than tensors holds what it makes")
     _check_nothing_piles_up(start, record)
     written = {bound.parameters[place].index for place in bound.computation.graph.mutated_inputs()}
-    inputs = [_source(last, record, place, place in written) for place in range(len(record.inputs))]
+    floats.use(bound.constants)
+    inputs = [_source(last, record, place, place in written, floats) for place in range(len(record.inputs))]
     _check_arguments(arguments, record, inputs)
     kept = {source.reference() for source in inputs if isinstance(source, HeldTensor)}
     used = {data for data in kept if data is not None}
@@ -115,7 +120,7 @@ def bind(
         parameters=tuple((parameter.index, parameter.base) for parameter in bound.parameters),
         outputs=tuple(outputs),
         returned=returned,
-        floats=replace(floats, used=bound.constants),
+        floats=floats,
         generators=record.generators,
         state_guard=_state_guard(found, used, held, inputs),
         optimizer_guards=record.guards,
@@ -156,7 +161,7 @@ def _check_nothing_piles_up(start: Start, record: RecordedCall) -> None:
         raise NotCapturable("tensors that the call before left are still held, as in a list that grows")
 
 
-def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool) -> Source:
+def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool, floats: FormulaProgram) -> Source:
     """Where an input of a recorded call came from, going by the call before. Raises `NotCapturable`."""
     if place in record.arguments:
         return Argument(record.arguments[place])
@@ -166,9 +171,16 @@ def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bo
     if data is not None and last.inputs[place]() is data:
         return HeldTensor(weakref.ref(data), record.entered(place).site)
     before, now = last.uploads.get(place), record.uploads.get(place)
+    if now is not None and place in floats.uploads:
+        number = list(floats.uploads).index(place)
+        return Computed(number, record.context, meta_of(now), record.entered(place).meta, is_written)
     if before is not None and now is not None and _equal(before, now):
         return Uploaded(new_data(record.context, now), record.entered(place).meta, is_written)
-    raise NotCapturable(
+    raise _another_tensor(record, place)
+
+
+def _another_tensor(record: RecordedCall, place: int) -> NotCapturable:
+    return NotCapturable(
         f"a tensor that it uses at {record.entered(place).site} was another one in the call before\n"
         "  pass what changes from call to call as an argument, on the lazy device"
     )
@@ -195,38 +207,30 @@ def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequen
 # ----- floats
 
 
-def follow_floats(seen: Sequence[RecordedCall]) -> Floats:
-    """Which floats of the arguments and optimizers the constants of one program followed in its recorded calls.
+def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
+    """The formulas of one program's constants, as its recorded calls confirm them.
 
-    Raises `NotCapturable` for a constant that changed and followed none of them.
+    Raises `NotCapturable` for a constant that changed as no formula predicts.
     """
     latest = seen[-1]
-    given = [record.floats for record in seen]
-    constants = [record.constants for record in seen]
-    free = {place for place, values in enumerate(zip(*given, strict=True)) if not _all_same(values)}
-    places = []
-    for place, values in enumerate(zip(*constants, strict=True)):
-        if _all_same(values):
-            continue
-        followed = [
-            (number, sign)
-            for number in sorted(free)
-            for sign in (1.0, -1.0)
-            if all(sign * floats[number] == value for floats, value in zip(given, values, strict=True))
-        ]
-        if not followed:
-            call = latest.constant_call(place)
-            raise NotCapturable(
-                f"a float of {call.op} at {call.site} changed from {values[-2]!r} to {values[-1]!r}\n"
-                "  a replay does not compute floats: give an optimizer fused=True, or, if it has no fused form, its "
-                "learning rate\n  as a lazy tensor; or pass the float as an argument"
-            )
-        places.append((place, tuple(followed)))
-    return Floats(latest.floats, latest.constants, frozenset(free), tuple(places))
-
-
-def _all_same(values: Sequence[float]) -> bool:
-    return all(value == values[0] for value in values)
+    alike = [record for record in seen[:-1] if record.returns_like(latest)]
+    if not alike:
+        raise NotCapturable(_RETURNED_ELSE)
+    runs = [record.as_run() for record in (*alike, latest)]
+    try:
+        return follow(runs, [guard.optimizer for guard in latest.guards])
+    except NotFollowed as error:
+        if error.upload >= 0:
+            raise _another_tensor(latest, error.upload) from None
+        if error.earlier is None:
+            raise NotCapturable(str(error)) from None
+        call = latest.constant_call(error.constant)
+        before, now = error.earlier.constants[error.constant], latest.constants[error.constant]
+        raise NotCapturable(
+            f"a float of {call.op} at {call.site} changed from {before!r} to {now!r}\n"
+            "  a replay computes floats from arguments, hyperparameters and step counts, by Python's arithmetic: "
+            "pass the float as\n  an argument"
+        ) from None
 
 
 # ----- what is returned
@@ -235,8 +239,8 @@ def _all_same(values: Sequence[float]) -> bool:
 def _returned(last: RecordedCall, record: RecordedCall, sources: list[Source]) -> Returned:
     """What a call returns. Adds returned tensors that the call did not use to `sources`. Raises `NotCapturable`."""
     pairs = list(zip(last.returned, record.returned, strict=False))
-    if last.spec != record.spec or not all(before.agrees(now) for before, now in pairs):
-        raise NotCapturable("it returned something else than in the call before, which is no lazy tensor it computed")
+    if not last.returns_like(record):
+        raise NotCapturable(_RETURNED_ELSE)
     return Returned(tuple(_leaf(before, now, sources) for before, now in pairs), record.spec)
 
 
@@ -248,7 +252,7 @@ def _leaf(before: ReturnedTensor | ReturnedValue, leaf: ReturnedTensor | Returne
         return ReturnedOutput(leaf.place, leaf.meta)
     if leaf.kind == "input":
         source = sources[leaf.place]
-        if isinstance(source, Uploaded):  # the caller may write to it
+        if isinstance(source, Uploaded | Computed):  # the caller may write to it
             sources[leaf.place] = replace(source, is_written=True)
         return ReturnedInput(leaf.place, leaf.meta)
     sources.append(Argument(leaf.place) if leaf.kind == "argument" else HeldTensor(leaf.storage, "its end"))

@@ -6,11 +6,12 @@ arguments to the program that was recorded.
 Note [What a captured call does]
 A recorded call is a step of its own: what was pending is synced first, the body runs, and its trace is synced. Two
 consecutive recorded calls that record the same path are compared input by input. Each input must be an argument, the
-same data as before, an output that the previous call left, or an equal constant uploaded by the body. Each float that
-differs must have followed a float of the arguments or of an optimizer. Whatever the first call left, the second must
-have left in the same way. Then a `CapturedProgram` is bound, and calls are replayed until a guard fails. After that,
-one recorded call is enough to bind a program again, if that call matches what the replays left. Nothing is assumed
-about a body that cannot be captured: it runs as written, with a warning that says why.
+same data as before, an output that the previous call left, or an upload that is equal or that a formula gives. Each
+float that differs must follow by a formula from floats of the arguments, hyperparameters and step counts (Note
+[Floats by formula]). Whatever the first call left, the second must have left in the same way. Then a
+`CapturedProgram` is bound, and calls are replayed until a guard fails. After that, one recorded call is enough to
+bind a program again, if that call matches what the replays left. Nothing is assumed about a body that cannot be
+captured: it runs as written, with a warning that says why.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from lazy_backend.execution.run import Async, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
+from lazy_backend.replay.float_recorder import FloatRecorder, call_traced
+from lazy_backend.replay.formula_program import Stale
 from lazy_backend.replay.methods import bound_to
 from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
@@ -51,7 +54,7 @@ from lazy_backend.replay.recorded_call import (
     start_of_call,
     unflatten_result,
 )
-from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Stale
+from lazy_backend.replay.replayed_call import Arguments, CapturedProgram
 from lazy_backend.replay.state_guard import Found
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import Body, running
@@ -298,19 +301,18 @@ class Captured(Generic[P, R]):
 
     def _run_as_written(self, context: DeviceContext, args: Any, kwargs: Any) -> Any:
         with watches.shown_to(Watch(())):
-            leaves, spec = self._run_body(context, Body(self._name, context.name), args, kwargs)
+            body = Body(self._name, context.name)
+        leaves, spec = self._run_body(context, body, lambda: flatten_result(self._function(*args, **kwargs)))
         self._sync(context)
         return unflatten_result(leaves, spec)
 
-    def _run_body(self, context: DeviceContext, body: Body, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """The leaves of what the body returns. Other threads wait, see Note [Threads and bodies]."""
+    def _run_body(self, context: DeviceContext, body: Body, function: Callable[[], Any]) -> tuple[list[Any], Any]:
+        """What `function`, which calls the body, returns. Other threads wait, see Note [Threads and bodies]."""
         thread = body.thread
         try:
             try:
                 context.body = running[thread] = body
-                made = executor.rules.call_refusing(
-                    self._refuse, lambda: flatten_result(self._function(*args, **kwargs))
-                )
+                made = executor.rules.call_refusing(self._refuse, function)
             finally:
                 context.body, body.ended = None, True
                 running.pop(thread, None)
@@ -346,8 +348,12 @@ class Captured(Generic[P, R]):
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 body = Body(self._name, context.name)
-                leaves, spec = self._run_body(context, body, args, kwargs)
-            record, storages = record_call(context, arguments, argument_data, start, watch, uploads, leaves, spec)
+                recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
+                leaves, spec = self._run_recorded(recorder, last, context, body, args, kwargs)
+            watch.recorder = None
+            record, storages = record_call(
+                context, arguments, argument_data, start, watch, uploads, leaves, spec, recorder
+            )
             uploads.clear()
             note_changes(start, record, last)
             self._note_devices(signature, record, body)
@@ -392,6 +398,30 @@ class Captured(Generic[P, R]):
         record.reached_generators = tuple(found.reach.generators)
         record.random_states = tuple(found.reach.random_states)
         return found
+
+    def _run_recorded(
+        self,
+        recorder: FloatRecorder,
+        last: RecordedCall | None,
+        context: DeviceContext,
+        body: Body,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run the body with traced floats. Returns the leaves of its result, with plain floats, and their structure."""
+        try:
+            for guard in last.guards if last is not None else ():
+                recorder.install(guard.optimizer)
+            with recorder:
+                leaves, spec = self._run_body(
+                    context, body, lambda: flatten_result(call_traced(self._function, recorder, args, kwargs))
+                )
+            return recorder.plain_results(leaves), spec
+        except BaseException:
+            recorder.close()
+            raise
+        finally:
+            recorder.restore()
 
     def _bind(
         self,
@@ -464,15 +494,19 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
     `.grad`, optimizer state, statistics, tensors in your objects) ends up as if the body had run. Random operators keep
     drawing new numbers. Each call is a step of its own: no `mark_step` is needed.
 
+    Optimizers may be any of `torch.optim`, their schedules stepped outside: a replay computes the body's floats from
+    hyperparameters, step counts and float arguments as the body does, and advances step counts on the CPU.
+
     A call runs as written if the structure, shapes, dtypes or devices of its arguments, other Python values among them,
-    grad mode, autocast, hyperparameters, the state itself, or anything in a module or optimizer changed from outside:
-    children, parameters, hooks, plain attributes, `training`, `requires_grad`. Other Python values that the code reads,
-    such as a global number, are not checked at each call. Instead the body runs as written now and then (at the 64th
-    call, then each time after twice as many), and a difference raises `CaptureError` with the first operator that
-    differs and its line. `verify_every=n` does so at every n-th call, `verify_every=0` never. A read within the body
-    raises `CaptureError` with its line. A body that cannot be replayed for another reason keeps running as written,
-    with a `CaptureWarning` that says why. `max_different_graphs`: the first call that records one more program than
-    this raises `TooManyGraphsError`.
+    grad mode, autocast, the state itself, the answer to a question about a float (`if lr > 0.1`), or anything in a
+    module or optimizer changed from outside: children, parameters, hooks, plain attributes, `training`,
+    `requires_grad`. So does the first call after a hyperparameter has changed for the first time. Other Python values
+    that the code reads, such as a global number, are not checked at each call. Instead the body runs as written now and
+    then (at the 64th call, then each time after twice as many), and a difference raises `CaptureError` with the first
+    operator that differs and its line. `verify_every=n` does so at every n-th call, `verify_every=0` never. A read
+    within the body raises `CaptureError` with its line. A body that cannot be replayed for another reason keeps running
+    as written, with a `CaptureWarning` that says why. `max_different_graphs`: the first call that records one more
+    program than this raises `TooManyGraphsError`.
     """
     if step is None:
         return lambda function: Captured(function, verify_every, max_different_graphs)

@@ -29,6 +29,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
+from lazy_backend.replay.torch_hooks import FloatSeer, TorchHooks
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 
@@ -46,6 +47,7 @@ class Watch:
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
         self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors calls an operator
         self.contexts: set[DeviceContext] = set()  # of the operands
+        self.recorder: FloatSeer | None = None  # while the body runs
         self._arguments = set(map(id, arguments))
 
     def see_module(self, module: torch.nn.Module) -> None:
@@ -53,6 +55,8 @@ class Watch:
 
     def see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers[optimizer] = None
+        if self.recorder is not None:
+            self.recorder.install(optimizer)
 
     def see_operands(self, operands: Sequence[Any]) -> None:
         for operand in operands:
@@ -117,6 +121,7 @@ class _Watches:
         self._watches: dict[int, Watch] = {}
         self._dispatch: Any = None
         self._hooks: list[RemovableHandle] = []
+        self._torch_hooks = TorchHooks(self._recorder)
 
     @contextmanager
     def shown_to(self, watch: Watch) -> Iterator[None]:
@@ -134,7 +139,12 @@ class _Watches:
                 if not self._watches:
                     self._remove()
 
+    def _recorder(self) -> FloatSeer | None:
+        watch = self._watches.get(threading.get_ident())
+        return None if watch is None else watch.recorder
+
     def _install(self) -> None:
+        self._torch_hooks.install()
         if LazyTensor.__torch_dispatch__ != self._show:
             self._dispatch = LazyTensor.__torch_dispatch__
             LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
@@ -147,6 +157,7 @@ class _Watches:
         if self._dispatch is not None:
             LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
         self._remove_hooks()
+        self._torch_hooks.remove()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -225,22 +236,31 @@ class OptimizerGuard:
         self._state = optimizer.state
         self._groups = list(optimizer.param_groups)
         self._values = [tuple(group.values()) for group in self._groups]
-        self.names = tuple(
-            f"{type(optimizer).__name__}.param_groups[{place}][{name!r}]"
-            for place, group in enumerate(self._groups)
-            for name, value in group.items()
-            if type(value) is float
-        )
         self._floats = self._read_floats()
+        self.names = self._find_names()
 
-    def option_for_counts(self) -> str | None:
-        """The option that makes the optimizer count its steps on the device, if it counts them elsewhere."""
-        # `fused` first: it lets the learning rate change, while `capturable` computes with the rate in Python
-        options = [name for name in ("fused", "capturable") if name in self._optimizer.defaults]
-        return options[0] if options and host_state(self._optimizer) else None
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def _find_names(self) -> list[str]:
+        """The names of the floats, as in `AdamW.param_groups[0]['lr']`."""
+        found = []
+        for group, name, length in float_places(self._optimizer):
+            place = next(place for place, one in enumerate(self._groups) if one is group)
+            count = 1 if length is None else sum(type(value) is float for value in group[name])
+            found += [f"{type(self._optimizer).__name__}.param_groups[{place}][{name!r}]"] * count
+        return found
 
     def _read_floats(self) -> tuple[float, ...]:
-        return tuple(value for group in self._groups for value in group.values() if type(value) is float)
+        found: list[float] = []
+        for group in self._groups:
+            for value in group.values():
+                if type(value) is float:
+                    found.append(value)
+                elif type(value) is tuple:
+                    found += [one for one in value if type(one) is float]
+        return tuple(found)
 
     def floats(self) -> tuple[float, ...] | None:
         """The floats among the hyperparameters; None if anything else changed."""
@@ -261,14 +281,28 @@ class OptimizerGuard:
         return self._read_floats()
 
 
+def float_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    """Where the floats among the hyperparameters are: group, name, and the length if they are in a tuple."""
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float):
+                yield group, name, None
+            elif type(value) is tuple and any(isinstance(one, float) for one in value):
+                yield group, name, len(value)
+
+
 def _same_but_for_floats(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and (type(a) is float or (_is_plain(a) and bool(a == b))))
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(_same_but_for_floats, a, b))
+    return type(a) is float or (_is_plain(a) and bool(a == b))
 
 
 def _is_plain(value: Any) -> bool:
     """Whether comparing `value` runs no tensor code."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 

@@ -32,6 +32,8 @@ from lazy_backend.replay.captured_state import (
     Watch,
     find_tensors,
 )
+from lazy_backend.replay.float_recorder import FloatRecorder, RecordedFloats
+from lazy_backend.replay.formula_program import ProgramRun
 from lazy_backend.replay.plain_values import is_plain, value_key
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.structure import Root, Structure
@@ -115,6 +117,8 @@ class RecordedCall:
     watch: Watch
     guards: tuple[OptimizerGuard, ...]
     floats: tuple[float, ...]  # of the arguments, then of the optimizers
+    formulas: RecordedFloats
+    computed: dict[int, list[int]]  # by input that the body uploaded: the nodes of `formulas` that gave its value
     settings: Environment
     bound: CachedComputation | None = None
     roots: tuple[Root, ...] = ()  # the modules and optimizers that it reaches or used
@@ -144,6 +148,20 @@ class RecordedCall:
                 return call
             place -= call.num_constants
         raise IndexError(place)
+
+    def as_run(self) -> ProgramRun:
+        return ProgramRun(self.formulas, self.floats, self.constants, self.computed, self.uploads, self.float_names())
+
+    def float_names(self) -> list[str]:
+        """The names of `floats`, for reasons."""
+        names = [name for guard in self.guards for name in guard.names]
+        return ["a float argument"] * (len(self.floats) - len(names)) + names
+
+    def returns_like(self, other: RecordedCall) -> bool:
+        """Whether both returned the same, apart from the values of what they made."""
+        return self.spec == other.spec and all(
+            one.agrees(two) for one, two in zip(self.returned, other.returned, strict=False)
+        )
 
     def own_generators(self) -> list[torch.Generator]:
         return [generator for generator in self.generators if generator is not None]
@@ -256,13 +274,12 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
         raise NotCapturable(
             "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
         )
-    if any(tensor._version != version for tensor, version in start.host_versions):
-        options = sorted({f"{option}=True" for guard in record.guards if (option := guard.option_for_counts())})
-        advice = f"make it with {' and '.join(options)}" if options else "take one that has fused=True"
-        raise NotCapturable(
-            "the optimizer counts its steps on the CPU, which a replay would not do\n"
-            f"  {advice}, so that the counts are on the device"
-        )
+    if record.formulas.problem is not None:
+        raise NotCapturable(record.formulas.problem)
+    if any(
+        tensor._version != version and id(tensor) not in record.formulas.seen for tensor, version in start.host_versions
+    ):
+        raise NotCapturable("it changes an optimizer's state on the CPU unseen, which a replay would not do")
     if record.host_generators != start.host_generators or not all(
         _drew_only(record.seeds_from(generator), generator, before) for generator, before in start.generators
     ):
@@ -295,11 +312,15 @@ def record_call(
     made_outside: Collection[LazyStorage],
     leaves: Sequence[Any],
     spec: pytree.TreeSpec | None,
+    recorder: FloatRecorder,
 ) -> tuple[RecordedCall, list[LazyStorage]]:
     """The record of a call, made before its trace is synced; and the storages that it made and that are alive."""
     trace = context.trace
     indices, storages = trace.live()
     guards = tuple(OptimizerGuard(optimizer) for optimizer in watch.optimizers)
+    given_floats = [guard.floats() or () for guard in guards]
+    counts = [len(arguments.floats), *map(len, given_floats)]
+    formulas = recorder.finish([guard.optimizer for guard in guards], counts)
     given = {data(): place for place, data in enumerate(argument_data)}
     left = {storage(): place for storage, place in start.left}
     record = RecordedCall(
@@ -320,8 +341,15 @@ def record_call(
         watch=watch,
         guards=guards,
         settings=current_environment(),
-        floats=arguments.floats + tuple(value for guard in guards for value in guard.floats() or ()),
+        floats=arguments.floats + tuple(value for floats in given_floats for value in floats),
+        formulas=formulas,
+        computed={
+            place: formulas.uploads[data.storage]
+            for place, data in enumerate(trace.inputs)
+            if data.storage in formulas.uploads
+        },
     )
+    formulas.uploads.clear()  # it would keep them alive
     for place, data in enumerate(trace.inputs):
         if data.storage in made_outside and data.storage.tensor is not None:
             record.uploads[place] = run_clean(data.storage.tensor.clone)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.replay.captured_state import Holder, OptimizerGuard, TensorHolder
+from lazy_backend.replay.formula_program import Evaluated, FormulaProgram, Stale
 from lazy_backend.replay.state_guard import StateGuard
 from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.outside import new_data, upload
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 from lazy_backend.tensors.thread_state import run_clean
@@ -41,13 +43,10 @@ class Arguments:
 
     tensors: tuple[LazyTensor, ...]
     floats: tuple[float, ...]
+    uploads: Sequence[torch.Tensor] = ()  # what the formulas computed for this replay
 
 
 _CONFIG = SyncTensorsConfig()
-
-
-class Stale(Exception):
-    """A program no longer fits the current state. The text says what changed; the body runs again."""
 
 
 # ----- where the inputs of a program come from
@@ -113,7 +112,25 @@ class Uploaded:
         return _data_over(made, self.meta)
 
 
-Source = Argument | HeldTensor | Carried | Uploaded
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A value that the formulas give at each replay, as the `place`-th upload, and that is uploaded then."""
+
+    place: int
+    context: DeviceContext
+    base: TensorMeta
+    meta: TensorMeta
+    is_written: bool
+
+    def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
+        real = upload(self.context, arguments.uploads[self.place])
+        storage = new_data(self.context, run_clean(real.clone) if self.is_written else real)
+        if storage.meta is not self.base:
+            raise Stale("a tensor on the CPU has another shape")
+        return _data_over(storage, self.meta)
+
+
+Source = Argument | HeldTensor | Carried | Uploaded | Computed
 
 
 def _data_over(storage: LazyStorage, meta: TensorMeta) -> TensorData:
@@ -123,8 +140,8 @@ def _data_over(storage: LazyStorage, meta: TensorMeta) -> TensorData:
 # ----- where its outputs go
 
 
-# A holder's `put`, and the data that it is to hold from now on.
-Delivery = tuple[Callable[[TensorData, Any], None], TensorData]
+# A holder's `put`, and the data that it is to hold from now on; or a `Commit` with its own.
+Delivery = tuple[Callable[[Any, Any], None], Any]
 
 
 class Output:
@@ -197,40 +214,6 @@ class Returned:
     spec: pytree.TreeSpec | None
 
 
-@dataclass(frozen=True, slots=True)
-class Floats:
-    """The floats a program was recorded with, and which of them may change.
-
-    `places`: for each constant that changes, the floats that it followed so far, each with its sign. `used`: the
-    constants that the computation takes.
-    """
-
-    given: tuple[float, ...]
-    constants: tuple[float, ...]
-    free: frozenset[int]
-    places: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
-    used: tuple[int, ...] = ()
-    unchanged: tuple[float, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "unchanged", tuple(self.constants[place] for place in self.used))
-
-    def bind(self, given: tuple[float, ...]) -> tuple[float, ...]:
-        """The computation's constants for these floats. Raises `Stale`."""
-        if given == self.given:
-            return self.unchanged
-        changed = {place for place, (new, old) in enumerate(zip(given, self.given, strict=True)) if new != old}
-        if not changed <= self.free:
-            raise Stale("a float changed")
-        constants = list(self.constants)
-        for place, followed in self.places:
-            values = {sign * given[number] for number, sign in followed}
-            if len(values) > 1:
-                raise Stale("floats that were equal differ")
-            constants[place] = values.pop()
-        return tuple(constants[place] for place in self.used)
-
-
 @dataclass(slots=True, eq=False)
 class CapturedProgram:
     """A recorded program, bound to the state it works on. See Note [A replay is a step]."""
@@ -242,7 +225,7 @@ class CapturedProgram:
     parameters: tuple[tuple[int, bool], ...]  # each the place of a source, and whether its base is wanted
     outputs: tuple[Output, ...]
     returned: Returned
-    floats: Floats
+    floats: FormulaProgram
     generators: tuple[torch.Generator | None, ...]  # one per seed; None: torch's default one
     state_guard: StateGuard
     optimizer_guards: tuple[OptimizerGuard, ...]
@@ -251,8 +234,8 @@ class CapturedProgram:
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
     site: str
 
-    def check(self, arguments: Arguments) -> tuple[float, ...]:
-        """Check all that a replay relies on. Returns the computation's constants, or raises `Stale`."""
+    def check(self, arguments: Arguments) -> Evaluated:
+        """Check all that a replay relies on. Returns what the formulas give, or raises `Stale`."""
         change = self.state_guard.change()
         if change:
             raise Stale(change)
@@ -276,32 +259,38 @@ class CapturedProgram:
         for tensor in arguments.tensors:
             if id(tensor._data.storage) in self.kept:
                 raise Stale("an argument shares memory with the state")
-        return self.floats.bind(floats)
+        return self.floats.evaluate(floats)
 
     def run(self, arguments: Arguments) -> tuple[Any, Async] | None:
         """Replay: what the body would have returned, and the run; None, with nothing done, if a run is under way.
 
         The caller holds the context's lock, and nothing is pending. Raises `Stale` before anything has happened.
         """
-        constants = self.check(arguments)
+        count = self.context.locker.count  # a signal handler may replay after this: then this call begins again
+        if not self.context.locker.is_idle():  # formulas may read what the last run gives
+            return None
+        evaluated = self.check(arguments)
+        arguments.uploads = evaluated.uploads
         if current_environment() != self.settings:
             raise Stale("the settings changed")
-        if not self.context.locker.is_idle():
-            return None
         bound = self.bound
         inputs = [source.data(self, arguments) for source in self.sources]
         seeds = [contexts.get_rng_seed(generator) for generator in self.generators]
         deliveries: list[Delivery] = []
         storages = [output.renew(deliveries) for output in self.outputs]
+        commit = evaluated.commit
+        if commit is not None:
+            deliveries.append((commit.put, commit))
         result = self._result(storages, inputs)
         run = executor.replay(
             SyncTensorCollection(_CONFIG, self.context, self.context.trace.cursor, (), [], "captured call", self.site),
             bound,
             [(inputs[place], base) for place, base in self.parameters],
-            constants,
+            evaluated.constants,
             [seeds[place] for place in bound.seeds],
             storages,
             deliveries,
+            count,
         )
         if run is None:
             return None

@@ -276,6 +276,56 @@ def test_ctrl_c_at_any_moment(captured: bool, background: str) -> None:
         torch.set_grad_enabled(True)
 
 
+class CountingStep:
+    """A captured step with a count on the CPU: after n calls the total on the device is 1 + 2 + ... + n."""
+
+    def __init__(self) -> None:
+        lazy_backend.config.run_in_background = "never"
+        self.count, self.total = torch.zeros(()), torch.zeros(2, device="lazy")
+        self.step = lazy_backend.capture(self.body)
+        for _ in range(5):
+            self.step()
+
+    def body(self) -> None:
+        self.count.add_(1)
+        self.total.add_(torch.ones(2, device="lazy"), alpha=self.count.item())
+
+    def expected(self) -> float:
+        number = int(self.count)
+        return number * (number + 1) / 2
+
+
+def test_an_exception_at_any_line_of_a_replay_advances_a_count_once_or_not() -> None:
+    made = CountingStep()
+    places = places_of(made.step)
+    assert any(place[0].endswith("formula_program.py") for place in places)
+    for place, number in places.items():
+        for time in times_of(number):
+            made = CountingStep()
+            with contextlib.suppress(Interrupted):
+                interrupt(made.step, place, time, raise_interrupted)
+            settle()
+            assert made.count in (5, 6), place
+            total = made.total[0].item()
+            assert total == made.expected() or total == made.expected() - int(made.count), place
+            # what interrupts a run, and nothing else, keeps a committed step from computing its total
+            assert total == made.expected() or "replay" not in Path(place[0]).parts, place
+            made.step()
+            assert made.count in (6, 7), place
+
+
+def test_a_replay_within_a_replay_advances_a_count_twice() -> None:
+    places = places_of(CountingStep().step, instructions=True)
+    made = CountingStep()
+    count = 5
+    for place, number in places.items():
+        for time in times_of(number):
+            reached = interrupt(made.step, place, time, made.step)
+            count += 1 + reached
+            assert made.count == count, (place, time)
+            assert made.total.tolist() == [made.expected()] * 2, (place, time)
+
+
 def test_interruptions_leave_no_hook_behind() -> None:
     """What watches a body is put in place for one call, and removed by the next one if that was interrupted."""
     from torch.nn.modules import module as torch_modules

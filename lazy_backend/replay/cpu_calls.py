@@ -1,0 +1,134 @@
+"""Operators on CPU tensors as functions of their operands, which a replay can call again.
+
+In: the calls of a body. Out: functions that write none of their operands; the bits of CPU tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_CONSTANT = int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+
+
+def content(tensor: torch.Tensor) -> bytes:
+    """The bits of a CPU tensor."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and content(a) == content(b)
+
+
+def as_upload(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A float or a CPU tensor, as an upload of this dtype."""
+    return value.detach().to(dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuWrite:
+    """An operator that writes its first operand, as a function that returns the new value."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]  # of the last operands
+
+    @property
+    def key(self) -> Hashable:
+        """What is equal for two objects that do the same; so for all functions of this module."""
+        return "write", self.function, self.names
+
+    def __call__(self, target: torch.Tensor, *operands: Any) -> torch.Tensor:
+        made = target.clone()
+        if not self.names:
+            self.function(made, *operands)
+            return made
+        count = len(operands) - len(self.names)
+        self.function(made, *operands[:count], **dict(zip(self.names, operands[count:], strict=True)))
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuCall:
+    """Any operator, as a function that returns its tensors, then the new values of the operands that it writes."""
+
+    function: Callable[..., Any]
+    spec: pytree.TreeSpec
+    written: tuple[int, ...]
+
+    @property
+    def key(self) -> Hashable:
+        return "call", self.function, str(self.spec), self.written
+
+    def __call__(self, *leaves: Any) -> tuple[torch.Tensor, ...]:
+        operands = list(leaves)
+        for place in self.written:
+            operands[place] = operands[place].clone()
+        args, kwargs = pytree.tree_unflatten(operands, self.spec)
+        return (*tensors_in(self.function(*args, **kwargs)), *(operands[place] for place in self.written))
+
+
+def pick(results: tuple[torch.Tensor, ...], place: int) -> torch.Tensor:
+    return results[place]
+
+
+def item_of(tensor: torch.Tensor) -> float:
+    return tensor.item()
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """Makes a CPU tensor again from what the body gave, such as an array or a list.
+
+    The `number`-th one of a run stands for that of another run if both are made by one function, of the same arrays.
+    """
+
+    number: int
+    function: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __call__(self) -> torch.Tensor:
+        return self.function(*self.args, **dict(self.kwargs))
+
+    def key(self) -> Hashable:
+        """Equal for two readers of which one stands for the other."""
+        values = (*self.args, *(value for _, value in self.kwargs))
+        parts = [literal_key(value) if type(value) is not list else list for value in values]
+        return (self.number, self.function, *parts)
+
+
+def literal_key(value: Any) -> Hashable:
+    """What is equal for two operands that are the same at each replay."""
+    if isinstance(value, float):
+        return float, struct.pack("d", value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), content(value)
+    if isinstance(value, slice):
+        return slice, value.start, value.stop, value.step
+    return (type(value), value) if is_constant(value) else ("object", id(value))
+
+
+def are_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return all(map(is_constant, args)) and all(map(is_constant, kwargs.values()))
+
+
+def is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(is_constant, value))
+    return value is None or isinstance(value, _CONSTANT)
+
+
+def constant(value: torch.Tensor) -> torch.Tensor:
+    return value

@@ -1,0 +1,414 @@
+"""Floats that remember how they were computed, and functions that compute them again.
+
+In: floats and CPU tensors that a body reads from outside, and what Python does with them. Out: a `Tape` of nodes, and
+`compile_formulas`, which makes one function of the nodes that the followed leaves reach.
+
+Note [Floats by formula]
+While a body runs as written, a hyperparameter, a step count or a float argument is a `TracedFloat`. Arithmetic on it
+is plain float arithmetic, and adds a node to the tape. A replay does the same arithmetic in the same order, so its
+floats are those of the body bit for bit. What leaves float arithmetic is a guard: an outcome (of a comparison, `int`,
+`round`, formatting) that a replay must find again, or else the body runs as written. C code such as `math.sqrt` reads
+the value of a float without asking it. So a leaf is followed only if it was seen to vary while the formulas predicted
+every constant of the program (`formula_program`); until then it is guarded by its value.
+
+Equal nodes on equal operands are one node, and step counts that start equal are one leaf: 150 parameters cost one
+formula. That they are still equal is checked at each replay.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from sys import getrefcount
+from typing import Any
+
+import torch
+
+plain = float.__float__  # an exact float, also of a subclass
+
+_pack = struct.Struct("d").pack
+
+
+def bits(value: float) -> bytes:
+    """What tells two floats apart: -0.0 from 0.0, but no NaN from itself."""
+    return _pack(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Literal:
+    """An operand that is the same at each replay."""
+
+    value: Any
+
+
+# the number of a node, or a value
+Operand = int | Literal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TapeNode:
+    """One value of a tape. A leaf has no function: it is read from outside."""
+
+    function: Callable[..., Any] | None
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guard:
+    """What a body learned of its values: a replay must find the same."""
+
+    function: Callable[..., Any]
+    operands: tuple[Operand, ...]
+    outcome: Any
+
+
+def _key_of(operand: Operand) -> Hashable:
+    if isinstance(operand, int):
+        return operand
+    value = operand.value
+    kind = type(value)
+    if kind is float:
+        return kind, bits(value)
+    return (kind, value) if kind in (int, bool, str) else (kind, id(value))  # alive as long as its node
+
+
+class Tape:
+    """The nodes that one run of a body computed, with the values they had. Closed when the body has ended."""
+
+    def __init__(self) -> None:
+        self.nodes: list[TapeNode] = []
+        self.values: list[Any] = []
+        self.guards: list[Guard] = []
+        self.is_open = True
+        self._known: dict[Hashable, int] = {}
+        self._made: list[TracedFloat] = []
+
+    def leaf(self, value: Any, key: Hashable = None) -> int:
+        """A value from outside. Leaves of one key are one leaf."""
+        if key is not None and key in self._known:
+            return self._known[key]
+        number = self._add(TapeNode(None, ()), value)
+        if key is not None:
+            self._known[key] = number
+        return number
+
+    def compute(self, function: Callable[..., Any], operands: Sequence[Operand], value: Any) -> int:
+        """The node of `function` of `operands`, which gave `value`."""
+        key = (id(function), *map(_key_of, operands))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._add(TapeNode(function, tuple(operands)), value)
+        return known
+
+    def _add(self, node: TapeNode, value: Any) -> int:
+        self.nodes.append(node)
+        self.values.append(value)
+        return len(self.nodes) - 1
+
+    def guard(self, function: Callable[..., Any], operands: Sequence[Operand], outcome: Any) -> None:
+        key = ("guard", id(function), *map(_key_of, operands))
+        if self.is_open and key not in self._known:
+            self._known[key] = -1
+            self.guards.append(Guard(function, tuple(operands), outcome))
+
+    def traced(self, number: int) -> TracedFloat:
+        """The float of a node, for Python to compute with."""
+        made = TracedFloat(self.values[number])
+        made.tape, made.number = self, number
+        self._made.append(made)
+        return made
+
+    def kept(self) -> list[TracedFloat]:
+        """The traced floats that something besides the caller and this tape still holds, such as a scheduler."""
+        # three references that are not the body's: the list, the loop's variable and the argument
+        return [one for one in self._made if getrefcount(one) > 3]
+
+    def close(self) -> None:
+        """From here on, what is left of the traced floats behaves as plain floats do."""
+        self.is_open = False
+        self._made.clear()
+        self._known.clear()
+
+
+# ----- the float
+
+
+_PLAIN_NUMBERS = frozenset((int, float, bool))
+
+
+def _operand(value: Any, tape: Tape) -> Operand:
+    if isinstance(value, TracedFloat):
+        return value.number if value.tape is tape else Literal(plain(value))
+    return Literal(value)
+
+
+def untraced(value: Any) -> Any:
+    return plain(value) if isinstance(value, TracedFloat) else value
+
+
+def _apply(function: Callable[..., Any], *operands: Any) -> Any:
+    """`function` of numbers, one of them traced: traced if a replay can compute it."""
+    tape = next(one.tape for one in operands if isinstance(one, TracedFloat))
+    for one in operands:
+        if isinstance(one, torch.Tensor):
+            return NotImplemented  # the tensor's turn, with the traced float as its argument
+        if isinstance(one, TracedFloat):
+            tape = one.tape if one.tape.is_open else tape
+        elif type(one) not in _PLAIN_NUMBERS:
+            return function(*_values_kept(operands))
+    values = [untraced(one) for one in operands]
+    if not tape.is_open:
+        return function(*values)
+    try:
+        value = function(*values)
+    except ArithmeticError:
+        _values_kept(operands)
+        raise
+    if type(value) is not float:  # a power that is complex
+        _values_kept(operands)
+        return value
+    return tape.traced(tape.compute(function, [_operand(one, tape) for one in operands], value))
+
+
+def _values_kept(operands: Sequence[Any]) -> list[Any]:
+    return [one.keep_value() if isinstance(one, TracedFloat) else one for one in operands]
+
+
+def _compare(function: Callable[[Any, Any], Any], self: TracedFloat, other: Any) -> Any:
+    if isinstance(other, torch.Tensor):
+        return NotImplemented
+    if type(other) not in _PLAIN_NUMBERS and not isinstance(other, TracedFloat):
+        return function(self.keep_value(), other)
+    outcome = function(plain(self), untraced(other))
+    tape = self.tape if self.tape.is_open or not isinstance(other, TracedFloat) else other.tape
+    tape.guard(function, (_operand(self, tape), _operand(other, tape)), outcome)
+    return outcome
+
+
+def _binary(function: Callable[..., Any]) -> Any:
+    return lambda self, other: _apply(function, self, other)
+
+
+def _reflected(function: Callable[..., Any]) -> Any:
+    return lambda self, other: _apply(function, other, self)
+
+
+def _unary(function: Callable[..., Any]) -> Any:
+    return lambda self: _apply(function, self)
+
+
+def _comparison(function: Callable[..., Any]) -> Any:
+    return lambda self, other: _compare(function, self, other)
+
+
+class TracedFloat(float):
+    """A float that remembers the node of the tape that it is. See Note [Floats by formula]."""
+
+    __slots__ = ("tape", "number")
+
+    tape: Tape
+    number: int
+
+    def keep_value(self) -> float:
+        """The plain value, for a use that no formula follows: a replay must find it again."""
+        value = plain(self)
+        self.tape.guard(bits, (self.number,), bits(value))
+        return value
+
+    def ask(self, function: Callable[..., Any], *further: Any) -> Any:
+        """What `function` makes of the value, as a guard."""
+        value = function(plain(self), *further)
+        self.tape.guard(function, (self.number, *map(Literal, further)), value)
+        return value
+
+    def __float__(self) -> float:
+        return self.keep_value()
+
+    def __bool__(self) -> bool:
+        return bool(self.ask(bool))
+
+    def __int__(self) -> int:
+        return int(self.ask(int))
+
+    def __trunc__(self) -> int:
+        return int(self.ask(int))
+
+    def __floor__(self) -> int:
+        return int(self.ask(float.__floor__))
+
+    def __ceil__(self) -> int:
+        return int(self.ask(float.__ceil__))
+
+    def __round__(self, digits: Any = None) -> Any:
+        if digits is None:
+            return self.ask(round)
+        return _apply(round, self, digits) if type(digits) is int else round(self.keep_value(), digits)
+
+    def __hash__(self) -> int:
+        return hash(self.keep_value())
+
+    def __repr__(self) -> str:
+        return repr(self.keep_value())
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return str(self.ask(format, spec))
+
+    def is_integer(self) -> bool:
+        return bool(self.ask(float.is_integer))
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        return self.keep_value().as_integer_ratio()
+
+    def hex(self) -> str:
+        return self.keep_value().hex()
+
+    def conjugate(self) -> float:
+        return self
+
+    @property
+    def real(self) -> float:  # type: ignore[override]
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return float, (self.keep_value(),)
+
+    def __copy__(self) -> float:
+        return self.keep_value()
+
+    def __deepcopy__(self, memo: Any) -> float:
+        return self.keep_value()
+
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __neg__, __pos__, __abs__ = _unary(operator.neg), _unary(operator.pos), _unary(operator.abs)
+    __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+    __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+    __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
+    # NumPy asks before it reads the value
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy
+
+        return numpy.asarray(self.keep_value(), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        untraced = [one.keep_value() if isinstance(one, TracedFloat) else one for one in inputs]
+        return getattr(ufunc, method)(*untraced, **options)
+
+
+# ----- computing again
+
+
+def reached(nodes: Sequence[TapeNode], followed: Iterable[int]) -> set[int]:
+    """The nodes that depend on the `followed` leaves."""
+    found = set(followed)
+    for number, node in enumerate(nodes):
+        if any(one in found for one in node.operands if one.__class__ is int):
+            found.add(number)
+    return found
+
+
+def needed(nodes: Sequence[TapeNode], wanted: Iterable[int]) -> set[int]:
+    """The nodes that the `wanted` ones are computed from, and those themselves."""
+    found = set(wanted)
+    for number in reversed(range(len(nodes))):
+        if number in found:
+            found.update(one for one in nodes[number].operands if isinstance(one, int))
+    return found
+
+
+class OtherOutcome(Exception):
+    """A replay finds another outcome of a guard than the body did, or cannot compute a value."""
+
+
+_INFIX = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
+    operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
+    operator.ne: "!=",
+}  # fmt: skip
+
+
+class _SourceWriter:
+    """Writes the source of one function of the leaves."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {"OtherOutcome": OtherOutcome}
+        self.lines: list[str] = []
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def call(self, function: Callable[..., Any], operands: Sequence[str]) -> str:
+        sign = _INFIX.get(function)
+        if sign is not None:
+            return f"{operands[0]} {sign} {operands[1]}"
+        return f"{self.constant(function)}({', '.join(operands)})"
+
+    def finish(self, parameters: Sequence[str], results: str) -> Callable[..., Any]:
+        body = "\n    ".join([*self.lines, f"return {results}"])
+        source = f"def compute({', '.join(parameters)}):\n    {body}\n"
+        exec(compile(source, "<formulas of a captured function>", "exec"), self.names)
+        return self.names["compute"]  # type: ignore[no-any-return]
+
+
+def compile_formulas(
+    tape_nodes: Sequence[TapeNode],
+    values: Sequence[Any],
+    guards: Sequence[Guard],
+    followed: Sequence[int],
+    wanted: Sequence[Sequence[tuple[int, bool]]],
+) -> Callable[..., tuple[Any, ...]]:
+    """One function of the followed leaves, in their order, that returns the values wanted.
+
+    Each wanted value is given by nodes that must agree, each with whether it is negated; a node that no followed leaf
+    reaches has the value in `values`. Raises `OtherOutcome` if a guard does not hold.
+    """
+    moving = reached(tape_nodes, followed)
+    checked = [guard for guard in guards if any(one in moving for one in guard.operands if isinstance(one, int))]
+    roots = [number for choices in wanted for number, _ in choices]
+    roots += [one for guard in checked for one in guard.operands if isinstance(one, int)]
+    used = needed(tape_nodes, roots) & moving
+    writer = _SourceWriter()
+
+    def name(operand: Operand) -> str:
+        if isinstance(operand, Literal):
+            return writer.constant(operand.value)
+        return f"v{operand}" if operand in moving else writer.constant(values[operand])
+
+    for number in sorted(used - set(followed)):
+        node = tape_nodes[number]
+        assert node.function is not None
+        writer.lines.append(f"v{number} = {writer.call(node.function, [name(one) for one in node.operands])}")
+        if node.function is operator.pow:
+            writer.lines.append(f"if v{number}.__class__ is not {writer.constant(float)}: raise OtherOutcome")
+    for guard in checked:
+        outcome, kind = writer.constant(guard.outcome), writer.constant(type(guard.outcome))
+        found = f"g{len(writer.lines)}"
+        writer.lines.append(f"{found} = {writer.call(guard.function, [name(one) for one in guard.operands])}")
+        writer.lines.append(f"if {found} != {outcome} or {found}.__class__ is not {kind}: raise OtherOutcome")
+    results = []
+    for (first, negated), *others in wanted:
+        result = f"-{name(first)}" if negated else name(first)
+        for other, is_other_negated in others:
+            sign = "-" if is_other_negated else ""
+            packed = writer.constant(_pack)
+            writer.lines.append(f"if {packed}({result}) != {packed}({sign}{name(other)}): raise OtherOutcome")
+        results.append(result)
+    return writer.finish([f"v{number}" for number in followed], f"({''.join(f'{one}, ' for one in results)})")
