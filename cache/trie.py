@@ -21,7 +21,7 @@ class TrieNode(Generic[T]):
     step makes hundreds of nodes: there are dicts only where they are needed.
     """
 
-    __slots__ = ("parent", "call", "depth", "next_key", "next", "shortcut", "_branches", "bindings")
+    __slots__ = ("parent", "call", "depth", "next_key", "next", "shortcut", "_branches", "bindings", "jumps")
 
     def __init__(self, parent: TrieNode[T] | None, call: T | None) -> None:
         self.parent = parent
@@ -34,6 +34,8 @@ class TrieNode(Generic[T]):
         self.shortcut: Any = None
         self._branches: dict[Hashable, TrieNode[T]] | None = None  # all followers, if there are several
         self.bindings: Any = None  # results of earlier syncs at this node; only syncs use them, None before the first
+        # stretches of known calls that begin here, by what their operands are; None before the first
+        self.jumps: dict[Hashable, Any] | None = None
 
     def branch(self, key: Hashable) -> TrieNode[T] | None:
         """The follower with this key, which is not `next_key`."""
@@ -81,7 +83,7 @@ class Trie(Generic[T]):
         """Drop every path. Cursors into the old paths become invalid."""
         # the old nodes are a cycle (parent <-> followers): break it here rather than leave it to the collector
         for node in [self.root, *self]:
-            node._branches = node.bindings = node.next_key = node.next = None
+            node._branches = node.bindings = node.jumps = node.next_key = node.next = None
         self.root = TrieNode(None, None)
         self.size = 0
 

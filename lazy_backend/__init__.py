@@ -42,6 +42,7 @@ from lazy_backend.api import (
     wait_device_ops,
     wait_for_compiles,
 )
+from lazy_backend.capturing import capture
 from lazy_backend.compat import torch_lazy
 from lazy_backend.compat.installation import install
 from lazy_backend.compat.pytorch import redirect_torch_lazy
@@ -67,7 +68,6 @@ from lazy_backend.errors import (
 from lazy_backend.lowering.plans.profiling import GraphExecutorState
 from lazy_backend.lowering.serving.executor import ProfileMetrics
 from lazy_backend.lowering.serving.weights import InputError
-from lazy_backend.replay.capture import capture
 from lazy_backend.serve import Served, serve
 from lazy_backend.settings import config
 from lazy_backend.tensors.tensor import LazyTensor

@@ -27,11 +27,13 @@ from lazy_backend.execution import closures, disk_cache
 from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation.background import worker
+from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.lowering.ir.passes import watch_passes
 from lazy_backend.recording import handlers, record
 from lazy_backend.recording.attention import install_attention
 from lazy_backend.recording.recurrent import install_recurrent
 from lazy_backend.recording.sparse_operators import install_sparse
+from lazy_backend.regions import accounts
 from lazy_backend.settings import config
 from lazy_backend.tensors import outside
 from lazy_backend.tensors.contexts import contexts
@@ -91,6 +93,7 @@ def reset() -> None:
     closures.runner.forget()
     metrics.reset()
     history.reset()
+    forget_current_task()
 
 
 def _wire() -> None:
@@ -107,6 +110,7 @@ def _wire() -> None:
     history.sources["computations"] = executor.computations.describe
     history.sources["live tensors"] = contexts.all_live_by_line
     history.sources["disk cache"] = disk_cache.describe
+    history.sources["captured"] = accounts.describe
     watch_passes(print_pass)
 
 

@@ -31,6 +31,7 @@ class Explanation:
     programs: Sequence[ProgramRecord]
     memory: MemorySeries
     waits: Sequence[WaitRecord] = ()
+    captured: Sequence[dict[str, Any]] = ()  # what became of the calls of captured modules and optimizers
 
     def misses(self) -> list[SyncRecord]:
         """The syncs that have something to explain: all but hits on known paths and replays without advice."""
@@ -42,6 +43,7 @@ class Explanation:
             "records": [record.to_dict() for record in self.records],
             "compiles": [compiled.to_dict() for compiled in self.compiles],
             "programs": [program.to_dict() for program in self.programs],
+            "captured": list(self.captured),
         }
 
     def save(self, path: str | Path) -> None:
@@ -68,6 +70,8 @@ class Explanation:
         lines = [self._summary()]
         for _, group in itertools.groupby(self.records, key=_look):
             lines += _printed(list(group))
+        for row in self.captured:
+            lines += _captured(row)
         return "\n".join(lines)
 
     def _summary(self) -> str:
@@ -91,7 +95,8 @@ def explain(last: int | None = None) -> Explanation:
     """
     records, compiles, programs = history.snapshot()
     chosen = records if last is None else records[-last:]
-    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits))
+    captured = history.sources.get("captured", list)()
+    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits), captured)
 
 
 def explain_record(record: SyncRecord) -> str:
@@ -128,6 +133,17 @@ def _printed(group: Sequence[SyncRecord]) -> list[str]:
             lines.append(f"      {str(compiled.difference).replace(chr(10), chr(10) + '      ')}")
     if first.advice:
         lines.append(f"    -> {first.advice}")
+    return lines
+
+
+def _captured(row: dict[str, Any]) -> list[str]:
+    cost = row["microseconds_per_replay"]
+    lines = [
+        f"captured {row['kind']} {row['name']} at {row['site']}: {row['replays']} of {row['calls']} calls replayed"
+        f"{'' if cost is None else f', {cost:.0f} µs each'}"
+    ]
+    for reason, count in row["as_written"].items():
+        lines.append(f"    {_plural(count, 'call')} as written: {reason.replace(chr(10), chr(10) + '    ')}")
     return lines
 
 

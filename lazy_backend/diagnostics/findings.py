@@ -35,6 +35,7 @@ PLANNED = (
 )
 HITS = ("hit, level 1", "replay", "generalised hit")
 _SHOWN_SHARE = 0.01  # of the run's time: less is not a finding
+_MANY_CALLS = 8  # of a captured object: fewer say nothing
 _GROWS = 0.25  # live tensors per step: slower growth is not a finding
 
 
@@ -94,7 +95,7 @@ def find(run: Run) -> list[Finding]:
     ]
     least = _SHOWN_SHARE * run_seconds(run)
     ranked = sorted((f for f in found if f.seconds >= least and f.seconds > 0.0), key=lambda f: -f.seconds)
-    told = [*ranked, *_failures(run), *_growth(run)]
+    told = [*ranked, *_failures(run), *_never_replayed(run), *_growth(run)]
     return sorted(told, key=lambda finding: (not finding.is_fault, -finding.seconds))
 
 
@@ -262,6 +263,22 @@ def _recording(syncs: Sequence[Line]) -> Iterable[Finding]:
             recording,
             len(hits),
             max(hits, key=lambda sync: sync["trace_seconds"])["site"],
+            "steps",
+        )
+
+
+def _never_replayed(run: Run) -> Iterable[Finding]:
+    for row in run.state.get("captured", ()):
+        if row["calls"] < _MANY_CALLS or row["replays"]:
+            continue
+        reason = next(iter(row["as_written"]), "no backward has run through it twice")
+        yield Finding(
+            f"The captured {row['name']} is never replayed",
+            f"None of its {row['calls']} calls was replayed: {reason.splitlines()[0]}.",
+            " ".join(line.strip() for line in reason.splitlines()[1:]) or "do not capture it, or change what it says",
+            0.0,
+            row["calls"],
+            row["site"],
             "steps",
         )
 

@@ -49,6 +49,16 @@ class ForgottenSteps:
             self._hook.remove()
             self._hook = None
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a hook of ours watches optimizer steps."""
+        return self._hook is not None
+
+    def see(self, optimizer: torch.optim.Optimizer) -> None:
+        """See a step that ran no hooks."""
+        if self._hook is not None:
+            self._see_step(optimizer, (), {})
+
     @hide_internals
     def _see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or executor.rules.is_refusing():  # a captured function is a step by itself

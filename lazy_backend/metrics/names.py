@@ -51,6 +51,8 @@ COUNTERS = (
     Meaning("ExecuteFailed", "of these, those that raised", elsewhere=("ThreadPoolException",)),
     Meaning("CaptureRecorded", "calls of captured functions that ran as written"),
     Meaning("CapturedCall", "calls of captured functions that were replayed"),
+    Meaning("RegionJump", "forwards, backwards and steps of captured modules and optimizers that were replayed"),
+    Meaning("RegionRecorded", "those that ran as written, to learn from them or because something changed"),
     Meaning("GraphCut", "reads and calls that cut a trace", elsewhere=("EarlySyncLiveTensorsCount",)),
     Meaning("GraphCut: <cause> at <line>", "the same, by cause and line", exported="graph_cut_by_line"),
     Meaning("TrimIrGraph", "traces cut because they grew past `config.max_trace_length`"),

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, follow
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.replay.captured_state import Holder, TensorHolder, TensorSet
-from lazy_backend.replay.formula_program import FormulaProgram, NotFollowed, follow
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, ReturnedValue, Start
 from lazy_backend.replay.replayed_call import (

@@ -21,7 +21,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -34,10 +34,10 @@ from lazy_backend.errors.sites import user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.run import Async, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
+from lazy_backend.floats.float_recorder import FloatRecorder, call_traced
+from lazy_backend.floats.formula_program import Stale
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
-from lazy_backend.replay.float_recorder import FloatRecorder, call_traced
-from lazy_backend.replay.formula_program import Stale
 from lazy_backend.replay.methods import bound_to
 from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
@@ -292,8 +292,8 @@ class Captured(Generic[P, R]):
             self._unbound += 1
             if self._unbound == _MAX_SIGNATURES:
                 self._warn(
-                    f"{self._name} got other Python values in each of {_MAX_SIGNATURES} calls, and only calls with the "
-                    "same values can be replayed\n"
+                    f"{self._name} got other shapes or Python values in each of {_MAX_SIGNATURES} calls, and only "
+                    "calls with the same ones can be replayed\n"
                     "  pass numbers that change as floats or as lazy tensors, and objects that stay the same"
                 )
             found = self._signatures[key] = _Signature(list(map(_reference_to, objects)), context)
@@ -474,40 +474,10 @@ class Captured(Generic[P, R]):
             warn_user(text, CaptureWarning)
 
 
-@overload
-def capture(
-    step: Callable[P, R], *, verify_every: int | None = None, max_different_graphs: int | None = None
-) -> Captured[P, R]: ...
-
-
-@overload
-def capture(
-    step: None = None, *, verify_every: int | None = None, max_different_graphs: int | None = None
-) -> Callable[[Callable[P, R]], Captured[P, R]]: ...
-
-
-def capture(step: Any = None, *, verify_every: int | None = None, max_different_graphs: int | None = None) -> Any:
-    """Return `step` as a function that replays calls without running its Python, once two calls recorded the same.
-
-    For training steps, evaluation and generation. Pass tensors that change from call to call as arguments, on the lazy
-    device; results are detached, and are new tensors at each call. What the body updates or replaces (parameters,
-    `.grad`, optimizer state, statistics, tensors in your objects) ends up as if the body had run. Random operators keep
-    drawing new numbers. Each call is a step of its own: no `mark_step` is needed.
-
-    Optimizers may be any of `torch.optim`, their schedules stepped outside: a replay computes the body's floats from
-    hyperparameters, step counts and float arguments as the body does, and advances step counts on the CPU.
-
-    A call runs as written if the structure, shapes, dtypes or devices of its arguments, other Python values among them,
-    grad mode, autocast, the state itself, the answer to a question about a float (`if lr > 0.1`), or anything in a
-    module or optimizer changed from outside: children, parameters, hooks, plain attributes, `training`,
-    `requires_grad`. So does the first call after a hyperparameter has changed for the first time. Other Python values
-    that the code reads, such as a global number, are not checked at each call. Instead the body runs as written now and
-    then (at the 64th call, then each time after twice as many), and a difference raises `CaptureError` with the first
-    operator that differs and its line. `verify_every=n` does so at every n-th call, `verify_every=0` never. A read
-    within the body raises `CaptureError` with its line. A body that cannot be replayed for another reason keeps running
-    as written, with a `CaptureWarning` that says why. `max_different_graphs`: the first call that records one more
-    program than this raises `TooManyGraphsError`.
-    """
+def capture_function(
+    step: Callable[..., Any] | None = None, *, verify_every: int | None = None, max_different_graphs: int | None = None
+) -> Any:
+    """`lazy_backend.capture` of a function; without one, a decorator."""
     if step is None:
         return lambda function: Captured(function, verify_every, max_different_graphs)
     return Captured(step, verify_every, max_different_graphs)

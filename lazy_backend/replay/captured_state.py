@@ -15,7 +15,6 @@ object.
 from __future__ import annotations
 
 import gc
-import operator
 import threading
 import weakref
 from collections import Counter
@@ -29,7 +28,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
-from lazy_backend.replay.torch_hooks import FloatSeer, TorchHooks
+from lazy_backend.floats.torch_hooks import FloatSeer, TorchHooks
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 
@@ -226,84 +225,6 @@ def _is_there(hook: RemovableHandle) -> bool:
 
 
 watches = _Watches()
-
-
-class OptimizerGuard:
-    """The hyperparameters of one optimizer. Floats may change: `floats` returns their current values."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = optimizer.state
-        self._groups = list(optimizer.param_groups)
-        self._values = [tuple(group.values()) for group in self._groups]
-        self._floats = self._read_floats()
-        self.names = self._find_names()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    def _find_names(self) -> list[str]:
-        """The names of the floats, as in `AdamW.param_groups[0]['lr']`."""
-        found = []
-        for group, name, length in float_places(self._optimizer):
-            place = next(place for place, one in enumerate(self._groups) if one is group)
-            count = 1 if length is None else sum(type(value) is float for value in group[name])
-            found += [f"{type(self._optimizer).__name__}.param_groups[{place}][{name!r}]"] * count
-        return found
-
-    def _read_floats(self) -> tuple[float, ...]:
-        found: list[float] = []
-        for group in self._groups:
-            for value in group.values():
-                if type(value) is float:
-                    found.append(value)
-                elif type(value) is tuple:
-                    found += [one for one in value if type(one) is float]
-        return tuple(found)
-
-    def floats(self) -> tuple[float, ...] | None:
-        """The floats among the hyperparameters; None if anything else changed."""
-        groups = self._optimizer.param_groups
-        if self._optimizer.state is not self._state or len(groups) != len(self._groups):
-            return None
-        unchanged = True
-        for group, known, values in zip(groups, self._groups, self._values, strict=True):
-            if group is not known or len(group) != len(values):
-                return None
-            unchanged = unchanged and all(map(operator.is_, group.values(), values))
-        return self._floats if unchanged else self._compare()
-
-    def _compare(self) -> tuple[float, ...] | None:
-        for group, values in zip(self._groups, self._values, strict=True):
-            if not all(map(_same_but_for_floats, group.values(), values)):
-                return None
-        return self._read_floats()
-
-
-def float_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, int | None]]:
-    """Where the floats among the hyperparameters are: group, name, and the length if they are in a tuple."""
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            if isinstance(value, float):
-                yield group, name, None
-            elif type(value) is tuple and any(isinstance(one, float) for one in value):
-                yield group, name, len(value)
-
-
-def _same_but_for_floats(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if type(a) is tuple:
-        return len(a) == len(b) and all(map(_same_but_for_floats, a, b))
-    return type(a) is float or (_is_plain(a) and bool(a == b))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether comparing `value` runs no tensor code."""
-    return value is None or type(value) in (bool, int, float, str)
 
 
 # ----- holders of what a body made

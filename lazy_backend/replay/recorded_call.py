@@ -18,6 +18,9 @@ from torch.utils import _pytree as pytree
 
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.computations import current_environment
+from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
+from lazy_backend.floats.formula_program import ProgramRun
+from lazy_backend.floats.hyperparameters import OptimizerGuard
 from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta
@@ -26,14 +29,11 @@ from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.replay.captured_state import (
     GradHolder,
     Holder,
-    OptimizerGuard,
     TensorHolder,
     Unaccounted,
     Watch,
     find_tensors,
 )
-from lazy_backend.replay.float_recorder import FloatRecorder, RecordedFloats
-from lazy_backend.replay.formula_program import ProgramRun
 from lazy_backend.replay.plain_values import is_plain, value_key
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.structure import Root, Structure
@@ -281,14 +281,14 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
     ):
         raise NotCapturable("it changes an optimizer's state on the CPU unseen, which a replay would not do")
     if record.host_generators != start.host_generators or not all(
-        _drew_only(record.seeds_from(generator), generator, before) for generator, before in start.generators
+        drew_only(record.seeds_from(generator), generator, before) for generator, before in start.generators
     ):
         raise NotCapturable(
             "it draws random numbers on the CPU\n  draw them on the lazy device, or pass them as arguments"
         )
 
 
-def _drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor) -> bool:
+def drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor) -> bool:
     """Whether drawing `num_seeds` seeds takes `generator` from the state `before` to its current state."""
     after = generator.get_state()
     try:

@@ -24,11 +24,12 @@ from lazy_backend import metrics
 from lazy_backend.execution.computations import current_environment
 from lazy_backend.execution.run import Async, SyncTensorCollection, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
+from lazy_backend.floats.formula_program import Evaluated, FormulaProgram, Stale
+from lazy_backend.floats.hyperparameters import OptimizerGuard
 from lazy_backend.lowering.compilation.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
-from lazy_backend.replay.captured_state import Holder, OptimizerGuard, TensorHolder
-from lazy_backend.replay.formula_program import Evaluated, FormulaProgram, Stale
+from lazy_backend.replay.captured_state import Holder, TensorHolder
 from lazy_backend.replay.state_guard import StateGuard
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import new_data, upload

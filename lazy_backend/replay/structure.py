@@ -33,7 +33,8 @@ import torch
 
 from lazy_backend.replay.plain_values import is_a, is_plain, same_plain
 
-Root = torch.nn.Module | torch.optim.Optimizer
+# What is looked at: a dict stands for the module whose attributes it holds, which is not kept alive then.
+Root = torch.nn.Module | torch.optim.Optimizer | dict[str, Any]
 
 # Of a container with more values, such as a vocabulary, only the length is seen: else each check would take 40 µs.
 _LARGEST_CONTAINER = 1000
@@ -319,7 +320,9 @@ class StructureGuard:
     Keeps everything alive that it sees.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+    def __init__(
+        self, modules: Iterable[torch.nn.Module | dict[str, Any]], optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> None:
         self._roots: tuple[Root, ...] = (*modules, *optimizers)
         self._why = ""
         self._take(Structure(self._roots))
@@ -351,7 +354,7 @@ class StructureGuard:
     def holds(self) -> bool:
         """Whether nothing has changed. If something has, `why` says what."""
         try:
-            if self._is_untouched():
+            if self.is_untouched():
                 self._why = ""
                 return True
             return self._is_equal()
@@ -363,7 +366,7 @@ class StructureGuard:
         """The first change that the latest call of `holds` found, as in "Net.layers.0.bias was added"."""
         return self._why
 
-    def _is_untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether every value is the same object as before. May be False although values are equal."""
         walk = self._walk
         return (

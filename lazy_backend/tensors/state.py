@@ -115,6 +115,10 @@ UNWRITTEN = Token("unwritten", 0)
 # ----- the trace
 
 
+def _gone() -> None:
+    """A weak reference to nothing."""
+
+
 def _reference_counts(objects: list[Any]) -> list[int]:
     """The reference count of each of `objects`, including the references of the list and of this call."""
     return list(map(getrefcount, objects))
@@ -145,6 +149,26 @@ class Epoch:
         return found
 
 
+class Bundle:
+    """Storages that a jump would have made for one holder, made only if the holder is alive at a sync."""
+
+    __slots__ = ()
+
+    def unfold(self, trace: Trace) -> None:
+        """Make the storages, put them into `trace.pending`, and keep them."""
+        raise NotImplementedError
+
+
+def _count_of_a_listed_one() -> int:
+    for listed in [Bundle()]:
+        return getrefcount(listed)
+    raise AssertionError
+
+
+# The reference count of a bundle that only a list and the variable of a loop over it hold.
+_LISTED = _count_of_a_listed_one()
+
+
 class Trace:
     """A cursor into the trie, and the data that goes with this walk through it.
 
@@ -165,6 +189,7 @@ class Trace:
         "constants",
         "seeds",
         "pending",
+        "bundles",
         "start",
         "default_dtype",
         "computed",
@@ -182,7 +207,9 @@ class Trace:
         self.groups: dict[LazyStorage, int] = {}
         self.constants: list[float] = []
         self.seeds: list[int] = []
-        self.pending: list[Any] = []  # LazyStorage | ref[LazyStorage]; the recorder appends to it directly
+        # LazyStorage | ref[LazyStorage], appended by the recorder; None for one that a jump skipped
+        self.pending: list[Any] = []
+        self.bundles: list[Bundle] = []  # of storages whose places in `pending` are still None
         self.start = start
         self.default_dtype: torch.dtype | None = torch.get_default_dtype()
         self.computed: Work | bool = False
@@ -219,7 +246,7 @@ class Trace:
                 self.entering = None
                 del self.inputs[num_inputs:], self.constants[num_constants:]
                 del self.seeds[num_seeds:], self.pending[num_pending:]
-                return
+                return  # `bundles` stay: a bundle is added once its jump is on the path
 
     def end_range(self) -> None:
         opened, self.range = self.range, None
@@ -232,18 +259,28 @@ class Trace:
 
     def become_computed(self, run: Work) -> None:
         """From here on, `run` gives every recorded call its value."""
-        weak = list(map(ref, self.pending))
+        weak = [_gone if storage is None else ref(storage) for storage in self.pending]
         self.pending, self.computed = weak, run  # no call between the two stores
 
     def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
         """The live set: the places of the pending storages that are still held, and the storages themselves."""
+        self._unfold_held()
         pending = self.pending.copy()  # an interruption may shorten it
         if self.computed:
             held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
         else:
             counts = _reference_counts(pending)
-            held = {place: pending[place] for place, count in enumerate(counts) if count > _UNHELD + 1}
+            places = [place for place, count in enumerate(counts) if count > _UNHELD + 1]
+            held = {place: pending[place] for place in places if pending[place] is not None}
         return tuple(held), list(held.values())
+
+    def _unfold_held(self) -> None:
+        """Make the storages of the bundles that something besides this trace refers to."""
+        count = len(self.bundles)
+        for bundle in self.bundles:
+            if getrefcount(bundle) > _LISTED:
+                bundle.unfold(self)
+        del self.bundles[:count]
 
     def written_groups(self) -> set[int]:
         """The alias groups of inputs that some call of this trace writes. Walks the path."""

@@ -298,6 +298,16 @@ def wrap(data: TensorData, view_of: LazyTensor | None = None) -> LazyTensor:
     return tensor
 
 
+def wrap_with(arguments: tuple[Any, ...], data: TensorData) -> LazyTensor:
+    """`wrap` where the arguments of `make` are known."""
+    tensor: LazyTensor = make(LazyTensor, *arguments)
+    meta = data.meta
+    if meta.conj or meta.neg:
+        set_bits(tensor, meta)
+    tensor._data = data
+    return tensor
+
+
 def set_bits(tensor: LazyTensor, meta: TensorMeta) -> None:
     """Set the conjugate and negative bits of a view: operators that do not support them then get resolved operands."""
     # internal, checked on 2.13; torch.fx's meta converter does the same

@@ -33,10 +33,11 @@ _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 def has_modes() -> bool:
     """Whether the thread carries a mode that changes how operators run. 0.3 µs."""
-    return torch.is_inference_mode_enabled() or _has_further_modes()
+    return torch.is_inference_mode_enabled() or has_further_modes()
 
 
-def _has_further_modes() -> bool:
+def has_further_modes() -> bool:
+    """Whether the thread carries such a mode besides inference mode."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -52,7 +53,7 @@ def describe_modes() -> tuple[Any, ...]:
     new objects each time.
     """
     plain = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-    if not _has_further_modes():
+    if not has_further_modes():
         return plain
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     autocast = torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
@@ -71,7 +72,7 @@ def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     # internal, checked on 2.13: what `torch.inference_mode(False)` and `torch.no_grad()` call
     with torch._C._InferenceMode(False), torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED):
         torch._C._set_grad_enabled(False)
-        return _run_without_modes(function, args, kwargs) if _has_further_modes() else function(*args, **kwargs)
+        return _run_without_modes(function, args, kwargs) if has_further_modes() else function(*args, **kwargs)
 
 
 def _run_without_modes(function: Callable[..., R], args: Any, kwargs: Any) -> R:

@@ -149,6 +149,11 @@ def current_graph_task_id() -> int:
     return -1 if task is None else task.id
 
 
+def forget_current_task() -> None:
+    """Let no run be this thread's current one: an interruption may have come before a run took that back."""
+    _current.task = None
+
+
 def current_graph_task_execution_order() -> list[Node]:
     """The nodes of the run that this thread works for, in the order in which one thread alone would run them.
 

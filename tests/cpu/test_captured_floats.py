@@ -15,8 +15,8 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import CaptureWarning, capture
+from lazy_backend.floats.formulas import TracedFloat
 from lazy_backend.lowering.ir.program import Call
-from lazy_backend.replay.formulas import TracedFloat
 from lazy_backend.tensors.contexts import contexts
 
 
@@ -748,3 +748,26 @@ def test_counts_that_stay_on_the_device_are_not_read(options: dict[str, bool]) -
     (signature,) = captured._signatures.values()
     assert signature.program is not None
     assert not signature.program.floats._held
+
+
+def test_views_of_tensors_that_the_body_makes_on_the_cpu() -> None:
+    def made() -> torch.Tensor:
+        return torch.arange(6.0).reshape(2, 3)[0].clone().to("lazy")
+
+    captured = capture(lambda x: x + made())
+    with count("CapturedCall") as replays:
+        for _ in range(6):
+            assert captured(torch.ones(3).to("lazy")).tolist() == [1.0, 2.0, 3.0]
+    assert replays() >= 3
+
+
+def test_a_view_of_such_a_tensor_that_is_kept() -> None:
+    kept: list[torch.Tensor] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        kept[:] = [torch.arange(6.0).reshape(2, 3)]
+        return x * 2
+
+    captured = capture(body)
+    with pytest.warns(CaptureWarning, match="something keeps it"):
+        [captured(torch.ones(3).to("lazy")) for _ in range(6)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lazy_backend.replay.formulas import (
+from lazy_backend.floats.formulas import (
     OtherOutcome,
     Tape,
     TracedFloat,

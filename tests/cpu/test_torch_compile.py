@@ -212,3 +212,30 @@ def test_other_tracers_go_on_saying_what_to_do(trace: Callable[..., Any]) -> Non
     compiled(torch.sin)(grid("lazy", 3))
     with pytest.raises(Exception, match=r"does not take lazy tensors[^!]*backend=.lazy."):
         trace(torch.sin, grid("lazy", 3))
+
+
+def test_training_is_replayed_within_its_steps() -> None:
+    """Forward and backward of a compiled model take no Python, and each step is one graph."""
+
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
+        compiled = torch.compile(model, backend="lazy") if device == "lazy" else model
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        losses = []
+        for _ in range(12):
+            loss = compiled(torch.randn(4, 3).to(device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            lazy_backend.mark_step()
+            losses.append(loss.detach())
+        return [value.detach().cpu() for value in (*losses, *model.parameters())]
+
+    expected = train("cpu")
+    with count("RegionJump") as jumps, count("SyncTensorsGraph") as graphs:
+        found = train("lazy")
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert jumps() >= 16
+    assert graphs() == 12

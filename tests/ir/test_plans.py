@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import weakref
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -573,18 +573,26 @@ def test_a_graph_of_one_device_says_so() -> None:
     assert scaled()[0].device == CPU
 
 
-def test_waiting_goes_on_while_threads_add_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = iter([RuntimeError("Set changed size during iteration"), None])
+def test_waiting_goes_on_while_threads_add_compiles() -> None:
+    made: list[profiling.ProfilingGraphExecutor] = []
+    is_over = threading.Event()
 
-    class Changing(weakref.WeakSet[profiling.ProfilingGraphExecutor]):
-        def __iter__(self) -> Iterator[profiling.ProfilingGraphExecutor]:
-            error = next(attempts, None)
-            if error is not None:
-                raise error
-            return super().__iter__()
+    def add() -> None:
+        while not is_over.is_set():
+            made.append(Runs(scaled()[0]).executor)
+            profiling._compiling[id(made[-1])] = made[-1]
 
-    monkeypatch.setattr(profiling, "_compiling", Changing())
-    assert profiling.wait_for_compiles(60)
+    threads = [threading.Thread(target=add) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            assert profiling.wait_for_compiles(60)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert made
 
 
 def test_a_compile_here_fixes_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

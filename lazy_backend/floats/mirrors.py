@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.replay.formulas import Literal, Operand, Tape, TracedFloat, untraced
+from lazy_backend.floats.formulas import Literal, Operand, Tape, TracedFloat, untraced
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor, backing_tensor
 from lazy_backend.tensors.thread_state import run_clean

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lazy_backend.replay.cpu_calls import literal_key, same_bits
-from lazy_backend.replay.cpu_tensors import Held
-from lazy_backend.replay.float_recorder import Choice, RecordedFloats
-from lazy_backend.replay.formulas import OtherOutcome, bits, compile_formulas, needed, reached
-from lazy_backend.replay.mirrors import value_of
+from lazy_backend.floats.cpu_calls import literal_key, same_bits
+from lazy_backend.floats.cpu_tensors import Held
+from lazy_backend.floats.float_recorder import Choice, RecordedFloats
+from lazy_backend.floats.formulas import OtherOutcome, bits, compile_formulas, needed, reached
+from lazy_backend.floats.mirrors import value_of
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 

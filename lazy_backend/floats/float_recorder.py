@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lazy_backend.replay.captured_state import float_places
-from lazy_backend.replay.cpu_calls import are_constant, as_upload, item_of, same_bits, tensors_in
-from lazy_backend.replay.cpu_tensors import CpuTensors, Held
-from lazy_backend.replay.formulas import Literal, Tape, TracedFloat, bits, plain, untraced
-from lazy_backend.replay.mirrors import Mirrors
-from lazy_backend.replay.torch_hooks import FloatSeer
+from lazy_backend.floats.cpu_calls import are_constant, as_upload, item_of, same_bits, tensors_in
+from lazy_backend.floats.cpu_tensors import CpuTensors, Held
+from lazy_backend.floats.formulas import Literal, Tape, TracedFloat, bits, plain, untraced
+from lazy_backend.floats.hyperparameters import float_places
+from lazy_backend.floats.mirrors import Mirrors
+from lazy_backend.floats.torch_hooks import FloatSeer
 from lazy_backend.tensors.state import DeviceContext, LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
 

@@ -6,6 +6,7 @@ See Note [CPU tensors of a body].
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lazy_backend.replay.cpu_calls import (
+from lazy_backend.floats.cpu_calls import (
     CpuCall,
     CpuWrite,
     Reader,
@@ -25,7 +26,7 @@ from lazy_backend.replay.cpu_calls import (
     pick,
     same_bits,
 )
-from lazy_backend.replay.formulas import Literal, Operand, Tape, TracedFloat, untraced
+from lazy_backend.floats.formulas import Literal, Operand, Tape, TracedFloat, untraced
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Larger tensors are not compared after the body, only their version counters.
@@ -198,12 +199,18 @@ class CpuTensors:
 
     def check_end(self) -> None:
         """Refuse what the body did unseen, and what it made and left somewhere."""
+        made = [tracked.tensor for tracked in self._tracked.values() if tracked.is_made]
+        views = Counter(id(tensor._base) for tensor in made if tensor._is_view())
+        del made
         for tracked in self._tracked.values():
             small = tracked.tensor.numel() <= _SMALL
             value = self._tape.values[tracked.node]
             if self.was_written(tracked.tensor) or (small and not same_bits(value, tracked.tensor.detach())):
                 self.refuse("it writes a tensor on the CPU where a replay cannot follow, as through a view or an array")
-            if tracked.is_made and getrefcount(tracked.tensor) > 2:
+            # views that the body made refer to their base: all of them as one reference from Python, each from C++
+            count = views[id(tracked.tensor)]
+            holders = getrefcount(tracked.tensor) - (count > 0), tracked.tensor._use_count() - count  # type: ignore[attr-defined]
+            if tracked.is_made and holders > (2, 1):
                 self.refuse("it makes a tensor on the CPU, and something keeps it\n  write into one: old.copy_(new)")
 
     def clear(self) -> None:

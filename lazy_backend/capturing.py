@@ -1,0 +1,82 @@
+"""`capture`: replay what was recorded before, without running its Python.
+
+In: a module, an optimizer or a function. Out: the same module or optimizer, whose calls within ordinary steps are
+replayed (`regions`); or a function that replays whole steps (`replay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from lazy_backend.errors import CaptureError
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.regions.module import capture_module
+from lazy_backend.regions.optimizer import capture_optimizer
+from lazy_backend.replay.capture import Captured, capture_function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Part = TypeVar("Part", torch.nn.Module, torch.optim.Optimizer)
+
+
+@overload
+def capture(step: Part, *, verify_every: int | None = None) -> Part: ...  # type: ignore[overload-overlap]
+
+
+@overload
+def capture(
+    step: Callable[P, R], *, verify_every: int | None = None, max_different_graphs: int | None = None
+) -> Captured[P, R]: ...
+
+
+@overload
+def capture(
+    step: None = None, *, verify_every: int | None = None, max_different_graphs: int | None = None
+) -> Callable[[Callable[P, R]], Captured[P, R]]: ...
+
+
+@hide_internals
+def capture(step: Any = None, *, verify_every: int | None = None, max_different_graphs: int | None = None) -> Any:
+    """Replay the calls of a module, an optimizer or a function, once two calls recorded the same.
+
+    **A module or an optimizer** is returned as it is, and used as before: its forwards, their backwards, and optimizer
+    steps are then replayed within the step that they belong to, and `mark_step` ends steps as before. Results,
+    gradients, statistics and random numbers are bit for bit those of the loop as written. A call runs as written if
+    anything changed that its Python may look at: parts, parameters, flags, hooks and plain attributes of the module,
+    arguments, modes, the optimizer's state; hyperparameters and step counts are followed. `verify_every=0`: do not
+    compare replays with the Python code (otherwise at the 64th call, and then each time after twice as many).
+
+    **A function**, such as a training step, is returned as another function, each call of which is a step of its own,
+    without `mark_step`. Pass tensors that change from call to call as arguments, on the lazy device; results are
+    detached, and are new tensors at each call. What the body updates or replaces (parameters, `.grad`, optimizer state,
+    statistics, tensors in your objects) ends up as if the body had run. Random operators keep drawing new numbers.
+
+    Optimizers may be any of `torch.optim`, their schedules stepped outside: a replay computes the body's floats from
+    hyperparameters, step counts and float arguments as the body does, and advances step counts on the CPU.
+
+    A call of a captured function runs as written if the structure, shapes, dtypes or devices of its arguments, other
+    Python values among them, grad mode, autocast, the state itself, the answer to a question about a float
+    (`if lr > 0.1`), or anything in a module or optimizer changed from outside: children, parameters, hooks, plain
+    attributes, `training`, `requires_grad`. So does the first call after a hyperparameter has changed for the first
+    time. Other Python values that the code reads, such as a global number, are not checked at each call. Instead the
+    body runs as written now and then (at the 64th call, then each time after twice as many), and a difference raises
+    `CaptureError` with the first operator that differs and its line. `verify_every=n` does so at every n-th call,
+    `verify_every=0` never. A read within the body raises `CaptureError` with its line. `max_different_graphs`: the
+    first call that records one more program than this raises `TooManyGraphsError`.
+
+    What cannot be replayed for another reason keeps running as written, with a `CaptureWarning` that says why.
+    """
+    if not isinstance(step, torch.nn.Module | torch.optim.Optimizer):
+        return capture_function(step, verify_every=verify_every, max_different_graphs=max_different_graphs)
+    if max_different_graphs is not None or verify_every:
+        raise CaptureError(
+            f"capture of {type(step).__name__} takes no max_different_graphs, and of verify_every only 0\n"
+            f"  at {user_site()}\n  limit the graphs of steps with lazy_backend.step(max_different_graphs=n)"
+        )
+    if isinstance(step, torch.nn.Module):
+        return capture_module(step, verify_every is None)
+    return capture_optimizer(step, verify_every is None)

@@ -1,0 +1,113 @@
+"""The hyperparameters of an optimizer: where its floats are, and whether anything else about them changed.
+
+In: an optimizer. Out: `OptimizerGuard`.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class OptimizerGuard:
+    """The hyperparameters of one optimizer. Floats may change: `floats` returns their current values."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._reference = weakref.ref(optimizer)
+        self._state = optimizer.state
+        self._groups = list(optimizer.param_groups)
+        self._values = [tuple(group.values()) for group in self._groups]
+        # lists and dicts may be written to without being replaced
+        self._contents = [
+            (value, copy.copy(value))
+            for group in self._groups
+            for name, value in group.items()
+            if name != "params" and isinstance(value, list | dict)
+        ]
+        self._floats = self._read_floats()
+        self.names = self._find_names()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None  # its step is what is replayed
+        return optimizer
+
+    def _find_names(self) -> list[str]:
+        """The names of the floats, as in `AdamW.param_groups[0]['lr']`."""
+        found = []
+        for group, name, length in float_places(self.optimizer):
+            place = next(place for place, one in enumerate(self._groups) if one is group)
+            count = 1 if length is None else sum(type(value) is float for value in group[name])
+            found += [f"{type(self.optimizer).__name__}.param_groups[{place}][{name!r}]"] * count
+        return found
+
+    def _read_floats(self) -> tuple[float, ...]:
+        found: list[float] = []
+        for group in self._groups:
+            for value in group.values():
+                if type(value) is float:
+                    found.append(value)
+                elif type(value) is tuple:
+                    found += [one for one in value if type(one) is float]
+        return tuple(found)
+
+    def floats(self) -> tuple[float, ...] | None:
+        """The floats among the hyperparameters; None if anything else changed."""
+        optimizer = self._reference()
+        if optimizer is None:
+            return None
+        groups = optimizer.param_groups
+        if optimizer.state is not self._state or len(groups) != len(self._groups):
+            return None
+        unchanged = True
+        for group, known, values in zip(groups, self._groups, self._values, strict=True):
+            if group is not known or len(group) != len(values):
+                return None
+            unchanged = unchanged and all(map(operator.is_, group.values(), values))
+        if self._contents and any(not _same_contents(value, before) for value, before in self._contents):
+            return None
+        return self._floats if unchanged else self._compare()
+
+    def _compare(self) -> tuple[float, ...] | None:
+        for group, values in zip(self._groups, self._values, strict=True):
+            if not all(map(_same_but_for_floats, group.values(), values)):
+                return None
+        return self._read_floats()
+
+
+def float_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    """Where the floats among the hyperparameters are: group, name, and the length if they are in a tuple."""
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float):
+                yield group, name, None
+            elif type(value) is tuple and any(isinstance(one, float) for one in value):
+                yield group, name, len(value)
+
+
+def _same_contents(value: Any, before: Any) -> bool:
+    if len(value) != len(before):
+        return False
+    pairs = zip(value.values(), before.values()) if isinstance(value, dict) else zip(value, before)  # noqa: B905
+    return all(a is b or (type(a) is type(b) and _is_plain(a) and bool(a == b)) for a, b in pairs)
+
+
+def _same_but_for_floats(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(_same_but_for_floats, a, b))
+    return type(a) is float or (_is_plain(a) and bool(a == b))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether comparing `value` runs no tensor code."""
+    return value is None or type(value) in (bool, int, float, str)

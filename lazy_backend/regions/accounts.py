@@ -1,0 +1,71 @@
+"""What became of the calls of each captured module and optimizer.
+
+In: calls, counted as they happen. Out: rows for `explain`, reports and run logs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from lazy_backend.cache.weak_table import WeakTable
+from lazy_backend.errors import CaptureWarning
+from lazy_backend.errors.sites import user_site, warn_user
+
+# Calls, one after another, that cannot be replayed before there is a warning: the first ones differ from the rest.
+PATIENCE = 4
+# After that, only two calls in this many try again.
+RETRY = 64
+# The first call that runs as written to be compared with what is replayed; each further one comes after twice as many.
+FIRST_CHECK = 64
+# Reasons that are remembered: some name lines, of which there may be many.
+_MAX_REASONS = 32
+
+
+class Account:
+    """The calls of one captured object. `seconds`: in replays of its calls, without backwards."""
+
+    __slots__ = ("name", "kind", "site", "calls", "replays", "seconds", "reasons", "_warned", "__weakref__")
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name = name
+        self.kind = kind
+        self.site = user_site()
+        self.calls = 0
+        self.replays = 0
+        self.seconds = 0.0
+        self.reasons: Counter[str] = Counter()  # why calls ran as written
+        self._warned = False
+        _accounts[id(self)] = self
+
+    def ran_as_written(self, reason: str) -> None:
+        if reason in self.reasons or len(self.reasons) < _MAX_REASONS:
+            self.reasons[reason] += 1
+
+    def warn(self, reason: str) -> None:
+        """Tell the user, once, that calls cannot be replayed."""
+        if not self._warned:
+            self._warned = True
+            warn_user(
+                f"the captured {self.name} runs as written, because it cannot be replayed: {reason}", CaptureWarning
+            )
+
+    def row(self) -> dict[str, Any]:
+        """The account as data."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "site": self.site,
+            "calls": self.calls,
+            "replays": self.replays,
+            "microseconds_per_replay": 1e6 * self.seconds / self.replays if self.replays else None,
+            "as_written": dict(self.reasons.most_common()),
+        }
+
+
+_accounts: WeakTable[int, Account] = WeakTable()
+
+
+def describe() -> list[dict[str, Any]]:
+    """A row for each captured module and optimizer that is alive."""
+    return [account.row() for account in _accounts]

@@ -1,0 +1,520 @@
+"""The backward of a region: one autograd node.
+
+In: a call of a region that autograd follows. Out: results that carry one node. Its backward takes a jump, if the call
+did; otherwise it runs the engine on the graph of the body, and what it records is learned.
+
+Note [One node for a region]
+While a region is learned, its body runs on detached arguments, and the results of the region are detached from the
+body's graph: between them stands one node, whose inputs are the arguments and all leaves that the body's graph leads
+to. So what the engine records between the gradients of the results and those of the inputs is one stretch. A call that
+took a jump has no graph of its body. Its backward is a jump too or, where the trace is at a place that is new, the
+calls of the known backward are recorded again one by one. A backward of another kind than those that were learned needs
+the body's graph: the body runs again if it writes nothing and draws no random numbers; if it does, there is a
+`CaptureError`.
+
+Note [Gradients written directly]
+The engine adds a gradient to a leaf's `.grad` in a node of its own, which detaches it first: 14 µs for each parameter
+of this device. So a jump gives `.grad` its value itself, where the engine would have done nothing else: the leaf's node
+is executed for `.backward()`, the leaf has no hooks, and when the backward was learned, nothing besides this region
+gave it a gradient. The engine then gets none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lazy_backend import metrics
+from lazy_backend.errors import CaptureError
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.lowering.ir.graph import Constant
+from lazy_backend.lowering.ir.program import Call, Token
+from lazy_backend.recording.record import record
+from lazy_backend.regions.jump import Known, Saved, learn_jump, save, take_jump
+from lazy_backend.regions.programs import (
+    BackwardProgram,
+    FromForward,
+    FromGradient,
+    FromOperand,
+    Pattern,
+    Program,
+    Source,
+    pattern_of,
+)
+from lazy_backend.regions.stretch import NotReplayable, Stretch, StretchStart
+from lazy_backend.tensors.state import DeviceContext, TensorData
+from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
+
+Grads = Sequence[torch.Tensor | None]
+
+
+class RegionCall:
+    """One call that autograd follows, from its forward to its backward."""
+
+    def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
+        """The gradients of the inputs of the call's node, whose context is `ctx`."""
+        raise NotImplementedError
+
+
+class _Node(torch.autograd.Function):
+    """See Note [One node for a region]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RegionCall, results: list[torch.Tensor], saved: list[int], *inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.saved_results = bool(saved)
+        if saved:
+            ctx.save_for_backward(*[results[place] for place in saved])
+        return tuple(results)
+
+    @staticmethod
+    @hide_internals
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call = ctx.call
+        if call is None:
+            raise RuntimeError(
+                "Trying to backward through a captured module a second time. Its intermediate values are freed when "
+                "you call .backward() or autograd.grad(). Specify retain_graph=True if you need to backward through "
+                "it a second time."
+            )
+        # internal, checked on 2.13: AOTAutograd asks the same way whether the graph is retained
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        found = call.backward(ctx, grads, keeps_graph)
+        if not keeps_graph:
+            ctx.call = None
+        return (None, None, None, *found)
+
+
+def with_node(
+    call: RegionCall, results: list[torch.Tensor], inputs: Sequence[torch.Tensor], saved: list[int]
+) -> tuple[torch.Tensor, ...]:
+    """`results` with a node whose backward is `call.backward`. `saved`: the results that the backward uses."""
+    made: tuple[torch.Tensor, ...] = _Node.apply(call, results, saved, *inputs)
+    return made
+
+
+def leaves_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that the graph of `results` leads to. Walks the graph."""
+    # only the nodes that add to the gradients of leaves have a variable
+    found = [node.variable for node in _nodes_of(results) if hasattr(node, "variable")]
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def _nodes_of(results: Sequence[torch.Tensor]) -> Iterator[Any]:
+    seen = set()
+    pending: list[Any] = [result.grad_fn for result in results]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending += [following for following, _ in node.next_functions]
+
+
+def checkpoints_reentrantly(results: Sequence[torch.Tensor]) -> bool:
+    """Whether the graph of `results` holds a reentrant checkpoint, which `torch.autograd.grad` refuses to run."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in _nodes_of(results))
+
+
+# ----- a call whose body ran
+
+
+class WrittenCall(RegionCall):
+    """A call whose body ran as written; its backward is learned.
+
+    `inner` are the body's own results, `inputs` the tensors whose gradients are asked for: detached arguments, leaves.
+    `outer`: the inputs of the node, the same but for the arguments themselves.
+    """
+
+    def __init__(
+        self,
+        context: DeviceContext,
+        inner: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        outer: list[torch.Tensor],
+        rebuild: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]],
+        refuse: Callable[[str], None],
+        finish: Callable[[str | None], None],
+    ) -> None:
+        self._context = context
+        self._outer = outer
+        self._finish = finish  # takes why the backward cannot be replayed, or None
+        self._inner: list[torch.Tensor] | None = inner
+        self._inputs = inputs
+        self._rebuild = rebuild
+        self._refuse = refuse
+        self.lesson: Lesson | None = None
+
+    def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
+        if torch.is_grad_enabled():
+            self._refuse("its gradients are differentiated again")
+            return differentiate_again(self._rebuild, grads)
+        assert self._inner is not None
+        lesson, self.lesson = self.lesson, None
+        with self._context.lock:
+            start = StretchStart(self._context)
+        found = self._run_engine(grads, keeps_graph)
+        # what a retained graph keeps alive cannot be told from what the body keeps
+        if not keeps_graph:
+            self._inner = None
+            if lesson is not None and all(grad is None or type(grad) is LazyTensor for grad in grads):
+                try:
+                    program = lesson.learn(self._context, start, grads, found)
+                    lesson.watch_leaves(program, self._outer, found)
+                    self._finish(None)
+                except NotReplayable as reason:
+                    self._finish(f"in its backward, {reason}")
+        return found
+
+    def _run_engine(self, grads: Grads, keeps_graph: bool) -> Grads:
+        """The gradients of the inputs. A leaf's hooks are not called: they are when the leaf gets its gradient."""
+        assert self._inner is not None
+        given = [(result, grad) for result, grad in zip(self._inner, grads, strict=True) if grad is not None]
+        wanted = [one for one in self._inputs if one.requires_grad]  # a leaf may have been frozen since
+        if not wanted:
+            return [None] * len(self._inputs)
+        hooks = [(one._backward_hooks, dict(one._backward_hooks)) for one in wanted if one._backward_hooks]
+        for registered, _ in hooks:
+            registered.clear()
+        try:
+            found = torch.autograd.grad(
+                [result for result, _ in given],
+                wanted,
+                [grad for _, grad in given],
+                retain_graph=keeps_graph,
+                allow_unused=True,
+            )
+        finally:
+            for registered, known in hooks:
+                registered.update(known)
+        following = iter(found)
+        return [next(following) if one.requires_grad else None for one in self._inputs]
+
+
+def cannot_run_again(what: str) -> CaptureError:
+    return CaptureError(
+        "the backward of a captured module was asked for something that its earlier backwards were not asked for, and "
+        f"its forward, which {what}, cannot run again\n  at {user_site()}\n"
+        "  do not capture a module whose gradients are differentiated, or whose results get gradients only at times"
+    )
+
+
+def differentiate_again(rebuild: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]], grads: Grads) -> Grads:
+    """Gradients that can be differentiated: those of the body's graph, which is made again."""
+    results, inputs = rebuild()
+    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    return torch.autograd.grad(
+        [result for result, _ in given],
+        inputs,
+        [grad for _, grad in given],
+        create_graph=torch.is_grad_enabled(),
+        retain_graph=True,
+        allow_unused=True,
+    )
+
+
+class Lesson:
+    """What is needed to learn the backward of a call: its forward stretch and program. Refers to no tensors."""
+
+    def __init__(
+        self, known: Known, stretch: Stretch, operands: Sequence[int | None], results: Sequence[Token]
+    ) -> None:
+        self._known = known
+        self._stretch = stretch
+        self._operands = operands  # for each input of the node, its place among the operands of the program
+        self._results = results  # tokens of the differentiable results
+
+    def learn(self, context: DeviceContext, start: StretchStart, grads: Grads, found: Grads) -> BackwardProgram:
+        """Learn the backward that was recorded since `start`. Raises `NotReplayable`."""
+        forward = self._stretch
+        if start.trace.epoch is not forward.epoch:
+            raise NotReplayable("the graph was cut between forward and backward\n  read values after the backward")
+        stretch = Stretch(context, start, may_be_empty=True)  # where gradients are passed on
+        forward.check_nothing_kept(start.trace, self._results)
+        program = self._program(stretch, grads, found)
+        stretch.check_nothing_kept(start.trace, program.made)
+        pattern = pattern_of(grads)
+        before: BackwardProgram | None = self._known.backwards.get(pattern)
+        if before is not None and before.fits(program):
+            program = before
+            program.is_confirmed = self._known.has_backward = True
+        self._known.backwards[pattern] = program
+        save(self._known, forward, program.saved, self._results)
+        if program.folds:
+            learn_jump(stretch, (program.name, self._known), program.made, implied=set(program.saved))
+        else:
+            learn_jump(stretch, program.name, program.made)
+        return program
+
+    def watch_leaves(self, program: BackwardProgram, inputs: Sequence[torch.Tensor], found: Grads) -> None:
+        """See at the end of the backward which leaves got their .grad from this region alone."""
+        given = [
+            (place, leaf, gradient._data)
+            for place, leaf, gradient in zip(self._operands, inputs, found, strict=True)
+            if place is not None and isinstance(gradient, LazyTensor) and leaf.is_leaf
+        ]
+
+        def see() -> None:
+            grads = [(place, leaf.grad, data) for place, leaf, data in given]
+            sole = [place for place, grad, data in grads if isinstance(grad, LazyTensor) and grad._data is data]
+            uses = Counter(program.results.values())
+            program.sole = frozenset(place for place in sole if uses[program.results[place]] == 1)
+
+        # internal, checked on 2.13: what DistributedDataParallel uses
+        torch.autograd.Variable._execution_engine.queue_callback(see)  # type: ignore[attr-defined]
+
+    def _program(self, stretch: Stretch, grads: Grads, found: Grads) -> BackwardProgram:
+        forward = self._stretch
+        sources: dict[Token | None, Source] = {token: FromOperand(n) for n, token in enumerate(forward.operands)}
+        sources |= {token: FromForward(token) for token in forward.made}
+        given = {grad._data.token: place for place, grad in reversed(list(enumerate(grads))) if grad is not None}  # type: ignore[attr-defined]
+        if not given.keys().isdisjoint(sources):
+            raise NotReplayable("it is given one of the forward's own tensors as a gradient")
+        sources |= {token: FromGradient(place) for token, place in given.items()}
+        for token in stretch.operands:
+            if token not in sources:
+                raise NotReplayable(f"it uses a tensor at {stretch.site_of(token)} that the forward did not use")
+            if token in stretch.mutates:
+                raise NotReplayable(f"it writes to a tensor that it did not make at {stretch.site_of_write(token)}")
+        if any(stretch.generators):
+            raise NotReplayable("it draws random numbers from a torch.Generator")
+        results: dict[int, int | Source] = {}
+        made: dict[Token, int] = {}
+        for operand, gradient in zip(self._operands, found, strict=True):
+            if gradient is None:
+                continue
+            if operand is None:
+                raise NotReplayable("a tensor gets a gradient that is neither an argument nor part of the module")
+            if type(gradient) is not LazyTensor:
+                raise NotReplayable(f"a gradient is a {type(gradient).__name__}")
+            named: Any = gradient._data.token
+            if gradient._data.epoch is not stretch.epoch or (named not in stretch.made and named not in sources):
+                raise NotReplayable("a gradient was not computed by recorded calls")
+            if named not in stretch.made and not isinstance(sources[named], FromGradient):
+                raise NotReplayable("a gradient is a tensor of the forward")
+            results[operand] = made.setdefault(named, len(made)) if named in stretch.made else sources[named]
+        return BackwardProgram(
+            calls=tuple(stretch.calls),
+            tokens=stretch.operands,
+            sources=tuple(sources[token] for token in stretch.operands),
+            made=tuple(made),
+            results=results,
+            constants=stretch.constants,
+            folds=all(stretch.root(token) in stretch.places for token in made),
+            uses=frozenset(self._operand_of(sources[token]) for token in stretch.operands) - {-1},
+        )
+
+    def _operand_of(self, source: Source) -> int:
+        """The forward operand that `source` is, or looks into; -1 for anything else."""
+        if isinstance(source, FromOperand):
+            return source.place
+        root = self._stretch.root(source.token) if isinstance(source, FromForward) else None
+        return self._stretch.operands.index(root) if root in self._stretch.operands else -1
+
+
+# ----- a call that took a jump
+
+
+class JumpedCall(RegionCall):
+    """A call that took a jump: what its backward needs, and how to get the body's graph after all."""
+
+    def __init__(
+        self,
+        context: DeviceContext,
+        program: Program,
+        saved: Saved,
+        operands: list[LazyTensor],
+        inputs: list[int],
+        rebuild: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]],
+        refuse: Callable[[str], None],
+    ) -> None:
+        self._context = context
+        self._program = program
+        self._saved: Saved | None = saved
+        self._operands = operands
+        self._versions = [tensor._version for tensor in operands]
+        self._inputs = inputs
+        self._rebuild = rebuild
+        self._refuse = refuse
+        self._writes = True  # gradients, see Note [Gradients written directly]
+
+    def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
+        if any(grad is not None and grad.__class__ is not LazyTensor for grad in grads):  # several at once, by vmap
+            return differentiate_again(self._checked_rebuild, grads)
+        if ctx.saved_results:
+            _ = ctx.saved_tensors  # raises if the user has written to a result that the backward uses
+        assert self._saved is not None
+        program = self._find_program(self._saved, pattern_of(grads))
+        if program is None:
+            return differentiate_again(self._checked_rebuild, grads)
+        for place in program.uses:
+            self._check_version(place)
+        made = self._made(program, self._saved, grads)
+        if not keeps_graph:
+            self._saved = None
+        return self._deliver(ctx, program, made, grads)
+
+    def _made(self, program: BackwardProgram, saved: Saved, grads: Grads) -> list[LazyTensor]:
+        """What the calls of the backward make: by a jump, or recorded again."""
+        context, name, data = self._context, program.name, None
+        with context.lock:
+            folds = program.folds and saved.epoch is context.trace.epoch
+            if folds:
+                name = (program.name, saved.known)
+                outer = [self._outer(source, grads) for source in program.outer]
+                taken = take_jump(context, name, outer)
+            else:
+                data = self._all(program, saved, grads)
+                taken = take_jump(context, name, data)
+            if taken is not None:
+                metrics.increment("RegionJump")
+                return list(map(wrap_with, taken[0].jump.wrappers, taken[1]))
+            data = data or self._all(program, saved, grads)
+        return self._record_again(program, data, name, folds)
+
+    def _all(self, program: BackwardProgram, saved: Saved, grads: Grads) -> list[TensorData]:
+        known = saved.data()
+        return [
+            known[source.token] if isinstance(source, FromForward) else self._outer(source, grads)
+            for source in program.sources
+        ]
+
+    def _deliver(self, ctx: Any, program: BackwardProgram, made: Sequence[LazyTensor], grads: Grads) -> Grads:
+        """Write the gradients that can be written directly; the others are for the engine."""
+        found: list[torch.Tensor | None] = []
+        writes, results, sole = self._writes, program.results, program.sole
+        for place, (node, _) in zip(self._inputs, ctx.next_functions, strict=True):
+            result = results.get(place)
+            if result is None:
+                found.append(None)
+            elif isinstance(result, FromGradient):
+                # the tensor itself, not another one for its data: the engine copies what somebody else holds too
+                found.append(grads[result.place])
+            elif (
+                writes
+                and place in sole
+                and _takes(self._operands[place], made[result])  # type: ignore[index]
+                and (writes := _accumulates(node))
+            ):
+                _add_to_grad(self._operands[place], made[result])  # type: ignore[index]
+                found.append(None)
+            else:
+                found.append(made[result])  # type: ignore[index]
+        return found
+
+    def _find_program(self, saved: Saved, pattern: Pattern) -> BackwardProgram | None:
+        found: BackwardProgram | None = saved.known.backwards.get(pattern)
+        if torch.is_grad_enabled():
+            self._refuse("its gradients are differentiated again")
+            self._writes = False  # leaves get gradients of gradients too
+            return None
+        if found is not None and found.is_confirmed and saved.has(found.saved):
+            return found
+        return None
+
+    def _outer(self, source: Any, grads: Grads) -> TensorData:
+        """A tensor that the forward did not make."""
+        if source.__class__ is FromOperand:
+            return self._operands[source.place]._data
+        grad = grads[source.place]
+        assert isinstance(grad, LazyTensor)
+        return grad._data
+
+    def _check_version(self, place: int) -> None:
+        tensor, expected = self._operands[place], self._versions[place]
+        if tensor._version != expected:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; expected version "
+                f"{expected} instead.\n  it was used by a captured module"
+            )
+
+    def _checked_rebuild(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        for place in range(len(self._operands)):
+            self._check_version(place)
+        assert self._saved is not None
+        if any(self._saved.known.jump.generators):
+            raise cannot_run_again("draws random numbers from a generator of its own")
+        if not self._program.can_run_again:
+            raise cannot_run_again("writes to its buffers")
+        return self._rebuild()
+
+    def _record_again(
+        self, program: BackwardProgram, data: Sequence[TensorData], name: Any, folds: bool
+    ) -> list[LazyTensor]:
+        """Record the calls of `program` one by one, and learn the jump over them at this place."""
+        metrics.increment("RegionRecorded")
+        with self._context.lock:
+            start = StretchStart(self._context)
+        tensors = dict(zip(program.tokens, map(wrap, data), strict=True))
+        constants = iter(program.constants)
+        with torch.no_grad():
+            for call in program.calls:
+                _record_call(call, tensors, constants)
+        made = [wrap(tensors[token]._data) for token in program.made]  # the body's results may be one tensor
+        try:
+            stretch = Stretch(self._context, start, may_be_empty=True)
+        except NotReplayable:
+            return made
+        tokens = [one._data.token for one in made if one._data.token in stretch.made]
+        # otherwise two operands are the same tensor here, or a result is one: not what the program was learned from
+        if len(stretch.operands) == len(program.tokens) and len(tokens) == len(made):
+            pairs = zip(stretch.operands, program.sources, strict=True)
+            implied = {token for token, source in pairs if folds and isinstance(source, FromForward)}
+            learn_jump(stretch, name, tokens, implied=implied)  # type: ignore[arg-type]
+        return made
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether the engine executes `node`, which adds to a leaf's .grad."""
+    try:
+        # internal, checked on 2.13
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # within torch.autograd.grad, which returns the gradient
+        return False
+
+
+def _takes(leaf: LazyTensor, gradient: LazyTensor) -> bool:
+    """Whether a leaf takes `gradient` as it is, and nothing is to be called when it does."""
+    return (
+        leaf.requires_grad
+        and leaf._backward_hooks is None
+        and leaf._post_accumulate_grad_hooks is None  # type: ignore[attr-defined]
+        and gradient._data.meta is leaf._data.meta
+    )
+
+
+def _add_to_grad(leaf: LazyTensor, gradient: LazyTensor) -> None:
+    grad = leaf.grad
+    if grad is None:
+        leaf.grad = gradient
+    else:
+        with torch.no_grad():
+            grad += gradient
+
+
+def _record_call(call: Call, tensors: dict[Token, LazyTensor], constants: Any) -> None:
+    """Record `call` with `tensors` for its tokens; adds its results to them."""
+    numbers = [next(constants) for _ in range(call.num_constants)]
+
+    def given(arg: Any) -> Any:
+        if isinstance(arg, Token):
+            return tensors[arg]
+        if isinstance(arg, Constant):
+            return numbers[arg.index]
+        if isinstance(arg, tuple):
+            return [given(item) for item in arg]
+        if isinstance(arg, torch.device):
+            return next(iter(tensors.values())).device
+        return arg
+
+    results = record(call.op, [given(arg) for arg in call.args], {name: given(arg) for name, arg in call.kwargs})
+    given_back = results if isinstance(results, list | tuple) else [results]
+    for result, tensor in zip(call.results, given_back, strict=False):
+        if result is not None:
+            tensors[result.token] = tensor

@@ -1,0 +1,99 @@
+"""The arguments of a call of a region.
+
+In: args and kwargs. Out: what a program depends on among them, as a key, and the tensors that it takes from them; or
+why the call runs as written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazy_backend.replay.plain_values import is_plain, plain_key
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.state import DeviceContext
+from lazy_backend.tensors.tensor import LazyTensor
+
+
+@dataclass(slots=True, eq=False)
+class CallArguments:
+    """The arguments of one call. `key`: everything that must be the same for the same program."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
+    spec: pytree.TreeSpec | None  # None: the leaves are the positional arguments, and there are no others
+    tensors: list[LazyTensor]
+    context: DeviceContext
+    key: tuple[Any, ...]
+
+    def has_changed(self) -> bool:
+        """Whether a list or dict among the arguments holds other values now."""
+        if self.spec is None:
+            return False
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        return spec != self.spec or not all(map(operator.is_, leaves, self.leaves))
+
+    def detached(self) -> CallArguments:
+        """The same arguments; tensors that require gradients are leaves over the same data."""
+        inner = {id(t): t.detach().requires_grad_() for t in self.tensors if t.requires_grad}
+        leaves = tuple(inner.get(id(leaf), leaf) for leaf in self.leaves)
+        args, kwargs = (leaves, {}) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
+        tensors: list[Any] = [inner.get(id(tensor), tensor) for tensor in self.tensors]
+        return CallArguments(args, kwargs, leaves, self.spec, tensors, self.context, self.key)
+
+
+def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | str:
+    """The arguments of a call, or why it runs as written."""
+    leaves: Sequence[Any] = args
+    spec = None
+    if kwargs or any(isinstance(arg, list | tuple | dict) or _is_node(arg) for arg in args):
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+    if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
+        return "it got a dict whose keys are not strings"
+    key: list[Any] = [spec, *_choices_of_kernels(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    tensors: list[LazyTensor] = []
+    context: DeviceContext | None = None
+    first: dict[int, int] = {}
+    for leaf in leaves:
+        if leaf.__class__ is LazyTensor:
+            data = leaf._data
+            if context is None:
+                context = data.context
+            elif context is not data.context:
+                return "its arguments are on several devices"
+            # the same tensor twice is one operand; views of one memory have alias groups in the jump's key
+            place = first.setdefault(id(data), len(tensors))
+            key.append((data.meta, leaf.requires_grad, place))
+            tensors.append(leaf)
+        elif isinstance(leaf, torch.Tensor):
+            return f"it got a tensor on {leaf.device}"
+        elif is_plain(leaf):
+            key.append((type(leaf), plain_key(leaf)))
+        else:
+            return f"it got a {type(leaf).__name__}, which may change without being noticed"
+    key.append(torch.get_default_dtype())
+    return CallArguments(args, kwargs, leaves, spec, tensors, context or contexts.get_device_context(None), tuple(key))
+
+
+def _is_string(key: Any) -> bool:
+    return type(key) is str
+
+
+def _choices_of_kernels() -> tuple[bool, ...]:
+    """Switches by which PyTorch chooses the operators that a module calls. Internals, checked on 2.13."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_deterministic_algorithms(),
+    )
+
+
+def _is_node(arg: Any) -> bool:
+    return type(arg) in pytree.SUPPORTED_NODES

@@ -1,0 +1,437 @@
+"""Captured modules: `capture(module)`.
+
+In: a module's calls within an ordinary loop. Out: what the module returns, recorded without running its Python.
+
+Note [What a captured module does]
+The first call runs as written; the second does too, within one autograd node (Note [One node for a region]). Each shows
+where the tensors come from that the calls use, and where the trace was led. What two calls recorded alike, forward and
+backward, is replayed from then on: `take_jump` moves the trace, and the results are tensors with one node. A call runs
+as written again if anything was changed that its Python may look at (`StructureGuard`, the arguments' geometry and
+values, modes), or if the trace is at a place where this module was not called before. What cannot be replayed keeps
+running as written; `CaptureWarning` and `explain` say why.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lazy_backend import metrics
+from lazy_backend.errors import CaptureError
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.regions.accounts import PATIENCE, RETRY, Account
+from lazy_backend.regions.autograd import (
+    JumpedCall,
+    Lesson,
+    WrittenCall,
+    cannot_run_again,
+    checkpoints_reentrantly,
+    leaves_of,
+    with_node,
+)
+from lazy_backend.regions.call_arguments import CallArguments, describe
+from lazy_backend.regions.conditions import why_as_written
+from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jump, take_jump
+from lazy_backend.regions.members import MemberPlace, members_of
+from lazy_backend.regions.module_state import AlikeCalls, ModuleState
+from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
+from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
+from lazy_backend.replay.reachable import Reachable
+from lazy_backend.tensors.state import DeviceContext, TensorData
+from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
+
+# Forwards, one after another, without a backward: gradients may be accumulated over so many calls.
+_MAX_WAITING = 16
+# States of one module that are remembered: training and evaluation, some layers frozen.
+_MAX_STATES = 8
+# internal, checked on 2.13: writing within it does not count as a write
+_keep_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def capture_module(module: torch.nn.Module, verify: bool = True) -> torch.nn.Module:
+    """Let `module` replay its calls. Returns it; its parameters, its `state_dict` and its class stay as they are."""
+    known = module._compiled_call_impl
+    if known is not None and not isinstance(known, _ModuleEntry):
+        raise CaptureError(
+            f"{type(module).__name__} was compiled with .compile(), and cannot be captured too\n  at {user_site()}\n"
+            "  capture it instead: what it records is compiled as part of its step"
+        )
+    # where `Module.compile` puts its function: copies and pickles of the module leave it out
+    module._compiled_call_impl = _ModuleEntry(CapturedModule(module, verify))  # type: ignore[assignment]
+    return module
+
+
+class _ModuleEntry:
+    """What `Module.__call__` of a captured module calls in place of `_call_impl`. Opaque to structure guards."""
+
+    __slots__ = ("_captured",)
+
+    def __init__(self, captured: CapturedModule) -> None:
+        self._captured = captured
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._captured.call(args, kwargs)
+
+
+class CapturedModule:
+    """Replays the calls of one module."""
+
+    __slots__ = ("_name", "_verify", "_states", "_failures", "account", "_reference", "__weakref__")
+
+    def __init__(self, module: torch.nn.Module, verify: bool) -> None:
+        forget = weakref.WeakMethod(self._forget)
+        # states refer to the module's attributes, and these to us: that cycle ends with the module
+        self._reference = weakref.ref(module, lambda _: (method := forget()) and method())
+        self._name = type(module).__name__
+        self._verify = verify
+        self._states: list[ModuleState] = []  # the latest first
+        self._failures = 0  # calls, one after another, that changed the module itself
+        self.account = Account(self._name, "module")
+
+    def _forget(self) -> None:
+        self._states.clear()
+
+    @hide_internals
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module: Any = self._reference()
+        if module is None:
+            raise CaptureError(
+                f"this module has the attributes of a captured {self._name} that is gone\n  at {user_site()}\n"
+                "  copy modules with copy.copy or copy.deepcopy, not by their __dict__"
+            )
+        begin = perf_counter()
+        account = self.account
+        account.calls += 1
+        reason = why_as_written()
+        arguments = describe(args, kwargs) if reason is None else reason
+        if isinstance(arguments, str):
+            account.ran_as_written(arguments)
+            return module._call_impl(*args, **kwargs)
+        if self._failures >= PATIENCE and account.calls % RETRY > 1:
+            return module._call_impl(*args, **kwargs)
+        if not arguments.tensors:
+            arguments.context = _context_of(module) or arguments.context
+        state = self._state(module)
+        signature = state.signature(arguments.key)
+        program = signature.program
+        is_due = program is not None and signature.replayed and signature.calls >= signature.check_at
+        if program is not None and not is_due:
+            replayed = self._replay(module, program, arguments, args, kwargs)
+            if replayed is not None:
+                signature.replayed = True
+                account.replays += 1
+                account.seconds += perf_counter() - begin
+                return replayed[0]
+        if signature.failures >= PATIENCE and signature.calls % RETRY > 1:
+            return module._call_impl(*args, **kwargs)
+        if is_due:
+            signature.check_at = 2 * signature.calls if self._verify else 2**62
+        return self._write(module, state, signature, arguments, args, kwargs, is_due)
+
+    def _state(self, module: torch.nn.Module) -> ModuleState:
+        """What is known of the module as it is now."""
+        states = self._states
+        for holds in (ModuleState.is_untouched, ModuleState.is_equal):  # the second takes longer
+            for place, state in enumerate(states):
+                if holds(state, module):
+                    if place:
+                        states.insert(0, states.pop(place))
+                    return state
+        made = ModuleState(module)
+        # a state keeps alive what it refers to, so it must not outlive what was replaced
+        self._states = [made, *[state for state in states if state.refers_only_to(made)]][:_MAX_STATES]
+        return made
+
+    # ----- a replayed call
+
+    def _replay(
+        self, module: torch.nn.Module, program: Program, arguments: CallArguments, args: Any, kwargs: Any
+    ) -> tuple[Any] | None:
+        operands = program.operands(arguments.tensors)
+        if operands is None:
+            return None
+        context = arguments.context
+        with context.lock:
+            taken = take_jump(context, program.name, [o._data for o in operands], program.is_differentiable)
+        if taken is None:
+            return None
+        known, made, saved = taken
+        metrics.increment("RegionJump")
+        if program.written:
+            written = [operands[place] for place in program.written]
+            torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        wrappers = known.jump.wrappers
+        results: list[torch.Tensor] = [wrap_with(wrappers[place], made[place]) for place in program.differentiable]
+        if saved is not None:
+            call = JumpedCall(
+                context,
+                program,
+                saved,
+                operands,
+                program.inputs,
+                lambda: self._rebuild(module, program, saved, operands, args, kwargs),
+                self._refuse,
+            )
+            results = list(with_node(call, results, [operands[n] for n in program.inputs], known.saved_results))
+        return (self._result(program, arguments.tensors, made, results),)
+
+    def _result(
+        self,
+        program: Program,
+        arguments: Sequence[torch.Tensor],
+        made: Sequence[TensorData],
+        differentiable: Sequence[torch.Tensor],
+    ) -> Any:
+        following = iter(differentiable)
+        leaves: list[Any] = []
+        for leaf in program.leaves:
+            if isinstance(leaf, MadeLeaf):
+                leaves.append(next(following) if leaf.requires_grad else wrap(made[leaf.place]))
+            elif isinstance(leaf, ArgumentLeaf):
+                leaves.append(arguments[leaf.place])
+            else:
+                leaves.append(leaf.value)
+        return leaves[0] if program.spec is None else pytree.tree_unflatten(leaves, program.spec)
+
+    def _rebuild(
+        self,
+        module: torch.nn.Module,
+        program: Program,
+        saved: Saved,
+        operands: Sequence[LazyTensor],
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The differentiable results and the inputs of a call, with the graph of the body, which runs again.
+
+        It draws the random numbers that the call drew, and leaves the buffers that it writes as they are.
+        """
+        written = [operands[place] for place in program.written]
+        with torch.no_grad():
+            before = [tensor.clone() for tensor in written]
+        now = torch.default_generator.get_state()
+        try:
+            if saved.random is not None:
+                torch.default_generator.set_state(saved.random)
+            with torch.enable_grad():
+                leaves = pytree.tree_leaves(module._call_impl(*args, **kwargs))
+        finally:
+            torch.default_generator.set_state(now)
+        if written:
+            # the graph that was just made refers to the buffers at this version
+            with torch.no_grad(), _keep_versions(tuple(written)):
+                for tensor, value in zip(written, before, strict=True):
+                    tensor.copy_(value)
+        results = [
+            leaf
+            for leaf, known in zip(leaves, program.leaves, strict=True)
+            if isinstance(known, MadeLeaf) and known.requires_grad
+        ]
+        return results, [operands[place] for place in program.inputs]
+
+    # ----- a call as written
+
+    def _write(
+        self,
+        module: torch.nn.Module,
+        state: ModuleState,
+        signature: AlikeCalls,
+        arguments: CallArguments,
+        args: Any,
+        kwargs: Any,
+        is_check: bool,
+    ) -> Any:
+        """Run the body, and learn from it."""
+        metrics.increment("RegionRecorded")
+        context, before = arguments.context, signature.program
+        members = members_of(module)
+        has_node = before is not None and before.is_differentiable and not _hooked(members)
+        given = arguments.detached() if has_node else arguments
+        data = [tensor._data for tensor in arguments.tensors]
+        grads = _grads_of(members)
+        followed = [(tensor, tensor._version if tensor.requires_grad else -1) for tensor in arguments.tensors]
+        with context.lock:
+            start = StretchStart(context, _random_state(module))
+        result = module._call_impl(*given.args, **given.kwargs)
+        leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else pytree.tree_flatten(result)
+        del result
+        is_changed = given.has_changed()
+        if has_node:
+            self._check_arguments(followed, is_changed)
+        lesson: tuple[Known, Stretch, Program] | None = None
+        try:
+            if is_changed:
+                raise NotReplayable("it writes to a list or dict among its arguments")
+            self._check_module(module, state)
+            if not all(map(operator.is_, grads, _grads_of(members))):
+                raise NotReplayable("it sets the gradients of its parameters")
+            stretch = Stretch(context, start)
+            program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, spec)
+            if not program.is_differentiable:
+                stretch.check_nothing_kept(start.trace, tokens)
+            if not has_node and program.is_differentiable and checkpoints_reentrantly(_differentiable(leaves)):
+                raise NotReplayable(
+                    "it uses reentrant checkpointing\n  give torch.utils.checkpoint use_reentrant=False"
+                )
+            if before is not None and before.fits(program):
+                program = before
+            elif is_check:
+                state.signatures.clear()
+                raise CaptureError(f"{self._name} no longer does what was captured: it uses or returns other tensors")
+            difference = self._difference(start, stretch, program)
+            if difference is not None and is_check:
+                state.signatures.clear()
+                raise CaptureError(f"{self._name} no longer does what was captured: it recorded {difference}")
+            known = learn_jump(stretch, program.name, tokens)
+            signature.program, self._failures = program, 0
+            lesson = (known, stretch, program)
+            signature.is_alike = difference is None
+            if difference is not None:  # it may be alike from now on
+                self._count_failure(signature, f"it recorded {difference}")
+            elif not program.is_differentiable:  # otherwise its backward may fail
+                signature.failures = 0
+            elif has_node and known.is_confirmed and not known.has_backward:
+                self._wait_for_backward(signature)
+        except NotReplayable as reason:
+            self._give_up(signature, str(reason))
+        if not has_node:
+            return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+        return self._with_node(module, signature, arguments, given, leaves, spec, lesson)
+
+    def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool) -> None:
+        """Raise `CaptureError` if a call wrote to the arguments that its body was given in place of the user's."""
+        what = "a list or dict among its arguments" if is_changed else ""
+        if any(tensor.requires_grad and tensor._version != version for tensor, version in followed):
+            what = "an argument that autograd follows"
+        if what:
+            raise CaptureError(
+                f"the captured {self._name} wrote to {what}, which it did not do before\n  at {user_site()}\n"
+                "  do not capture a module that does this only in some calls"
+            )
+
+    def _check_module(self, module: torch.nn.Module, state: ModuleState) -> None:
+        if not state.holds(module):
+            self._failures += 1
+            if self._failures >= PATIENCE:
+                self.account.warn(f"a call changes what it is made of: {state.why()}")
+            raise NotReplayable(f"a call changes what it is made of: {state.why()}")
+        for path, inner in module.named_modules():
+            if any(getattr(inner, name) for name in _HOOKS):
+                raise NotReplayable(f"{path or self._name} has hooks, which a replay would not call")
+        hooked = _hooked(members_of(module))
+        if hooked is not None:
+            raise NotReplayable(f"{hooked} has hooks")
+
+    def _difference(self, start: StretchStart, stretch: Stretch, program: Program) -> str | None:
+        """What differs from what was recorded here before, for the same operands; None if nothing does."""
+        known: Known | None = (start.cursor.jumps or {}).get(key_of(stretch, program.name))
+        if known is None or known.jump.agrees_with(make_jump(stretch, ())):
+            return None
+        return stretch.first_difference(known.jump.end, known.jump.constants)
+
+    def _with_node(
+        self,
+        module: torch.nn.Module,
+        signature: AlikeCalls,
+        arguments: CallArguments,
+        given: CallArguments,
+        leaves: list[Any],
+        spec: pytree.TreeSpec | None,
+        lesson: tuple[Known, Stretch, Program] | None,
+    ) -> Any:
+        """What the body returned, with one node between it and the body's graph."""
+        outer: dict[int, torch.Tensor] = {}
+        outer.update((id(inner), own) for inner, own in zip(given.tensors, arguments.tensors, strict=True))
+        inner = _differentiable(leaves)
+        detached = [one for one in given.tensors if one.requires_grad]
+        others = [leaf for leaf in leaves_of(inner) if id(leaf) not in outer]
+        inputs = [outer[id(one)] for one in detached] + others
+
+        def finish(reason: str | None) -> None:
+            signature.waiting = 0
+            if reason is not None:
+                self._give_up(signature, reason)
+            elif signature.is_alike:
+                signature.failures = 0
+
+        def rebuild() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            if lesson is None or lesson[2].written or lesson[0].jump.generators:
+                raise cannot_run_again("writes to its buffers or draws random numbers")
+            with torch.enable_grad():
+                again = pytree.tree_leaves(module._call_impl(*arguments.args, **arguments.kwargs))
+            return _differentiable(again), inputs
+
+        call = WrittenCall(arguments.context, inner, [*detached, *others], inputs, rebuild, self._refuse, finish)
+        if lesson is not None:
+            known, stretch, program = lesson
+            places = {id(operand): place for place, operand in enumerate(program.operands(arguments.tensors) or ())}
+            tokens = [one._data.token for one in inner]  # type: ignore[attr-defined]
+            call.lesson = Lesson(known, stretch, [places.get(id(one)) for one in inputs], tokens)
+        made = with_node(call, [one.detach() for one in inner], inputs, []) if inner else ()
+        outer |= {id(one): result for one, result in zip(inner, made, strict=True)}
+        leaves = [outer.get(id(leaf), leaf) for leaf in leaves]
+        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    # ----- what cannot be replayed
+
+    def _refuse(self, reason: str) -> None:
+        """Record the calls as written from now on."""
+        for state in self._states:
+            for signature in state.signatures.values():
+                signature.program, signature.failures = None, PATIENCE
+        self.account.warn(reason)
+
+    def _give_up(self, signature: AlikeCalls, reason: str) -> None:
+        signature.program = None
+        self._count_failure(signature, reason)
+
+    def _wait_for_backward(self, signature: AlikeCalls) -> None:
+        signature.waiting += 1
+        if signature.waiting > _MAX_WAITING:
+            self.account.ran_as_written("no backward has run through it")
+            signature.failures = PATIENCE  # calls whose backward is never asked for need not be learned
+
+    def _count_failure(self, signature: AlikeCalls, reason: str) -> None:
+        self.account.ran_as_written(reason)
+        signature.failures += 1
+        if signature.failures >= PATIENCE:
+            self.account.warn(reason)
+
+
+def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.Tensor | None]:
+    return [tensor.grad if tensor.is_leaf else None for _, tensor in members]
+
+
+def _random_state(module: torch.nn.Module) -> RandomState:
+    """The states of the random number generators that the module's code can name."""
+    modules = list(module.modules())
+    values = [value for one in modules for name, value in one.__dict__.items() if name not in _REGISTERED]
+    reach = Reachable([*(one.forward for one in modules), *values])
+    return RandomState(reach.generators, reach.random_states)
+
+
+def _context_of(module: torch.nn.Module) -> DeviceContext | None:
+    """The lazy device of a module, going by its first parameter or buffer."""
+    first = next(chain(module.parameters(), module.buffers()), None)
+    return first._data.context if isinstance(first, LazyTensor) else None
+
+
+def _hooked(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> str | None:
+    """The name of a member that has hooks on its gradient: the engine would call them for the body's graph too."""
+    return next((member.name for member, tensor in members if tensor._backward_hooks), None)
+
+
+def _differentiable(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among the results of a body that its graph leads to, each once."""
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, LazyTensor) and leaf.grad_fn is not None}
+    return list(found.values())

@@ -1,0 +1,382 @@
+"""Captured optimizers: `capture(optimizer)`.
+
+In: an optimizer's steps within an ordinary loop. Out: the same calls, recorded without running its Python.
+
+Note [What a captured optimizer does]
+A step is a stretch like a module's forward (Note [What a captured module does]), which writes to parameters and state
+and returns nothing. Its floats change from step to step: they are formulas over the hyperparameters and the step counts
+that it keeps on the CPU (Note [Floats by formula]). So a jump takes the floats that these formulas give now, and the
+counts advance as the body would have advanced them. Which parameters have gradients is part of what a jump is found by.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from lazy_backend import metrics
+from lazy_backend.errors import CaptureError
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
+from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, ProgramRun, Stale, follow
+from lazy_backend.floats.hyperparameters import OptimizerGuard
+from lazy_backend.lowering.ir.program import Token
+from lazy_backend.regions.accounts import FIRST_CHECK, PATIENCE, RETRY, Account
+from lazy_backend.regions.conditions import why_as_written
+from lazy_backend.regions.jump import Known, key_of, learn_jump, make_jump, take_jump
+from lazy_backend.regions.stretch import NotReplayable, Stretch, StretchStart
+from lazy_backend.replay.captured_state import Watch, watches
+from lazy_backend.replay.structure import StructureGuard
+from lazy_backend.tensors.state import DeviceContext
+from lazy_backend.tensors.tensor import LazyTensor
+
+# Attributes whose contents `_OptimizerParts` and `OptimizerGuard` compare by themselves.
+_SEEN_HERE = ("param_groups", "state", "step")
+# Patterns of gradients that are remembered.
+_MAX_STATES = 8
+# Runs that are compared to learn which floats follow which.
+_MAX_RUNS = 4
+
+
+# An operand of a step: a parameter or an entry of the state, which `_OptimizerParts` sees replaced; or the number of
+# the parameter whose gradient it is.
+_Operand = LazyTensor | int
+
+
+def _operands_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Operand, LazyTensor]]:
+    """The lazy tensors that a step may use, each as an operand."""
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        yield parameter, parameter
+        if type(parameter.grad) is LazyTensor:
+            yield number, parameter.grad
+        state = optimizer.state.get(parameter)
+        for value in state.values() if isinstance(state, dict) else ():
+            if type(value) is LazyTensor:
+                yield value, value
+
+
+class _OptimizerParts:
+    """What an optimizer is made of besides its hyperparameters: parameters, the entries of its state, attributes.
+
+    Does not refer to the optimizer, which would never be freed then.
+    """
+
+    __slots__ = ("_lengths", "_values", "_inside")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        others = {name: value for name, value in optimizer.__dict__.items() if name not in _SEEN_HERE}
+        self._inside = StructureGuard([others])  # of attributes, which `_find` compares by identity
+        found = self._find(optimizer)
+        self._lengths = list(map(len, found))
+        self._values = list(chain.from_iterable(found))
+
+    @staticmethod
+    def _find(optimizer: torch.optim.Optimizer) -> list[Any]:
+        lists = [group["params"] for group in optimizer.param_groups]
+        states = [state.values() if isinstance(state, dict) else (state,) for state in optimizer.state.values()]
+        return [optimizer.__dict__.values(), optimizer.state.keys(), *lists, *states]
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> bool:
+        now = self._find(optimizer)
+        return (
+            self._inside.holds()
+            and list(map(len, now)) == self._lengths
+            and all(map(operator.is_, chain.from_iterable(now), self._values))
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _StepState:
+    """What is known of the steps in which the same parameters have gradients."""
+
+    parts: _OptimizerParts
+    guard: OptimizerGuard
+    shape: tuple[Any, ...] = ()  # of the calls that `runs` recorded
+    runs: list[ProgramRun] = field(default_factory=list)
+    operands: tuple[_Operand, ...] = ()
+    written: tuple[int, ...] = ()
+    floats: FormulaProgram | None = None
+    calls: int = 0
+    failures: int = 0
+    check_at: int = FIRST_CHECK
+    name: object = field(default_factory=object)
+
+
+def capture_optimizer(optimizer: torch.optim.Optimizer, verify: bool = True) -> torch.optim.Optimizer:
+    """Let `optimizer` replay its steps. Returns it; its state, its groups and its `state_dict` stay as they are."""
+    if isinstance(optimizer.__dict__.get("step"), _StepEntry):
+        return optimizer
+    optimizer.step = _StepEntry(CapturedOptimizer(optimizer, verify))  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+class _StepEntry:
+    """Stands for the method `step` of a captured optimizer."""
+
+    __slots__ = ("_captured",)
+    __name__ = "step"
+
+    def __init__(self, captured: CapturedOptimizer) -> None:
+        self._captured = captured
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._captured.step(self.__self__, args, kwargs)
+
+    @property
+    def __self__(self) -> torch.optim.Optimizer:
+        return self._captured.optimizer()
+
+    @property
+    def __func__(self) -> Any:
+        """The function behind the method: learning-rate schedulers wrap it, and bind it again."""
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._captured.step(optimizer, args, kwargs)
+
+        return step
+
+
+class CapturedOptimizer:
+    """Replays the steps of one optimizer."""
+
+    __slots__ = ("_name", "_verify", "_written", "_states", "account", "_reference", "__weakref__")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, verify: bool) -> None:
+        forget = weakref.WeakMethod(self._forget)
+        # states refer to the optimizer's attributes, and these to us: that cycle ends with the optimizer
+        self._reference = weakref.ref(optimizer, lambda _: (method := forget()) and method())
+        self._name = type(optimizer).__name__
+        self._verify = verify
+        self._written = optimizer.__dict__.get("step")  # a scheduler's, which refers weakly to the optimizer
+        self._states: dict[tuple[bool, ...], _StepState] = {}
+        self.account = Account(self._name, "optimizer")
+
+    def _forget(self) -> None:
+        self._states.clear()
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        found = self._reference()
+        if found is None:
+            raise CaptureError(f"the captured {self._name} of this step is gone\n  at {user_site()}\n  keep it")
+        return found
+
+    @hide_internals
+    def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin = perf_counter()
+        account = self.account
+        account.calls += 1
+        reason = why_as_written() or self._why_as_written(optimizer, args, kwargs)
+        if reason is not None:
+            account.ran_as_written(reason)
+            return self._run(optimizer, args, kwargs)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        pattern = tuple([grad is None for grad in grads])
+        state = self._state(optimizer, pattern)
+        is_due = state.floats is not None and state.calls >= state.check_at
+        if state.floats is not None and not is_due and self._replay(optimizer, state, grads):
+            account.replays += 1
+            account.seconds += perf_counter() - begin
+            return None
+        if state.failures >= PATIENCE and state.calls % RETRY > 1:
+            return self._run(optimizer, args, kwargs)
+        if is_due:
+            state.check_at = 2 * state.calls if self._verify else 2**62
+        return self._write(optimizer, state, is_due)
+
+    def _run(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._written is not None:
+            return self._written(*args, **kwargs)
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    def _why_as_written(self, optimizer: Any, args: Any, kwargs: Any) -> str | None:
+        if args or kwargs:
+            return "step() was given a closure"
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return "it has hooks"
+        if torch_optimizer._global_optimizer_pre_hooks:
+            return "hooks of all optimizers are registered"
+        hooks = torch_optimizer._global_optimizer_post_hooks
+        if len(hooks) > forgotten_steps.is_watching:
+            return "hooks of all optimizers are registered"
+        return None
+
+    def _state(self, optimizer: torch.optim.Optimizer, pattern: tuple[bool, ...]) -> _StepState:
+        state = self._states.get(pattern)
+        if state is None or not state.parts.hold(optimizer) or state.guard.floats() is None:
+            if len(self._states) >= _MAX_STATES:
+                self._states.clear()
+            made = _StepState(_OptimizerParts(optimizer), OptimizerGuard(optimizer))
+            if state is not None:  # it goes on changing: patience does not start again
+                made.failures, made.calls = state.failures, state.calls
+            known = {pattern: one for pattern, one in self._states.items() if one.parts.hold(optimizer)}
+            self._states = known  # the others would keep alive what was replaced
+            state = self._states[pattern] = made
+        state.calls += 1
+        return state
+
+    # ----- a replayed step
+
+    def _replay(self, optimizer: torch.optim.Optimizer, state: _StepState, grads: list[Any]) -> bool:
+        assert state.floats is not None
+        given = state.guard.floats()
+        tensors: list[Any] = [grads[one] if one.__class__ is int else one for one in state.operands]  # type: ignore
+        if given is None or not tensors or not all(tensor.__class__ is LazyTensor for tensor in tensors):
+            return False
+        try:
+            evaluated = state.floats.evaluate(given)
+        except Stale as reason:
+            self.account.ran_as_written(str(reason))
+            return False
+        context = tensors[0]._data.context
+        with context.lock:
+            data = [tensor._data for tensor in tensors]
+            if take_jump(context, state.name, data, constants=evaluated.constants) is None:
+                return False
+            if evaluated.commit is not None:
+                evaluated.commit.put(None, _Once)
+        metrics.increment("RegionJump")
+        torch.autograd.graph.increment_version([tensors[place] for place in state.written])
+        forgotten_steps.see(optimizer)
+        return True
+
+    # ----- a step as written
+
+    def _write(self, optimizer: torch.optim.Optimizer, state: _StepState, is_check: bool) -> Any:
+        metrics.increment("RegionRecorded")
+        context = _context_of(optimizer)
+        if context is None:
+            self.account.ran_as_written("its parameters are not on one lazy device")
+            return self._run(optimizer, (), {})
+        with context.lock:
+            start = StretchStart(context)
+        watch = Watch(())
+        with watches.shown_to(watch), context.registry.watching() as uploads:
+            recorder = watch.recorder = FloatRecorder(context, uploads, ())
+            try:
+                recorder.install(optimizer)
+                with recorder:
+                    result = self._run(optimizer, (), {})
+            except BaseException:
+                recorder.restore()
+                recorder.close()
+                raise
+            recorder.restore()
+            given = state.guard.floats() or ()
+            recorded = recorder.finish([optimizer], [0, len(given)])
+            has_uploads = bool(uploads)
+            uploads.clear()
+        try:
+            if has_uploads:
+                raise NotReplayable("it uploads a tensor from the CPU")
+            stretch = Stretch(context, start)
+            self._learn(optimizer, state, start, stretch, recorded, given, is_check)
+        except NotReplayable as reason:
+            self._give_up(state, str(reason))
+        return result
+
+    def _learn(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: _StepState,
+        start: StretchStart,
+        stretch: Stretch,
+        recorded: RecordedFloats,
+        given: tuple[float, ...],
+        is_check: bool,
+    ) -> None:
+        """Learn from a step that ran as written. Raises `NotReplayable`."""
+        if not state.parts.hold(optimizer) or state.guard.floats() is None:
+            raise NotReplayable("a step changes what it is made of, as the first step does")
+        if recorded.problem is not None:
+            raise NotReplayable(recorded.problem)
+        stretch.check_nothing_kept(start.trace, ())
+        operands = _find_operands(stretch, optimizer)
+        shape = tuple((call.op, call.num_constants) for call in stretch.calls)
+        floats = _shifted(recorded, start.num_constants)
+        run = ProgramRun(floats, given, stretch.constants, {}, {}, state.guard.names)
+        if is_check:
+            self._check(start, state, stretch)
+        is_same = shape == state.shape and _same_operands(operands, state.operands)
+        state.runs = [*state.runs, run][-_MAX_RUNS:] if is_same else [run]
+        state.shape, state.operands, state.floats = shape, operands, None
+        state.written = tuple(n for n, token in enumerate(stretch.operands) if token in stretch.mutates)
+        learn_jump(stretch, state.name, (), with_constants=False)
+        if len(state.runs) < 2:
+            return
+        try:
+            state.floats = follow(state.runs, [optimizer])
+        except NotFollowed as error:
+            if error.earlier is None:
+                raise NotReplayable(str(error)) from None
+            where = stretch.call_of_constant(error.constant)
+            raise NotReplayable(f"a float of {where} changed as none that it is given did") from None
+        state.failures = 0
+
+    def _check(self, start: StretchStart, state: _StepState, stretch: Stretch) -> None:
+        """Raise `CaptureError` if this step, which ran as written, went elsewhere than a replay would have gone."""
+        known: Known | None = (start.cursor.jumps or {}).get(key_of(stretch, state.name))
+        if known is not None and not known.jump.agrees_with(make_jump(stretch, (), with_constants=False)):
+            difference = stretch.first_difference(known.jump.end, stretch.constants)
+            raise CaptureError(f"{self._name}.step no longer does what was captured: it recorded {difference}")
+
+    def _give_up(self, state: _StepState, reason: str) -> None:
+        self.account.ran_as_written(reason)
+        state.floats = None
+        state.failures += 1
+        if state.failures >= PATIENCE:
+            self.account.warn(reason)
+
+
+class _Once:
+    """What `Commit.put` takes for a run: the values are stored once."""
+
+    delivered = False
+
+
+def _context_of(optimizer: torch.optim.Optimizer) -> DeviceContext | None:
+    """The lazy device of all parameters, if there is one."""
+    found = {
+        parameter._data.context if type(parameter) is LazyTensor else None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _find_operands(stretch: Stretch, optimizer: torch.optim.Optimizer) -> tuple[_Operand, ...]:
+    known: dict[Token, _Operand] = {}
+    for operand, tensor in _operands_of(optimizer):
+        data = tensor._data
+        if data.epoch is stretch.epoch and data.token is not None:
+            other = known.setdefault(data.token, operand)
+            if other is not operand and not (isinstance(other, int) and other == operand):
+                raise NotReplayable("two of its tensors are one, such as the gradients of two parameters")
+    for token in stretch.operands:
+        if token not in known:
+            raise NotReplayable(
+                f"it uses a tensor at {stretch.site_of(token)} that is no parameter, gradient or entry of its state"
+            )
+    return tuple(known[token] for token in stretch.operands)
+
+
+def _same_operands(one: tuple[_Operand, ...], other: tuple[_Operand, ...]) -> bool:
+    return len(one) == len(other) and all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _shifted(recorded: RecordedFloats, by: int) -> RecordedFloats:
+    """What was recorded, with constants numbered from the start of the stretch."""
+    recorded.constants = {place - by: choices for place, choices in recorded.constants.items() if place >= by}
+    recorded.unsure = {place - by for place in recorded.unsure if place >= by}
+    return recorded

@@ -1,0 +1,437 @@
+"""What captured modules and optimizers promise in odd but legal programs: the results of the loop as written."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import count
+from torch import nn
+
+import lazy_backend
+from lazy_backend import CaptureWarning, capture, mark_step
+
+Wrap = Callable[[Any], Any]
+Program = Callable[[str, Wrap], list[Any]]
+
+pytestmark = pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> None:
+    lazy_backend.config.compile = "off"
+
+
+def check(program: Program, num_jumps: int = 0) -> None:
+    """The program gives the same on the CPU, on the lazy device, and there with captured parts."""
+    runs: list[list[Any]] = []
+    for device, wrap in (("cpu", lambda part: part), ("lazy", lambda part: part), ("lazy", capture)):
+        torch.manual_seed(0)
+        with count("RegionJump") as jumps:
+            runs.append([v.detach().cpu() if isinstance(v, torch.Tensor) else v for v in program(device, wrap)])
+    for place, values in enumerate(zip(*runs, strict=True)):
+        for value in values[1:]:
+            same = torch.equal(value, values[0]) if isinstance(value, torch.Tensor) else value == values[0]
+            assert same, (place, values)
+    assert jumps() >= num_jumps
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.a + self.b
+
+
+def test_one_tensor_that_is_the_gradient_of_several() -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(Adds().to(device)), []
+        for _ in range(7):
+            model.zero_grad()
+            x = torch.ones(2, 3).to(device).requires_grad_()
+            model(x).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert x.grad is not None
+            x.grad.zero_()
+            values += [model.a.grad.clone(), model.b.grad.clone()]
+            mark_step()
+        return values
+
+    check(program, num_jumps=6)
+
+
+def test_the_users_gradient_is_not_written() -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(Adds().to(device)), []
+        for _ in range(7):
+            model.zero_grad()
+            given = torch.ones(2, 3).to(device)
+            model(torch.ones(2, 3).to(device)).backward(given)
+            model.a.grad.mul_(3)
+            values += [given, model.b.grad.clone()]
+            mark_step()
+        return values
+
+    check(program)
+
+
+@pytest.mark.parametrize("at_first", ["argument", "result"])
+def test_gradients_that_are_tensors_of_the_forward(at_first: str) -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(nn.Linear(2, 2, bias=False).to(device)), []
+        for number in range(9):
+            model.zero_grad()
+            x = torch.ones(1, 2).to(device)
+            y = model(x)
+            own = x if at_first == "argument" else y.detach()
+            y.backward(own if number < 5 else 3 * x)
+            values.append(model.weight.grad.clone())
+            mark_step()
+        return values
+
+    check(program)
+
+
+@pytest.mark.parametrize("what", ["hook", "freeze"])
+def test_a_change_between_forward_and_backward(what: str) -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        values: list[Any] = []
+        for first in range(8):
+            model = wrap(nn.Linear(2, 2, bias=False).to(device))
+            for number in range(9):
+                model.zero_grad()
+                y = model(torch.ones(1, 2).to(device))
+                if number >= first:
+                    if what == "hook":
+                        handle = model.weight.register_hook(lambda grad: grad * 2)
+                    else:
+                        model.weight.requires_grad_(False)
+                y.sum().backward()
+                values.append(None if model.weight.grad is None else model.weight.grad.clone())
+                if number >= first and what == "hook":
+                    handle.remove()
+                model.weight.requires_grad_(True)
+                mark_step()
+        return values
+
+    check(program)
+
+
+def test_lists_and_dicts_among_the_arguments_are_written() -> None:
+    class Notes(nn.Linear):
+        def forward(self, x: torch.Tensor, seen: list[Any], info: dict[str, int]) -> torch.Tensor:
+            seen.append(x.shape)
+            info["calls"] = info.get("calls", 0) + 1
+            return super().forward(x)
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values, info = wrap(Notes(3, 3).to(device)), [], {}
+        for _ in range(7):
+            seen: list[Any] = []
+            model(torch.ones(2, 3).to(device), seen, info).sum().backward()
+            values += [len(seen), info["calls"]]
+            mark_step()
+        return values
+
+    check(program)
+
+
+def test_parameters_that_got_one_gradient() -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        p, q = (nn.Parameter(torch.zeros(2).to(device)) for _ in range(2))
+        optimizer = wrap(torch.optim.SGD([p, q], lr=1.0))
+        for number in range(9):
+            p.grad = torch.ones(2).to(device)
+            q.grad = p.grad if number < 6 else torch.full((2,), 100.0).to(device)
+            optimizer.step()
+            mark_step()
+        return [p, q]
+
+    check(program)
+
+
+def test_buffers_that_were_one() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.ones(2))
+            self.register_buffer("b", torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.a + self.b
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(Two().to(device)), []
+        model.b.data = model.a.data
+        for number in range(9):
+            if number == 6:
+                model.b.data = torch.full((2,), 100.0).to(device)
+            values.append(model(torch.ones(2).to(device)))
+            mark_step()
+        return values
+
+    check(program)
+
+
+def test_a_container_that_is_replaced_by_an_equal_one() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = {"w": torch.ones(2)}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.held["w"]
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(Holds()), []
+        model.held["w"] = torch.ones(2).to(device)
+        for number in range(12):
+            if number == 6:
+                old = model.held
+                model.held = dict(old)
+            values.append(model(torch.ones(2).to(device)))
+            if number == 8:
+                old["w"] = torch.zeros(2).to(device)
+            mark_step()
+        return values
+
+    check(program)
+
+
+def test_tensors_on_the_cpu_that_the_forward_reads_and_writes() -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return super().forward(x) * (2 if self.count.item() > 4 else 1)
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(Counts(3, 3).to(device)), []
+        model.count = torch.zeros(())
+        for _ in range(9):
+            values.append(model(torch.ones(2, 3).to(device)))
+            mark_step()
+        return [*values, model.count]
+
+    check(program)
+
+
+def test_a_tensor_on_the_cpu_that_is_changed_outside() -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if self.switch.item() else 1)
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(Reads(3, 3).to(device)), []
+        model.switch = torch.zeros(())
+        for number in range(12):
+            if number == 7:
+                model.switch.fill_(1)
+            values.append(model(torch.ones(2, 3).to(device)))
+            values[-1].sum().backward()
+            mark_step()
+        return values
+
+    check(program, num_jumps=4)
+
+
+def test_hyperparameters_in_a_list_and_attributes_of_an_optimizer() -> None:
+    class Scaled(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.options = {"scale": 1.0}
+            self.param_groups[0]["scales"] = [1.0, 2.0]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad * self.options["scale"] * self.param_groups[0]["scales"][1])
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        weight = nn.Parameter(torch.ones(2).to(device))
+        optimizer = wrap(Scaled([weight]))
+        for number in range(16):
+            if number == 7:
+                optimizer.options["scale"] = 0.5
+            if number == 12:
+                optimizer.param_groups[0]["scales"][1] = 3.0
+            weight.grad = torch.ones(2).to(device)
+            optimizer.step()
+            mark_step()
+        return [weight]
+
+    check(program, num_jumps=3)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_loss_over_one_of_two_heads_at_times(draws: bool) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+            self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+            self.drop = nn.Dropout(0.5 if draws else 0.0)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = self.drop(self.norm(self.body(x)))
+            return self.one(h), self.two(h)
+
+    def run(wrap: Wrap) -> list[Any]:
+        torch.manual_seed(0)
+        model, values = wrap(Heads().to("lazy")), []
+        for number in range(14):
+            model.zero_grad()
+            one, two = model(torch.randn(4, 3).to("lazy"))
+            (one.mean() if number in (8, 11) else one.mean() + two.mean()).backward()
+            values += [p.grad if p.grad is None else p.grad.clone().cpu() for p in model.parameters()]
+            values += [b.clone().cpu() for b in model.buffers()]
+            mark_step()
+        return values
+
+    with count("RegionJump") as jumps:
+        found = run(capture)
+    for one, other in zip(run(lambda part: part), found, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    assert jumps() >= 8
+
+
+def test_nested_captures_over_many_steps() -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        inner = wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device))
+        model, values = wrap(nn.Sequential(inner, nn.Tanh()).to(device)), []
+        for _ in range(80):
+            values.append(model(torch.ones(2, 3).to(device)))
+            values[-1].sum().backward()
+            mark_step()
+        return [*values, *[p.grad for p in inner.parameters()]]
+
+    check(program, num_jumps=60)
+
+
+def test_several_gradients_at_once() -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device)), []
+        for number in range(9):
+            x = torch.ones(3).to(device).requires_grad_()
+            y = model(x)
+            if number == 6:
+                values += torch.autograd.grad(y, [x], torch.eye(3).to(device), is_grads_batched=True)
+            else:
+                y.sum().backward()
+                assert x.grad is not None
+                values.append(x.grad.clone())
+            mark_step()
+        return values
+
+    check(program)
+
+
+def test_reentrant_checkpoints() -> None:
+    class Checkpoints(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x.sin(), use_reentrant=True)
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        model, values = wrap(Checkpoints(3, 3).to(device)), []
+        for _ in range(6):
+            model.zero_grad()
+            x = torch.ones(2, 3).to(device).requires_grad_()
+            model(x).sum().backward()
+            values += [x.grad, model.weight.grad.clone()]
+            mark_step()
+        return values
+
+    check(program)
+
+
+def test_a_result_that_is_another_object_each_time_is_no_error_at_the_64th_call() -> None:
+    class Marks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), object()
+
+    model = capture(Marks(3, 3).to("lazy"))
+    for _ in range(70):
+        model(torch.ones(2, 3).to("lazy"))[0].sum().backward()
+        mark_step()
+
+
+def test_a_difference_is_told_at_the_64th_call_and_learned_from() -> None:
+    scale = [1.0]
+
+    class Hidden(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * scale[0]
+
+    model = capture(Hidden(3, 3).to("lazy"))
+    for _ in range(20):
+        model(torch.ones(2, 3).to("lazy")).sum().backward()
+        mark_step()
+    scale[0] = 3.0
+
+    def run() -> None:
+        for _ in range(60):
+            model(torch.ones(2, 3).to("lazy")).sum().backward()
+            mark_step()
+
+    with pytest.raises(lazy_backend.CaptureError, match=r"no longer does what was captured: it recorded 3\.0 in"):
+        run()
+    x = torch.ones(2, 3).to("lazy")
+    for _ in range(6):
+        assert torch.equal(model(x).cpu(), 3.0 * nn.functional.linear(x, model.weight, model.bias).cpu())
+        mark_step()
+
+
+@pytest.mark.parametrize("refers", ["bound method", "list"])
+def test_a_module_that_refers_to_itself_is_collected(refers: str) -> None:
+    class Refers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    model = Refers(3, 3).to("lazy")
+    model.other = model.extra_repr if refers == "bound method" else [model]
+    capture(model)
+    for _ in range(5):
+        model(torch.ones(2, 3).to("lazy")).sum().backward()
+        mark_step()
+    died = weakref.ref(model)
+    del model
+    gc.collect()
+    assert died() is None
+
+
+def test_layers_that_were_replaced_are_freed() -> None:
+    model = capture(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to("lazy"))
+    layers = []
+    for _ in range(5):
+        model[0] = nn.Linear(3, 3).to("lazy")
+        layers.append(weakref.ref(model[0]))
+        for _ in range(4):
+            model(torch.ones(2, 3).to("lazy")).sum().backward()
+            mark_step()
+    gc.collect()
+    assert sum(layer() is not None for layer in layers) == 1
+
+
+def test_copies_are_not_captured() -> None:
+    model = capture(nn.Linear(3, 3).to("lazy"))
+    x = torch.ones(2, 3).to("lazy")
+    for copied in (copy.copy(model), copy.deepcopy(model)):
+        assert copied._compiled_call_impl is None
+        assert torch.equal(copied(x).cpu(), model(x).cpu())
+
+
+def test_an_optimizers_step_is_still_a_method() -> None:
+    weight = nn.Parameter(torch.ones(2).to("lazy"))
+    optimizer = capture(torch.optim.SGD([weight], lr=0.1))
+    assert optimizer.step.__self__ is optimizer
+    assert optimizer.step.__name__ == "step"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        optimizer.step()
