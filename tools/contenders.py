@@ -8,6 +8,7 @@ can alternate. Commands: `start`, `round`, `trace`, `memory`, `growth`; the end 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -145,6 +146,18 @@ def _captured() -> Contender:
     )
 
 
+def _captured_parts() -> Contender:
+    """A plain loop whose model and optimizer are captured: the rest of its Python runs."""
+    import lazy_backend
+
+    def prepare(training: Training) -> None:
+        lazy_backend.capture(training.model)
+        training.update = lazy_backend.capture(training.optimizer).step
+
+    plain = _lazy_backend("inductor", "foreground")()
+    return dataclasses.replace(plain, prepare=prepare, operators=None)
+
+
 def _recorded_calls() -> int:
     import lazy_backend
 
@@ -177,6 +190,7 @@ CONTENDERS: dict[str, Callable[[], Contender]] = {
     "compile-all": _compile(with_optimizer=True),
     "ltc": _torch_lazy,
     "lazy": _lazy_backend("inductor", "foreground"),
+    "captured-parts": _captured_parts,
     "captured": _captured,
     "lazy-eager": _lazy_backend("eager", "foreground"),
     "lazy-off": _lazy_backend("inductor", "off"),
