@@ -3,6 +3,9 @@
     python tools/fuzz.py --programs 10000 --seed 0
     python tools/fuzz.py --programs 1000 --backend aot_eager
     python tools/fuzz.py --programs 3000 --backend aot_eager --kind chains
+    python tools/fuzz.py --programs 500 --replay
+
+`--replay` runs random training loops instead, captured, and compares them with the same loops as written.
 
 In: flags. Out: a summary on stdout, after each program that differs, made as small as it still fails, as a script that
 runs by itself. The exit status is 1 if any did.
@@ -23,6 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from harness import NoSync, assert_same, reset_state, settle
+from random_loops import KNOWN, NOT_COMPARED, RandomLoop, random_loop
+from random_loops import failure as replay_failure
+from random_loops import minimize as minimize_loop
 from random_programs import RandomProgram, minimize, random_chains, random_program
 
 import lazy_backend
@@ -41,6 +47,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=("all", "chains"), default="all", help="'chains': of views and writes only")
     parser.add_argument("--steps", type=int, default=24, help="statements tried per program (default 24)")
     parser.add_argument("--failures", type=int, default=10, help="stop after so many (default 10)")
+    parser.add_argument("--replay", action="store_true", help="training loops with captured modules and optimizers")
+    parser.add_argument(
+        "--known", action="append", choices=tuple(KNOWN), default=[], help="loops may have defects of this known class"
+    )
     return parser.parse_args()
 
 
@@ -92,9 +102,51 @@ def report(program: RandomProgram, text: str, backend: str, sync: Sync) -> None:
     print(f"----- program {program.seed}: {failure(smaller, backend, sync)}\n{smaller.script(backend)}", flush=True)
 
 
+def kind_of(text: str | None) -> str | None:
+    """What minimising must keep of a failure: which run differs or what it raises, not the values."""
+    return text and text.split(": value")[0][:60]
+
+
+def fails_alike(text: str) -> Callable[[RandomLoop], bool]:
+    """Whether a smaller loop fails in the same way."""
+    return lambda loop: kind_of(replay_failure(loop)) == kind_of(text)
+
+
+def report_smallest(loops: list[tuple[RandomLoop, str]]) -> None:
+    """Print the failing loop that is the smallest after minimising."""
+    smaller = [minimize_loop(loop, fails_alike(text)) for loop, text in loops]
+    smallest = min(smaller, key=lambda loop: (len(loop.source()), loop.num_steps))
+    print(f"----- loop {smallest.seed}: {replay_failure(smallest)}\n{smallest.script()}", flush=True)
+
+
+def replay_loops(arguments: argparse.Namespace) -> int:
+    """Run random training loops; the exit status is 1 if any failed."""
+    start, found, totals = time.perf_counter(), [], Counter[str]()
+    for seed in range(arguments.seed, arguments.seed + arguments.programs):
+        loop = random_loop(seed, arguments.known)
+        text = replay_failure(loop)
+        if text is not None and text.startswith(NOT_COMPARED):
+            totals["not compared"] += 1
+            continue
+        totals.update({"loops": 1, "RegionJump": metrics.counter_value("RegionJump")})
+        totals["without jumps"] += metrics.counter_value("RegionJump") == 0
+        if text is not None:
+            print(f"loop {seed}: {text[:200]}", flush=True)
+            found.append((loop, text))
+            if len(found) >= arguments.failures:
+                break
+    if found:
+        report_smallest(found)
+    counts = ", ".join(f"{count} {name}" for name, count in totals.items())
+    print(f"{len(found)} failures, {counts}, {time.perf_counter() - start:.0f} s")
+    return min(len(found), 1)
+
+
 def main() -> int:
     arguments = parse_arguments()
     warnings.simplefilter("ignore")  # of compilers that refuse a graph: it is interpreted, and counted below
+    if arguments.replay:
+        return replay_loops(arguments)
     start, failures, totals = time.perf_counter(), 0, Counter[str]()
     for seed in range(arguments.seed, arguments.seed + arguments.programs):
         chains = arguments.kind == "chains"
