@@ -87,6 +87,10 @@ def train(device: str, epochs: int = EPOCHS, seed: int = 0) -> Run:
     digits, _ = load_digits()
     model = build_model(seed).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if device == "lazy":
+        # their calls are replayed without Python from here on, once two of them were recorded alike
+        lazy_backend.capture(model)
+        lazy_backend.capture(optimizer)
     generator = torch.Generator().manual_seed(seed)
     epoch_steps = digits.steps_per_epoch()
     losses: list[Tensor] = []

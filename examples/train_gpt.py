@@ -183,6 +183,10 @@ def train(device: str, steps: int = STEPS, seed: int = 0) -> Run:
     text = load_text()
     model = build_model(len(text.vocabulary), seed).to(device)
     optimizer = build_optimizer(model)
+    if device == "lazy":
+        # their calls are replayed without Python from here on, once two of them were recorded alike
+        lazy_backend.capture(model)
+        lazy_backend.capture(optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, steps))
     losses: list[Tensor] = []
     stopwatch = Stopwatch()
