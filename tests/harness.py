@@ -140,6 +140,18 @@ def grid(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 # ----- counted events
 
 
+class Counted:
+    """A function that counts the calls of its body."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.runs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        return self.function(*args, **kwargs)
+
+
 @contextmanager
 def count(name: str) -> Iterator[Callable[[], int]]:
     """Counts a counter's events within the block: `with count("Compile") as compiles: ...; compiles() == 0`."""

@@ -33,6 +33,7 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.graph import Constant
 from lazy_backend.lowering.ir.program import Call, Token
+from lazy_backend.recording.arguments import with_leaves
 from lazy_backend.recording.record import record
 from lazy_backend.regions.jump import Known, Saved, learn_jump, save, take_jump
 from lazy_backend.regions.programs import (
@@ -507,13 +508,12 @@ def _record_call(call: Call, tensors: dict[Token, LazyTensor], constants: Any) -
             return tensors[arg]
         if isinstance(arg, Constant):
             return numbers[arg.index]
-        if isinstance(arg, tuple):
-            return [given(item) for item in arg]
         if isinstance(arg, torch.device):
             return next(iter(tensors.values())).device
         return arg
 
-    results = record(call.op, [given(arg) for arg in call.args], {name: given(arg) for name, arg in call.kwargs})
+    named = {name: with_leaves(given, arg) for name, arg in call.kwargs}
+    results = record(call.op, with_leaves(given, call.args), named)
     given_back = results if isinstance(results, list | tuple) else [results]
     for result, tensor in zip(call.results, given_back, strict=False):
         if result is not None:

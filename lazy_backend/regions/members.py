@@ -15,7 +15,7 @@ import torch
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Attributes of a module that hold its registered tensors and submodules, and are walked as such.
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+REGISTERED = ("_parameters", "_buffers", "_modules")
 # How deep lists and dicts in a module's attributes are searched for tensors.
 _DEPTH = 3
 
@@ -41,7 +41,7 @@ def members_of(module: torch.nn.Module) -> list[tuple[MemberPlace, LazyTensor]]:
         for registered in (owner._parameters, owner._buffers):
             found += _lazy(MemberPlace(registered, name, prefix + name) for name in registered)
         for name, value in owner.__dict__.items():
-            if name in _REGISTERED:
+            if name in REGISTERED:
                 continue
             if type(value) is LazyTensor:
                 found.append((MemberPlace(owner.__dict__, name, prefix + name), value))

@@ -27,6 +27,7 @@ from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.lowering.ir.program import Token
 from lazy_backend.regions.accounts import PATIENCE, RETRY, Account
 from lazy_backend.regions.autograd import (
     JumpedCall,
@@ -40,7 +41,7 @@ from lazy_backend.regions.autograd import (
 from lazy_backend.regions.call_arguments import CallArguments, describe
 from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jump, take_jump
-from lazy_backend.regions.members import MemberPlace, members_of
+from lazy_backend.regions.members import REGISTERED, MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
 from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
@@ -54,7 +55,6 @@ _MAX_WAITING = 16
 _MAX_STATES = 8
 # internal, checked on 2.13: writing within it does not count as a write
 _keep_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -126,7 +126,7 @@ class CapturedModule:
         program = signature.program
         is_due = program is not None and signature.replayed and signature.calls >= signature.check_at
         if program is not None and not is_due:
-            replayed = self._replay(module, program, arguments, args, kwargs)
+            replayed = self._replay(module, state, program, arguments, args, kwargs)
             if replayed is not None:
                 signature.replayed = True
                 account.replays += 1
@@ -155,7 +155,13 @@ class CapturedModule:
     # ----- a replayed call
 
     def _replay(
-        self, module: torch.nn.Module, program: Program, arguments: CallArguments, args: Any, kwargs: Any
+        self,
+        module: torch.nn.Module,
+        state: ModuleState,
+        program: Program,
+        arguments: CallArguments,
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Any] | None:
         operands = program.operands(arguments.tensors)
         if operands is None:
@@ -179,7 +185,7 @@ class CapturedModule:
                 saved,
                 operands,
                 program.inputs,
-                lambda: self._rebuild(module, program, saved, operands, args, kwargs),
+                lambda: self._rebuild(module, state, program, saved, operands, args, kwargs),
                 self._refuse,
             )
             results = list(with_node(call, results, [operands[n] for n in program.inputs], known.saved_results))
@@ -206,6 +212,7 @@ class CapturedModule:
     def _rebuild(
         self,
         module: torch.nn.Module,
+        state: ModuleState,
         program: Program,
         saved: Saved,
         operands: Sequence[LazyTensor],
@@ -216,6 +223,8 @@ class CapturedModule:
 
         It draws the random numbers that the call drew, and leaves the buffers that it writes as they are.
         """
+        if not state.holds(module):
+            raise cannot_run_again(f"was changed since ({state.why()})")
         written = [operands[place] for place in program.written]
         with torch.no_grad():
             before = [tensor.clone() for tensor in written]
@@ -279,34 +288,46 @@ class CapturedModule:
             program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, spec)
             if not program.is_differentiable:
                 stretch.check_nothing_kept(start.trace, tokens)
-            if not has_node and program.is_differentiable and checkpoints_reentrantly(_differentiable(leaves)):
+            elif not has_node and checkpoints_reentrantly(_differentiable(leaves)):
                 raise NotReplayable(
                     "it uses reentrant checkpointing\n  give torch.utils.checkpoint use_reentrant=False"
                 )
-            if before is not None and before.fits(program):
-                program = before
-            elif is_check:
-                state.signatures.clear()
-                raise CaptureError(f"{self._name} no longer does what was captured: it uses or returns other tensors")
-            difference = self._difference(start, stretch, program)
-            if difference is not None and is_check:
-                state.signatures.clear()
-                raise CaptureError(f"{self._name} no longer does what was captured: it recorded {difference}")
-            known = learn_jump(stretch, program.name, tokens)
-            signature.program, self._failures = program, 0
-            lesson = (known, stretch, program)
-            signature.is_alike = difference is None
-            if difference is not None:  # it may be alike from now on
-                self._count_failure(signature, f"it recorded {difference}")
-            elif not program.is_differentiable:  # otherwise its backward may fail
-                signature.failures = 0
-            elif has_node and known.is_confirmed and not known.has_backward:
-                self._wait_for_backward(signature)
+            lesson = self._learn(state, signature, start, stretch, program, tokens, is_check)
         except NotReplayable as reason:
             self._give_up(signature, str(reason))
         if not has_node:
             return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
-        return self._with_node(module, signature, arguments, given, leaves, spec, lesson)
+        return self._with_node(module, state, signature, arguments, given, leaves, spec, lesson)
+
+    def _learn(
+        self,
+        state: ModuleState,
+        signature: AlikeCalls,
+        start: StretchStart,
+        stretch: Stretch,
+        program: Program,
+        tokens: Sequence[Token],
+        is_check: bool,
+    ) -> tuple[Known, Stretch, Program]:
+        """Learn the jump over what a call recorded. Raises `CaptureError` if a replay would have done otherwise."""
+        before, difference = signature.program, None
+        if before is not None and before.fits(program):
+            program = before
+            difference = self._difference(start, stretch, program)
+        elif is_check:
+            difference = "calls that use or return other tensors"
+        if difference is not None and is_check:
+            state.signatures.clear()
+            raise CaptureError(f"{self._name} no longer does what was captured: it recorded {difference}")
+        known = learn_jump(stretch, program.name, tokens)
+        signature.program, signature.is_alike, self._failures = program, difference is None, 0
+        if difference is not None:  # it may be alike from now on
+            self._count_failure(signature, f"it recorded {difference}")
+        elif not program.is_differentiable:  # otherwise its backward may fail
+            signature.failures = 0
+        elif before is not None and known.is_confirmed and not known.has_backward:
+            self._wait_for_backward(signature)
+        return known, stretch, program
 
     def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool) -> None:
         """Raise `CaptureError` if a call wrote to the arguments that its body was given in place of the user's."""
@@ -342,6 +363,7 @@ class CapturedModule:
     def _with_node(
         self,
         module: torch.nn.Module,
+        state: ModuleState,
         signature: AlikeCalls,
         arguments: CallArguments,
         given: CallArguments,
@@ -365,6 +387,8 @@ class CapturedModule:
                 signature.failures = 0
 
         def rebuild() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            if not state.holds(module):
+                raise cannot_run_again(f"was changed since ({state.why()})")
             if lesson is None or lesson[2].written or lesson[0].jump.generators:
                 raise cannot_run_again("writes to its buffers or draws random numbers")
             with torch.enable_grad():
@@ -415,7 +439,7 @@ def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.T
 def _random_state(module: torch.nn.Module) -> RandomState:
     """The states of the random number generators that the module's code can name."""
     modules = list(module.modules())
-    values = [value for one in modules for name, value in one.__dict__.items() if name not in _REGISTERED]
+    values = [value for one in modules for name, value in one.__dict__.items() if name not in REGISTERED]
     reach = Reachable([*(one.forward for one in modules), *values])
     return RandomState(reach.generators, reach.random_states)
 

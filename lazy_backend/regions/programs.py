@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from lazy_backend.lowering.ir.program import Call, Same, Token
 from lazy_backend.regions.members import MemberPlace
 from lazy_backend.regions.stretch import NotReplayable, Stretch, tokens_of
+from lazy_backend.replay.plain_values import same_plain
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -47,13 +48,9 @@ class PlainLeaf:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlainLeaf) and type(self.value) is type(other.value) and _same(self.value, other.value)
+        return isinstance(other, PlainLeaf) and (self.value is other.value or same_plain(self.value, other.value))
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) in (int, bool, str, bytes, float, complex) and repr(one) == repr(other))
 
 
 Leaf = MadeLeaf | ArgumentLeaf | PlainLeaf

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, count, live_tensors
+from harness import Counted, assert_same, count, live_tensors
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,18 +29,6 @@ def background(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(params=["run", "record"])
 def first_sight(request: pytest.FixtureRequest) -> None:
     lazy_backend.config.first_sight = request.param
-
-
-class Counted:
-    """A function that counts the calls of its body."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.runs = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.runs += 1
-        return self.function(*args, **kwargs)
 
 
 def full(value: float, *shape: int) -> torch.Tensor:

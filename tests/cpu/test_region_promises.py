@@ -435,3 +435,20 @@ def test_an_optimizers_step_is_still_a_method() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["eval", "layer"])
+def test_a_body_that_was_changed_since_does_not_run_again(change: str) -> None:
+    model = capture(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh()).to("lazy"))
+    for number in range(7):
+        x = torch.ones(2, 3).to("lazy").requires_grad_()
+        y = model(x).sum()
+        if number < 6:
+            y.backward()
+        elif change == "eval":
+            model.eval()
+        else:
+            model[0] = nn.Linear(3, 3).to("lazy")
+        mark_step()
+    with pytest.raises(lazy_backend.CaptureError, match="which was changed since"):
+        torch.autograd.grad(y, [x], create_graph=True)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import assert_same, count
+from harness import Counted, assert_same, count
 from torch import nn
 
 import lazy_backend
@@ -57,18 +57,6 @@ def values(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def repeat(function: Callable[[], Any], times: int = 6) -> None:
     for _ in range(times):
         function()
-
-
-class Counted:
-    """A function that counts the calls of its body."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.runs = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.runs += 1
-        return self.function(*args, **kwargs)
 
 
 def ones(device: str, *shape: int) -> torch.Tensor:
