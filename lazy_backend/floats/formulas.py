@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 import struct
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
@@ -302,9 +303,7 @@ class TracedFloat(float):
 
     # NumPy asks before it reads the value
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        import numpy
-
-        return numpy.asarray(self.keep_value(), dtype=dtype)
+        return sys.modules["numpy"].asarray(self.keep_value(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         untraced = [one.keep_value() if isinstance(one, TracedFloat) else one for one in inputs]
