@@ -16,10 +16,9 @@ import builtins
 import contextlib
 import marshal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +27,7 @@ from torch import fx
 from lazy_backend.lowering.compilation.artefact import pack
 from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.input_copies import with_copies_of_overwritten_inputs
+from lazy_backend.lowering.compilation.runner_source import NotExpressible, runner_source
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -44,15 +44,20 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
         # internal, checked on 2.13: the AOTAutograd cache entry, which contains inductor's result
         entry = compiled.inner_fn.compiled_fn.serialize()
         _require_no_wrappers(entry)
-        code, kernels, externs = _light_module(entry.compiled_fw.result.source_code)
+        module, kernels = _light_module(entry.compiled_fw.result.source_code)
         units = _units(kernels)
-        header = {
-            "kind": "light",
-            "guards": examples.guards(),
-            "kernels": [list(unit) for unit in units],
-            "externs": externs,
-        }
-        return pack(header, [marshal.dumps(code), *_build(units)])
+        sources = {f"kernels{place}": _source_of(unit) for place, unit in enumerate(units)}
+        header: dict[str, Any] = {"guards": examples.guards(), "kernels": [list(unit) for unit in units]}
+        try:
+            types = {name: kinds for unit in units for name, (kinds, _) in unit.items()}
+            runner = runner_source(_call_of(module), types, len(examples.symbols))
+            header |= {"kind": "native", "functions": runner.functions}
+            return pack(header, _build({_RUNNER: runner.text, **sources}))
+        except NotExpressible as reason:
+            externs = {name: _path_of_extern(name) for name in _extern_names(module)}
+            code = compile(ast.Module(module, []), "<compiled graph>", "exec", dont_inherit=True)
+            header |= {"kind": "light", "externs": externs, "reason": str(reason)}
+            return pack(header, [marshal.dumps(code), *_build(sources)])
     except NotLight as reason:
         bundled = _compile(make_module(), examples).serialize()
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
@@ -117,8 +122,8 @@ def _require_no_wrappers(entry: Any) -> None:
 _DROPPED = frozenset(("async_compile", "get_args", "benchmark_compiled_module"))
 
 
-def _light_module(source: str) -> tuple[CodeType, dict[str, Kernel], dict[str, str]]:
-    """Inductor's module without its kernels; the kernels by name; the paths of its extern kernels by name."""
+def _light_module(source: str) -> tuple[list[ast.stmt], dict[str, Kernel]]:
+    """Inductor's module without its kernels; the kernels by name."""
     kept: list[ast.stmt] = []
     kernels: dict[str, Kernel] = {}
     for statement in ast.parse(source).body:
@@ -133,9 +138,17 @@ def _light_module(source: str) -> tuple[CodeType, dict[str, Kernel], dict[str, s
     missing = used - set(kernels) - {"extern_kernels"} - set(dir(builtins)) - {"__name__"} - _bound(kept)
     if missing:
         raise NotLight(f"names of torch._inductor: {', '.join(sorted(missing))}")
-    code = compile(ast.Module(kept, []), "<compiled graph>", "exec", dont_inherit=True)
-    used_kernels = {name: kernel for name, kernel in kernels.items() if name in used}
-    return code, used_kernels, {name: _path_of_extern(name) for name in _extern_names(kept)}
+    return kept, {name: kernel for name, kernel in kernels.items() if name in used}
+
+
+def _call_of(module: Sequence[ast.stmt]) -> ast.FunctionDef:
+    """The function in which inductor's module computes. Internal, checked on 2.13: a method of the class `Runner`."""
+    for statement in module:
+        if isinstance(statement, ast.ClassDef) and statement.name == "Runner":
+            for member in statement.body:
+                if isinstance(member, ast.FunctionDef) and member.name == "call":
+                    return member
+    raise NotExpressible("a module without the class Runner")
 
 
 def _assigned_name(statement: ast.stmt) -> str | None:
@@ -214,6 +227,7 @@ def _path_of_extern(name: str) -> str:
 
 # ----- the kernels as extension modules
 
+_RUNNER = "runner"
 # Kernels per translation unit: a limit bounds the C++ compiler's memory, and units are built in parallel.
 _MAX_UNIT = 64
 
@@ -246,12 +260,20 @@ static PyObject* py_{name}(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }}
 """
 
+# Runners call kernels by address, Python calls them by name.
 _MODULE = """
+static void* const kernels[] = {{{pointers}}};
+static PyObject* addresses(PyObject*, PyObject*) {{
+    PyObject* made = PyTuple_New({count});
+    for (Py_ssize_t i = 0; made && i < {count}; i++) PyTuple_SET_ITEM(made, i, PyLong_FromVoidPtr(kernels[i]));
+    return made;
+}}
 static PyMethodDef methods[] = {{
 {methods}
+    {{"addresses", addresses, METH_NOARGS, ""}},
     {{NULL, NULL, 0, NULL}}}};
-static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "kernels", NULL, -1, methods}};
-PyMODINIT_FUNC PyInit_kernels(void) {{
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_compiled(void) {{
     const char* address = std::getenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR");
     if (!address) {{ PyErr_SetString(PyExc_RuntimeError, "no address of tensors' data"); return nullptr; }}
     data_of = reinterpret_cast<decltype(data_of)>(std::strtoull(address, nullptr, 10));
@@ -285,7 +307,9 @@ def _source_of(unit: dict[str, Kernel]) -> str:
         arguments = ", ".join(_argument(kind, place) for place, kind in enumerate(types))
         functions.append(_KERNEL.format(name=name, body=body, count=len(types), arguments=arguments))
         methods.append(f'    {{"{name}", (PyCFunction)(void(*)(void))py_{name}, METH_FASTCALL, ""}},')
-    return "\n".join([*includes, _PROLOGUE, *functions, _MODULE.format(methods="\n".join(methods))])
+    pointers = ", ".join(f"reinterpret_cast<void*>({name})" for name in unit)
+    module = _MODULE.format(pointers=pointers, count=len(unit), methods="\n".join(methods))
+    return "\n".join([*includes, _PROLOGUE, *functions, module])
 
 
 def _argument(kind: str, place: int) -> str:
@@ -297,25 +321,29 @@ def _argument(kind: str, place: int) -> str:
     return _NUMBERS[kind].format(f"args[{place}]")
 
 
-def _build(units: Sequence[dict[str, Kernel]]) -> list[bytes]:
-    """One shared object per unit. Raises whatever inductor raises if there is no C++ compiler."""
+def _build(sources: Mapping[str, str]) -> list[bytes]:
+    """One shared object per source. Raises whatever inductor raises if there is no C++ compiler."""
     from torch._inductor.config import decide_compile_threads
 
     folders = tempfile.TemporaryDirectory()  # in this process's scratch folder
     with folders as folder, ThreadPoolExecutor(decide_compile_threads()) as pool:
-        return list(pool.map(lambda place: _build_unit(Path(folder), place, units[place]), range(len(units))))
+        return list(pool.map(lambda name: _build_unit(Path(folder), name, sources[name]), sources))
 
 
-def _build_unit(folder: Path, place: int, unit: dict[str, Kernel]) -> bytes:
+def _build_unit(folder: Path, name: str, text: str) -> bytes:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.exc import CppCompileError
 
-    source = folder / f"kernels{place}.cpp"
-    source.write_text(_source_of(unit))
-    # internal, checked on 2.13: the options that `CppPythonBindingsCodeCache` asks for
-    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu")
-    builder = CppBuilder(name=source.stem, sources=str(source), BuildOption=options, output_dir=str(folder))
+    source = folder / f"{name}.cpp"
+    source.write_text(text)
+    # internal, checked on 2.13: the options that `CppPythonBindingsCodeCache` asks for. A runner only calls: optimised
+    # as kernels are, it takes three times as long to build
+    flags = ("-O1", "-g0") if name == _RUNNER else ()
+    options = CppTorchDeviceOptions(
+        vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu", extra_flags=flags
+    )
+    builder = CppBuilder(name=name, sources=str(source), BuildOption=options, output_dir=str(folder))
     try:
         builder.build()
     except CppCompileError:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 # Raise it when the contents of artefacts change.
-FORMAT = 2
+FORMAT = 3
 
 
 class Scope(enum.Flag):

@@ -1,0 +1,653 @@
+"""Inductor's Python wrapper as C++: allocations, kernels and library calls, without Python in between.
+
+In: the function `call` of the module that inductor wrote, and the argument types of its kernels. Out: the source of an
+extension that does the same, or `NotExpressible` with the reason.
+
+Note [Runs without Python]
+Inductor's wrapper is straight-line Python over very few things: empty tensors, reinterpretations of a tensor's memory,
+kernels, operators of ATen, names that move and names that end. Each statement becomes one line of C++ over PyTorch's C
+interface for such code (`aoti_torch_*`, the shims). The whole run takes place without the GIL, so that a run in the
+background does not stop recording. Operators without a shim, and those that Python implements, are called by Python,
+which has the GIL meanwhile.
+Kernels are called by address. They are in extensions of their own, which take seconds to build; this one takes less
+than one. Tensors live in the slots of one frame, which frees what is left when an exception comes: hundreds of C++
+objects with destructors in one function would take the C++ compiler as long as the kernels do.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHIMS = "torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h"
+
+
+class NotExpressible(Exception):
+    """Why a wrapper stays in Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSource:
+    """A runner's C++, and what it leaves to Python: expressions of functions that take and return a list of tensors."""
+
+    text: str
+    functions: tuple[str, ...]
+
+
+def runner_source(call: ast.FunctionDef, kernels: Mapping[str, Sequence[str]], num_symbols: int) -> RunnerSource:
+    """The source of the runner. `kernels`: the C++ types of each kernel's arguments, in the order of their addresses.
+
+    `num_symbols`: how many of the arguments, the first ones, are integers. Raises `NotExpressible`.
+    """
+    writer = _Writer(kernels, num_symbols)
+    body = call.body
+    for place, statement in enumerate(body):
+        writer.write(statement, body[place + 1] if place + 1 < len(body) else None)
+    text = _TEMPLATE.format(
+        declarations="\n".join(sorted(writer.declarations)),
+        num_kernels=max(len(kernels), 1),
+        num_slots=max(len(writer.slots), 1),
+        num_symbols=num_symbols,
+        num_tensors=writer.num_tensors,
+        num_results=writer.num_results,
+        num_functions=max(len(writer.functions), 1),
+        body="\n".join(f"    {line}" for line in writer.lines),
+    )
+    return RunnerSource(text, tuple(writer.functions))
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What an operator of several results returned: the slots of the results."""
+
+    slots: tuple[int, ...]
+
+
+class _Writer:
+    """Writes one line of C++ per statement."""
+
+    def __init__(self, kernels: Mapping[str, Sequence[str]], num_symbols: int) -> None:
+        self.lines: list[str] = []
+        self.declarations: set[str] = set()
+        self.functions: list[str] = []
+        self.slots: list[str] = []
+        self.num_tensors = 0
+        self.num_results = 0
+        self._kernels = {name: (place, types) for place, (name, types) in enumerate(kernels.items())}
+        self._num_symbols = num_symbols
+        self._values: dict[str, int | str | _Results] = {}  # a tensor's slot, an integer's name in C++, results
+
+    def write(self, statement: ast.stmt, following: ast.stmt | None) -> None:
+        match statement:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
+                self._take_arguments([_name_of(name) for name in names])
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self._assign(name, value, following)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="args"), attr="clear"))):
+                pass  # the caller has done it
+            case ast.Expr(value=ast.Call() as called):
+                self._call(called)
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    self._delete(_name_of(target))
+            case ast.Return(value=ast.Tuple(elts=results)):
+                self._return(results)
+            case _:
+                raise NotExpressible(f"the statement {ast.unparse(statement)[:80]}")
+
+    # ----- statements
+
+    def _take_arguments(self, names: Sequence[str]) -> None:
+        for place, name in enumerate(names):
+            if place < self._num_symbols:
+                self._values[name] = f"symbols[{place}]"
+            else:
+                self._values[name] = self._slot(name)
+                self.num_tensors += 1
+
+    def _assign(self, name: str, value: ast.expr, following: ast.stmt | None) -> None:
+        match value:
+            case ast.Name(id=other) if isinstance(self._values.get(other), int):
+                # internal, checked on 2.13: a buffer is used again under another name, and the first name ends
+                if isinstance(following, ast.Delete) and [_name_of(one) for one in following.targets] == [other]:
+                    self._say(f"move({self._tensor(value)}, {self._target(name)});")
+                else:
+                    self._say(f"share({self._tensor(value)}, {self._target(name)});")
+            case ast.Subscript(value=ast.Name(id=other), slice=ast.Constant(value=int(place))):
+                results = self._values.get(other)
+                if not isinstance(results, _Results):
+                    raise NotExpressible(f"an item of {other}")
+                self._say(f"share(t[{results.slots[place]}], {self._target(name)});")
+            case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[size, stride, dtype], keywords=[]):
+                self._in_block(f"empty({{0}}, {{1}}, {self._dtype(dtype)}, {self._target(name)});", size, stride)
+            case ast.Call(func=ast.Name(id="reinterpret_tensor")):
+                self._reinterpret(value, self._target(name))
+            case ast.Call(func=ast.Attribute()):
+                self._operator(value, name)
+            case _:
+                number = self._integer(value)
+                self._say(f"const int64_t {name} = {number};")
+                self._values[name] = name
+
+    def _call(self, called: ast.Call) -> None:
+        match called:
+            case ast.Call(func=ast.Name(id="assert_size_stride"), args=[tensor, size, stride, *_]):
+                if not self._is_argument(tensor):  # a graph's inputs are as its key says
+                    self._in_block(f"expect({self._tensor(tensor)}, {{0}}, {{1}});", size, stride)
+            case ast.Call(func=ast.Name(id="assert_alignment")):
+                pass  # kernels for the CPU load and store at any address
+            case ast.Call(func=ast.Name(id=name)) if name in self._kernels:
+                self._kernel(name, called)
+            case ast.Call(func=ast.Attribute()):
+                self._operator(called, None)
+            case _:
+                raise NotExpressible(f"a call of {ast.unparse(called.func)[:80]}")
+
+    def _delete(self, name: str) -> None:
+        value = self._values.pop(name, None)
+        for slot in value.slots if isinstance(value, _Results) else [value] if isinstance(value, int) else []:
+            self._say(f"drop(t[{slot}]);")
+
+    def _return(self, results: Sequence[ast.expr]) -> None:
+        self.num_results = len(results)
+        for place, result in enumerate(results):
+            if isinstance(result, ast.Constant) and result.value is None:
+                continue
+            with_block = isinstance(result, ast.Call)
+            slot = self._temporary(result) if with_block else self._tensor(result)
+            self._say(f"share({slot}, results[{place}]);")
+
+    # ----- calls
+
+    def _kernel(self, name: str, called: ast.Call) -> None:
+        place, types = self._kernels[name]
+        if called.keywords or len(called.args) != len(types):
+            raise NotExpressible(f"a call of {name} with other arguments than it has")
+        kinds, given = [], []
+        for kind, argument in zip(types, called.args, strict=True):
+            kind = kind.replace("const ", "")
+            if kind.endswith("*"):
+                kinds.append("void*")
+                given.append(f"data({self._tensor(argument)})")
+            elif kind in ("int64_t", "float", "double"):
+                kinds.append(kind)
+                given.append(self._number(argument))
+            else:
+                raise NotExpressible(f"a kernel's argument of type {kind}")
+        self._say(f"reinterpret_cast<void (*)({', '.join(kinds)})>(kernels[{place}])({', '.join(given)});")
+
+    def _reinterpret(self, value: ast.Call, target: str) -> None:
+        tensor, size, stride, offset = value.args
+        line = f"reinterpret({self._tensor(tensor)}, {{0}}, {{1}}, {self._integer(offset)}, {target});"
+        self._in_block(line, size, stride)
+
+    def _operator(self, called: ast.Call, name: str | None) -> None:
+        overload = _overload_of(called)
+        function, written = _shim_of(overload), len(self.lines)
+        if function in _shims():
+            try:
+                self._shim(function, overload, called, name)
+                return
+            except NotExpressible:
+                del self.lines[written:]
+        self._python(overload, called, name)
+
+    def _shim(self, function: str, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:
+        """An operator by its shim, whose parameters have the names of the operator's schema."""
+        parameters, schema = _shims()[function], overload._schema
+        given: dict[str, ast.expr] = {keyword.arg or "": keyword.value for keyword in called.keywords}
+        self.declarations.add(f"AOTITorchError {function}({', '.join(kind for kind, _ in parameters)});")
+        positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+        for argument, value in zip(positional, called.args, strict=False):
+            given[argument.name] = value
+        for argument in schema.arguments:
+            if argument.name not in given:
+                given[argument.name] = ast.parse(repr(argument.default_value), mode="eval").body
+        temporaries = len(self.slots)
+        values: list[str] = []
+        declared: list[str] = []
+        results: list[int] = []
+        for kind, parameter in parameters:
+            if re.fullmatch(r"ret\d+", parameter):
+                results.append(self._slot(f"{name}_{parameter}"))
+                values.append(f"&t[{results[-1]}]")
+            elif not parameter.endswith("_len_"):
+                place = len(declared)
+                declared += self._declared(kind, given[parameter], f"a{place}")
+                values += self._passed(kind, given[parameter], f"a{place}")
+        self._say("{ " + " ".join(declared) + f" check({function}({', '.join(values)})); }}")
+        for slot in range(temporaries, len(self.slots)):
+            if slot not in results:
+                self._say(f"drop(t[{slot}]);")
+        if name is not None:
+            if len(results) != len(schema.returns):
+                raise NotExpressible(f"the result of {overload}")
+            self._values[name] = results[0] if len(results) == 1 else _Results(tuple(results))
+
+    def _python(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:
+        """An operator without a shim, or one of Python's, such as those that take a seed: Python calls it."""
+        returns = overload._schema.returns
+        if any(str(result.type) != "Tensor" for result in returns):
+            raise NotExpressible(f"the operator {overload}, which returns more than tensors")
+        temporaries = len(self.slots)
+        taken = _TakeTensors(self)
+        expression = ast.unparse(taken.visit(copy.deepcopy(called)))
+        freed = range(temporaries, len(self.slots))
+        results = f"[{expression}]" if name is None or len(returns) == 1 else expression
+        self.functions.append(f"lambda t: list(map(defined, {results}))" + ("[:0]" if name is None else ""))
+        made = [] if name is None else [self._slot(f"{name}_{place}") for place in range(len(returns))]
+        given = f"AtenTensorHandle given[] = {{{', '.join(taken.tensors) or 'nullptr'}}};"
+        addresses = f"AtenTensorHandle* made[] = {{{', '.join(f'&t[{slot}]' for slot in made) or 'nullptr'}}};"
+        place = len(self.functions) - 1
+        self._say(f"{{ {given} {addresses} python(state, {place}, given, {len(taken.tensors)}, made, {len(made)}); }}")
+        for slot in freed:
+            self._say(f"drop(t[{slot}]);")
+        if name is not None:
+            self._values[name] = made[0] if len(returns) == 1 else _Results(tuple(made))
+
+    def tensor_of(self, value: ast.expr) -> str | None:
+        """The slot of a tensor, or of a view of one, which is made first; None for anything else."""
+        if isinstance(value, ast.Name):
+            return self._tensor(value) if isinstance(self._values.get(value.id), int) else None
+        match value:
+            case ast.Call(func=ast.Name(id="reinterpret_tensor")):
+                return self._temporary(value)
+        return None
+
+    def _declared(self, kind: str, value: ast.expr, name: str) -> list[str]:
+        """Declarations for an argument that is passed by address. `name`: of what they declare."""
+        if not kind.endswith("*") or _is_none(value):
+            return []
+        element = kind.removesuffix("*").removeprefix("const ").removesuffix("*").strip()
+        if isinstance(value, ast.List | ast.Tuple):
+            items = [self._item(element, item) for item in value.elts]
+            declared = [f"{element} {name}[] = {{{', '.join(items) or '0'}}};"]
+            return declared + ([f"const {element}* {name}p = {name};"] if kind.endswith("**") else [])
+        return [f"{element} {name} = {self._item(element, value)};"]
+
+    def _passed(self, kind: str, value: ast.expr, name: str) -> list[str]:
+        if not kind.endswith("*"):
+            return [self._item(kind, value)]
+        is_list = kind.startswith("const ")
+        if _is_none(value):
+            return ["nullptr", "0"] if is_list else ["nullptr"]
+        if isinstance(value, ast.List | ast.Tuple):
+            return [f"&{name}p" if kind.endswith("**") else name, str(len(value.elts))]
+        if is_list:
+            raise NotExpressible(f"the argument {ast.unparse(value)[:80]}")
+        return [f"&{name}"]
+
+    def _item(self, kind: str, value: ast.expr) -> str:
+        if kind == "AtenTensorHandle":
+            return self._temporary(value) if isinstance(value, ast.Call) else self._tensor(value)
+        if kind == "int32_t":
+            if isinstance(value, ast.Constant) and isinstance(value.value, bool):
+                return str(int(value.value))
+        elif kind in ("int64_t", "double"):
+            return self._number(value)
+        raise NotExpressible(f"an argument of type {kind}")
+
+    # ----- values
+
+    def _temporary(self, value: ast.expr) -> str:
+        match value:
+            case ast.Call(func=ast.Name(id="reinterpret_tensor")):
+                slot = f"t[{self._slot('')}]"
+                self._reinterpret(value, slot)
+                return slot
+        raise NotExpressible(f"the argument {ast.unparse(value)[:80]}")
+
+    def _tensor(self, value: ast.expr) -> str:
+        slot = self._values.get(value.id) if isinstance(value, ast.Name) else None
+        if not isinstance(slot, int):
+            raise NotExpressible(f"the tensor {ast.unparse(value)[:80]}")
+        return f"t[{slot}]"
+
+    def _is_argument(self, value: ast.expr) -> bool:
+        return isinstance(value, ast.Name) and value.id.startswith("arg")
+
+    def _number(self, value: ast.expr) -> str:
+        if isinstance(value, ast.Constant) and isinstance(value.value, float):
+            return _float(value.value)
+        match value:
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return f"(-{self._number(operand)})"
+            case ast.Name(id="inf" | "nan" as name):
+                return "INFINITY" if name == "inf" else "NAN"
+        return self._integer(value)
+
+    def _integer(self, value: ast.expr) -> str:
+        """An expression over symbols, which are sizes and strides: none is negative, so C++ divides as Python does."""
+        match value:
+            case ast.Constant(value=bool(flag)):
+                return str(int(flag))
+            case ast.Constant(value=int(number)):
+                return f"INT64_C({number})"
+            case ast.Name(id=name) if isinstance(self._values.get(name), str):
+                return str(self._values[name])
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() as operator, right=right):
+                sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/"}[type(operator)]
+                return f"({self._integer(left)} {sign} {self._integer(right)})"
+        raise NotExpressible(f"the number {ast.unparse(value)[:80]}")
+
+    def _dtype(self, node: ast.expr) -> str:
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _DTYPES:
+                self.declarations.add(f"int32_t aoti_torch_dtype_{name}();")
+                return f"aoti_torch_dtype_{name}()"
+        raise NotExpressible(f"the dtype {ast.unparse(node)[:80]}")
+
+    # ----- writing
+
+    def _say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def _in_block(self, line: str, size: ast.expr, stride: ast.expr) -> None:
+        """`line` with a size and a stride in place of {0} and {1}."""
+        if not isinstance(size, ast.Tuple) or not isinstance(stride, ast.Tuple):
+            raise NotExpressible(f"the size {ast.unparse(size)[:80]}")
+        declared = [
+            f"const int64_t {name}[] = {{{', '.join(map(self._integer, numbers.elts)) or '0'}}};"
+            for name, numbers in (("size", size), ("stride", stride))
+        ]
+        self._say("{ " + " ".join(declared) + " " + line.format(f"{len(size.elts)}, size", "stride") + " }")
+
+    def _slot(self, name: str) -> int:
+        self.slots.append(name)
+        return len(self.slots) - 1
+
+    def _target(self, name: str) -> str:
+        slot = self._values[name] = self._slot(name)
+        return f"t[{slot}]"
+
+
+class _TakeTensors(ast.NodeTransformer):
+    """Replaces the tensors of an expression by the items of a list `t`. `tensors`: their slots, in that order."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+        self.tensors: list[str] = []
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Name | ast.Call):
+            slot = self._writer.tensor_of(node)
+            if slot is not None:
+                self.tensors.append(slot)
+                return ast.Subscript(ast.Name("t"), ast.Constant(len(self.tensors) - 1))
+            if isinstance(node, ast.Name) and node.id not in PYTHON_NAMES:
+                raise NotExpressible(f"the name {node.id} in an operator's arguments")
+        return self.generic_visit(node)
+
+
+def _defined(result: torch.Tensor | None) -> torch.Tensor:
+    """What an operator did not compute, as its flags say, is a None that nothing uses."""
+    return torch.empty(0, device="cpu") if result is None else result
+
+
+# What expressions that are left to Python may use.
+PYTHON_NAMES = {
+    "torch": torch, "aten": torch.ops.aten, "device": torch.device, "inf": math.inf, "nan": math.nan,
+    "defined": _defined,
+}  # fmt: skip
+
+
+def _name_of(node: ast.expr) -> str:
+    if not isinstance(node, ast.Name):
+        raise NotExpressible(f"the name {ast.unparse(node)[:80]}")
+    return node.id
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _float(value: float) -> str:
+    text = value.hex()
+    return "INFINITY" if text == "inf" else "NAN" if text == "nan" else text
+
+
+_DTYPES = frozenset(
+    ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
+    + ("complex64", "complex128")
+)
+
+
+def _overload_of(called: ast.Call) -> torch._ops.OpOverload:
+    """The operator that `extern_kernels.NAME`, `aten.NAME.OVERLOAD` or `torch.ops.SPACE.NAME.OVERLOAD` calls."""
+    match ast.unparse(called.func).removeprefix("torch.ops.").split("."):
+        case ["extern_kernels", name] if hasattr(torch.ops.aten, name):
+            space = "aten"
+            overload = "out" if any(keyword.arg == "out" for keyword in called.keywords) else "default"
+        case [space, name, overload]:
+            pass
+        case _:
+            raise NotExpressible(f"a call of {ast.unparse(called.func)[:80]}")
+    found = getattr(getattr(getattr(torch.ops, space, None), name, None), overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise NotExpressible(f"a call of {ast.unparse(called.func)[:80]}")
+    return found
+
+
+def _shim_of(overload: torch._ops.OpOverload) -> str:
+    space, name = overload._schema.name.split("::")
+    suffix = "" if overload._overloadname == "default" else f"_{overload._overloadname}"
+    return f"aoti_torch_cpu_{name}{suffix}" if space == "aten" else ""
+
+
+@functools.cache
+def _shims() -> dict[str, list[tuple[str, str]]]:
+    """Type and name of the parameters of each shim, by its name. Internal, checked on 2.13."""
+    text = (Path(torch.__file__).parent / "include" / SHIMS).read_text()
+    found = {}
+    for name, parameters in re.findall(r"AOTITorchError (aoti_torch_cpu_\w+)\(([^)]*)\);", text):
+        found[name] = [(kind.strip(), of) for kind, of in (p.strip().rsplit(" ", 1) for p in parameters.split(", "))]
+    return found
+
+
+_TEMPLATE = """\
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cmath>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// What is used of PyTorch's C interface. Its headers take longer to compile than all of this.
+typedef struct AtenTensorOpaque* AtenTensorHandle;
+typedef int32_t AOTITorchError;
+extern "C" {{
+const char* torch_exception_get_what_without_backtrace();
+AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle);
+AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle, AtenTensorHandle*);
+AOTITorchError aoti_torch_empty_strided(
+    int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, AtenTensorHandle*);
+AOTITorchError aoti_torch__reinterpret_tensor(
+    AtenTensorHandle, int64_t, const int64_t*, const int64_t*, int64_t, AtenTensorHandle*);
+AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle, void**);
+AOTITorchError aoti_torch_get_dim(AtenTensorHandle, int64_t*);
+AOTITorchError aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
+AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
+{declarations}
+}}
+
+static void* kernels[{num_kernels}];
+static PyObject* functions[{num_functions}];
+static PyObject* to_handles;
+static PyObject* to_tensors;
+
+static void check(AOTITorchError status) {{
+    if (status) throw std::runtime_error(torch_exception_get_what_without_backtrace());
+}}
+static void drop(AtenTensorHandle& tensor) {{
+    AtenTensorHandle freed = tensor;
+    tensor = nullptr;
+    if (freed) aoti_torch_delete_tensor_object(freed);
+}}
+static void move(AtenTensorHandle& from, AtenTensorHandle& to) {{
+    to = from;
+    from = nullptr;
+}}
+static void share(AtenTensorHandle from, AtenTensorHandle& to) {{
+    check(aoti_torch_new_tensor_handle(from, &to));
+}}
+static void empty(int64_t dim, const int64_t* size, const int64_t* stride, int32_t dtype, AtenTensorHandle& made) {{
+    check(aoti_torch_empty_strided(dim, size, stride, dtype, 0, -1, &made));
+}}
+static void reinterpret(
+    AtenTensorHandle tensor, int64_t dim, const int64_t* size, const int64_t* stride, int64_t offset,
+    AtenTensorHandle& made) {{
+    check(aoti_torch__reinterpret_tensor(tensor, dim, size, stride, offset, &made));
+}}
+static void* data(AtenTensorHandle tensor) {{
+    void* found = nullptr;
+    check(aoti_torch_get_data_ptr(tensor, &found));
+    return found;
+}}
+static void expect(AtenTensorHandle tensor, int64_t dim, const int64_t* size, const int64_t* stride) {{
+    int64_t has, *sizes, *strides;
+    check(aoti_torch_get_dim(tensor, &has));
+    check(aoti_torch_get_sizes(tensor, &sizes));
+    check(aoti_torch_get_strides(tensor, &strides));
+    bool agrees = has == dim;
+    for (int64_t i = 0; agrees && i < dim; i++)
+        agrees = sizes[i] == size[i] && (size[i] == 1 || strides[i] == stride[i]);
+    if (!agrees) throw std::runtime_error("an operator returned another geometry than its fake version");
+}}
+
+struct Frame {{
+    AtenTensorHandle t[{num_slots}] = {{}};
+    ~Frame() {{ for (AtenTensorHandle& tensor : t) drop(tensor); }}
+}};
+
+// Tensors cross between Python and C++ as capsules of owned handles. Steals `list`.
+static bool take(PyObject* list, AtenTensorHandle* handles) {{
+    PyObject* capsules = list ? PyObject_CallOneArg(to_handles, list) : nullptr;
+    Py_XDECREF(list);
+    if (!capsules) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(capsules); i++)
+        handles[i] = static_cast<AtenTensorHandle>(PyCapsule_GetPointer(PyList_GET_ITEM(capsules, i), nullptr));
+    Py_DECREF(capsules);
+    return !PyErr_Occurred();
+}}
+static PyObject* give(AtenTensorHandle* handles, Py_ssize_t count) {{
+    PyObject* capsules = PyList_New(count);
+    if (!capsules) return nullptr;
+    for (Py_ssize_t i = 0; i < count; i++) {{
+        PyObject* capsule = handles[i] ? PyCapsule_New(handles[i], nullptr, nullptr) : Py_NewRef(Py_None);
+        if (!capsule) {{ Py_DECREF(capsules); return nullptr; }}
+        PyList_SET_ITEM(capsules, i, capsule);
+    }}
+    PyObject* tensors = PyObject_CallOneArg(to_tensors, capsules);
+    Py_DECREF(capsules);
+    return tensors;
+}}
+
+// A Python exception is set.
+struct Raised {{}};
+
+// What a runner leaves to Python. `state`: of this thread, which is without the GIL before and after.
+static void python(
+    PyThreadState*& state, Py_ssize_t place, const AtenTensorHandle* given, Py_ssize_t num_given,
+    AtenTensorHandle** made, Py_ssize_t num_made) {{
+    std::vector<AtenTensorHandle> taken(num_given), found(num_made);
+    for (Py_ssize_t i = 0; i < num_given; i++) share(given[i], taken[i]);
+    PyEval_RestoreThread(state);
+    PyObject* tensors = give(taken.data(), num_given);
+    PyObject* results = tensors ? PyObject_CallOneArg(functions[place], tensors) : nullptr;
+    Py_XDECREF(tensors);
+    if (results && (!PyList_Check(results) || PyList_GET_SIZE(results) != num_made)) {{
+        Py_CLEAR(results);
+        PyErr_SetString(PyExc_RuntimeError, "an operator returned other results than its schema says");
+    }}
+    const bool done = take(results, found.data());
+    state = PyEval_SaveThread();
+    for (Py_ssize_t i = 0; i < num_made; i++) *made[i] = found[i];
+    if (!done) throw Raised();
+}}
+
+static void run(Frame& frame, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state) {{
+    AtenTensorHandle* t = frame.t;
+    (void)symbols;
+    (void)state;
+{body}
+}}
+
+// Takes one list of arguments, and empties it.
+static PyObject* call(PyObject*, PyObject* arguments) {{
+    const Py_ssize_t num_symbols = {num_symbols}, num_tensors = {num_tensors}, num_results = {num_results};
+    if (!PyList_Check(arguments) || PyList_GET_SIZE(arguments) != num_symbols + num_tensors) {{
+        PyErr_SetString(PyExc_RuntimeError, "a compiled graph was called with other arguments than it has");
+        return nullptr;
+    }}
+    int64_t symbols[{num_symbols} + 1] = {{}};
+    for (Py_ssize_t i = 0; i < num_symbols; i++) symbols[i] = PyLong_AsLongLong(PyList_GET_ITEM(arguments, i));
+    if (PyErr_Occurred()) return nullptr;
+    AtenTensorHandle results[{num_results} + 1] = {{}};
+    std::string error;
+    bool failed = false;
+    {{
+        Frame frame;
+        PyObject* tensors = PyList_GetSlice(arguments, num_symbols, num_symbols + num_tensors);
+        if (!take(tensors, frame.t) || PyList_SetSlice(arguments, 0, num_symbols + num_tensors, nullptr))
+            return nullptr;
+        PyThreadState* state = PyEval_SaveThread();
+        try {{
+            run(frame, symbols, results, state);
+        }} catch (const Raised&) {{
+            failed = true;
+        }} catch (const std::exception& raised) {{
+            failed = true;
+            error = raised.what();
+        }} catch (...) {{
+            failed = true;
+            error = "unknown error";
+        }}
+        for (AtenTensorHandle& tensor : frame.t) drop(tensor);
+        PyEval_RestoreThread(state);
+    }}
+    if (failed) {{
+        for (AtenTensorHandle& tensor : results) drop(tensor);
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
+        return nullptr;
+    }}
+    return give(results, num_results);
+}}
+
+// Takes the addresses of the kernels, and the functions that are left to Python.
+static PyObject* bind(PyObject*, PyObject* arguments) {{
+    PyObject *addresses, *callables;
+    if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &addresses, &PyTuple_Type, &callables)) return nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(addresses); i++)
+        kernels[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(callables); i++)
+        functions[i] = Py_NewRef(PyTuple_GET_ITEM(callables, i));
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+}}
+
+static PyMethodDef methods[] = {{
+    {{"call", call, METH_O, ""}},
+    {{"bind", bind, METH_VARARGS, ""}},
+    {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_compiled(void) {{
+    PyObject* conversions = PyImport_ImportModule("torch._C._aoti");
+    if (!conversions) return nullptr;
+    to_handles = PyObject_GetAttrString(conversions, "unsafe_alloc_void_ptrs_from_tensors");
+    to_tensors = PyObject_GetAttrString(conversions, "alloc_tensors_by_stealing_from_void_ptrs");
+    Py_DECREF(conversions);
+    return to_handles && to_tensors ? PyModule_Create(&definition) : nullptr;
+}}
+"""

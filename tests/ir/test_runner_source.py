@@ -1,0 +1,182 @@
+"""Runs without Python: inductor's wrapper as C++, next to the same graph with inductor's own wrapper."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from builder import Program, aten
+from harness import assert_same
+from torch import nn
+from torch.nn import functional as F
+
+import lazy_backend
+from lazy_backend.computation import get_cached_computations
+from lazy_backend.lowering.compilation import artefact, build
+from lazy_backend.lowering.compilation.request import CompileRequest
+from lazy_backend.lowering.compilation.runner_source import NotExpressible, runner_source
+from lazy_backend.lowering.ir.graph import Graph, empty_of
+
+Call = Callable[[list[Any]], Sequence[Any]]
+
+
+def compiled(graph: Graph, kind: str, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """The graph as an artefact of this kind, loaded."""
+
+    def refuse(*arguments: Any) -> str:
+        raise NotExpressible("a test")
+
+    # internal, checked on 2.13: what the compiler's process sets
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    request = CompileRequest.of(graph, [0.5] * graph.num_constants, "inductor")
+    settings = {"cpp.threads": torch.get_num_threads(), "cpp.vec_isa_ok": True}
+    with monkeypatch.context() as patch, inductor_config.patch(settings):
+        if kind == "light":
+            patch.setattr(build, "runner_source", refuse)
+        with functorch_config.patch("enable_autograd_cache", True):
+            data = build.compile_to_bytes(request.module, request.examples())
+    header, _ = artefact.unpack(data)
+    assert header["kind"] == kind, header.get("reason")
+    return artefact.load(data, graph)[0]
+
+
+def arguments_of(graph: Graph) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    made = [empty_of(value.meta, torch.device("cpu")) for value in graph.inputs]
+    for tensor in made:
+        if tensor.dtype.is_floating_point:
+            tensor.uniform_(0.1, 1.0, generator=generator)
+        else:
+            tensor.random_(0, 2, generator=generator)
+    if graph.num_seeds:
+        made.append(torch.arange(graph.num_seeds))
+    return made
+
+
+class Mixed(nn.Module):
+    """Convolutions, pooling, attention: operators that are not kernels of inductor's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.project = nn.Linear(4, 12)
+        self.tokens = nn.Embedding(5, 4)
+
+    def forward(self, image: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        image = F.dropout(image, 0.3)  # draws from a seed, in Python
+        x = F.max_pool2d(self.norm(self.conv(image)).relu(), 2).flatten(2).transpose(1, 2)
+        q, k, v = (self.project(x) + self.tokens(tokens).sum()).view(2, 9, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).sort(stable=True)[0]  # sort has no shim
+        return mixed.square().mean()
+
+
+def graph_of_a_step() -> Graph:
+    lazy_backend.config.compile = "off"
+    model = Mixed().to("lazy")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    image, tokens = torch.randn(2, 2, 8, 8).to("lazy"), torch.tensor([1, 4], device="lazy")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(image, tokens).backward()
+        optimizer.step()
+        lazy_backend.mark_step()
+    return max((computation.graph for computation in get_cached_computations()), key=lambda graph: len(graph.nodes))
+
+
+def test_a_step_does_what_inductors_wrapper_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of_a_step()
+    found = []
+    for kind in ("native", "light"):
+        call, arguments = compiled(graph, kind, monkeypatch), arguments_of(graph)
+        given = list(arguments)
+        with torch.no_grad():
+            results = list(call(given))
+        assert given == []
+        found.append([*results, *arguments])  # parameters and statistics are written in place
+    native, light = found
+    assert_same([one for one in native if one is not None], [one for one in light if one is not None])
+
+
+def long_graph() -> Graph:
+    program = Program()
+    x = program.input(torch.ones(1 << 20))
+    for _ in range(60):
+        x = program.call(aten.exp.default, program.call(aten.sin.default, x))
+    return program.graph(x)
+
+
+def test_python_goes_on_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = compiled(long_graph(), "native", monkeypatch)
+    arguments = [torch.ones(1 << 20)]
+    counted = 0
+    thread = threading.Thread(target=call, args=(arguments,))
+    thread.start()
+    while thread.is_alive():
+        counted += 1
+    assert counted > 1000  # with the GIL held during the run: one or two
+
+
+def test_an_error_in_a_kernel_is_raised_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program()
+    table, places = program.input(torch.randn(4, 3)), program.input(torch.tensor([1, 2]))
+    rows = program.call(aten.index_select.default, table, 0, places)
+    call = compiled(program.graph(program.call(aten.exp.default, rows)), "native", monkeypatch)
+    given = torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        call([given, torch.tensor([1, 9])])
+    assert given._use_count() == 1  # type: ignore[attr-defined]
+    assert_same(call([given, torch.tensor([3, 0])])[0], given[[3, 0]].exp())
+    with pytest.raises(RuntimeError, match="other arguments"):
+        call([given])
+
+
+def test_sizes_may_be_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the compiler's process, one plan for many sizes."""
+    lazy_backend.config.backend, lazy_backend.config.compile = "inductor", "background"
+    kinds = []
+    load = artefact.unpack
+    monkeypatch.setattr(artefact, "unpack", lambda data: (kinds.append(load(data)[0]["kind"]), load(data))[1])
+    w = torch.randn(8, 8)
+    weight = w.to("lazy")
+    for size in (3, 5, 6, 7, 5, 6, 7, 9):
+        x = torch.randn(size, 8)
+        found = (x.to("lazy") @ weight).relu().sum(0)
+        lazy_backend.mark_step()
+        torch.testing.assert_close(found.cpu(), (x @ w).relu().sum(0))
+        assert lazy_backend.wait_for_compiles(300)
+    assert "native" in kinds
+    assert set(kinds) == {"native"}
+    assert any(state.plan == "optimized" for state in lazy_backend.computation.get_debug_states().values())
+
+
+# ----- what a runner cannot do
+
+
+def wrapper(*lines: str) -> ast.FunctionDef:
+    (function,) = ast.parse("def call(self, args):\n" + "\n".join(f"    {line}" for line in lines)).body
+    assert isinstance(function, ast.FunctionDef)
+    return function
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("buf0 = torch.ops.aten.unbind.int(arg0_1)", "which returns more than tensors"),
+        ("buf0 = torch.ops.mine.op.default(arg0_1)", "a call of torch.ops.mine.op.default"),
+        ("buf0 = torch.ops.aten.sort.stable(arg0_1, dim=arg9_1)", "the number arg9_1"),
+        ("buf0 = empty_strided_cpu((2,), (1,), torch.quint8)", "the dtype torch.quint8"),
+        ("with torch.cuda.device(0): pass", "the statement"),
+        ("buf0 = arg0_1.shape[0]", "the number"),
+        ("other(arg0_1)", "a call of other"),
+    ],
+)
+def test_what_a_runner_cannot_do_is_said(line: str, reason: str) -> None:
+    with pytest.raises(NotExpressible, match=reason):
+        runner_source(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}, 0)
