@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -32,6 +33,9 @@ _CACHES_ON: dict[str, dict[str, Any]] = {
     "inductor": {"fx_graph_cache": True, "force_disable_caches": False},
     "functorch": {"enable_autograd_cache": True},
 }
+
+# Vector instructions with which a compile failed: from then on, inductor finds out what the C++ compiler knows.
+_refused_instructions: list[str] = []
 
 
 def main(line: Lifeline) -> None:
@@ -60,6 +64,7 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
     # imported here: the first import of the compiler takes seconds, and the requesting process may be gone by then
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
+    from torch._inductor.exc import CppCompileError
     from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
 
     follow_state(data["state"])
@@ -75,7 +80,31 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
         stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
         if not data["caches"]:
             stack.enter_context(fresh_cache())
+        if inductor_config.cpp.vec_isa_ok is None and not _refused_instructions:
+            with contextlib.suppress(CppCompileError), _instructions_of_processor():
+                return compile_to_bytes(request.module, request.examples())
         return compile_to_bytes(request.module, request.examples())
+
+
+@contextlib.contextmanager
+def _instructions_of_processor() -> Iterator[None]:
+    """Within this block, inductor uses all vector instructions of the processor, if the C++ compiler knows them or not.
+
+    It would find that out by compiling a program for each and running it in a process that imports torch: 6 s.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor import cpu_vec_isa  # internal, checked on 2.13
+
+    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+        try:
+            yield
+        except BaseException:
+            _refused_instructions.append(str(cpu_vec_isa.pick_vec_isa()))
+            tests: list[Any] = [type(isa).__bool__ for isa in cpu_vec_isa.supported_vec_isa_list]
+            for cached in (cpu_vec_isa.valid_vec_isa_list, *tests):
+                if hasattr(cached, "cache_clear"):
+                    cached.cache_clear()
+            raise
 
 
 def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]]) -> dict[str, Any]:

@@ -545,6 +545,27 @@ print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
     assert killed.exists()
 
 
+def test_a_cpp_compiler_that_does_not_know_the_processor_is_used_as_it_is(tmp_path: Path) -> None:
+    compiler, refused = tmp_path / "compiler", tmp_path / "refused"
+    compiler.write_text(f"""#!/bin/sh
+case "$*" in *-mavx*|*-march=armv9*) echo "unrecognized option" >&2; echo "$*" >>{refused}; exit 1;; esac
+exec g++ "$@"
+""")
+    compiler.chmod(0o755)
+    code = f"""
+{LOOP}
+warnings.simplefilter("error")
+loop = Loop()
+loop.run(3)
+assert lazy_backend.wait_for_compiles({LONG})
+loop.run(3)
+print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
+"""
+    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    assert run_python(code, tmp_path, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
+    assert "kernels0.cpp" in refused.read_text()
+
+
 @pytest.mark.parametrize("switched_by", ["a variable", "a setting"])
 def test_without_inductors_caches_graphs_are_compiled_and_nothing_is_left(switched_by: str, tmp_path: Path) -> None:
     setting = "import torch._functorch.config\ntorch._functorch.config.enable_autograd_cache = False"
