@@ -101,9 +101,9 @@ FLAGS: dict[str, Flag] = {
     "run_in_background": Flag(
         "auto",
         _choice("auto", "always", "never"),
-        "Whether runs happen on the device's own thread, or within mark_step. 'auto': on CUDA, and on the CPU if "
-        "operators use one thread and nobody waits for the run; with more threads, two OpenMP teams would share the "
-        "cores and runs take twice as long.",
+        "Whether runs happen on the device's own thread, or within mark_step. 'auto': on CUDA, and on the CPU if a run "
+        "takes more than 1.5 ms, operators use one thread, and nobody waits for it; with more threads, two OpenMP "
+        "teams would share the cores and runs take twice as long.",
         "LAZY_BACKEND_RUN_IN_BACKGROUND",
     ),
     "first_sight": Flag(

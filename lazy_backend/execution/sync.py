@@ -122,7 +122,6 @@ class LazyGraphExecutor:
         waited_since = 0.0
         # a caller that already holds the lock runs it here: a finalizer on the device's thread may need that lock
         is_held = context.holds_lock()
-        background = not is_held and runs_in_background(context, sync_config.force_ltc_data)
         prepared: _Prepared | None = None
         while True:
             with context.lock:
@@ -133,7 +132,7 @@ class LazyGraphExecutor:
                     self._end_computed_trace(context, sync_config, cause, start)
                     return None
                 if prepared is None or not prepared.fits(context.trace):
-                    prepared = self._prepare(context, sync_config, cause, background)
+                    prepared = self._prepare(context, sync_config, cause, not is_held)
                 waited_since = waited_since or perf_counter()
                 if context.locker.is_idle():
                     self.tensor_collection_barrier(prepared.run.collection)
@@ -144,10 +143,11 @@ class LazyGraphExecutor:
             context.locker.wait_idle()
         return self._finish_sync(prepared, start, waited, waited_since)
 
-    def _prepare(
-        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, background: bool
-    ) -> _Prepared:
-        """Prepare a sync without changing the trace: its computation, plan and run."""
+    def _prepare(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, may_wait: bool) -> _Prepared:
+        """Prepare a sync without changing the trace: its computation, plan and run.
+
+        `may_wait`: whether the run may happen on the device's thread, later than this call.
+        """
         trace, settings = context.trace, current_environment()
         collection = self.collect_sync_tensors(context, sync_config, cause)
         bound = self.computations.try_run_cached_sync(collection, settings)
@@ -160,6 +160,7 @@ class LazyGraphExecutor:
         collection.hash = bound.computation.hash
         parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(trace, bound)
         plan = run_clean(self.records.plan_for, bound, constants, policy, collection, record)
+        background = may_wait and runs_in_background(context, plan, sync_config.force_ltc_data)
         held = held_outputs(bound, collection.storages)
         run = Async(collection, parameters, held, constants, seeds, bound, plan, record, background)
         return _Prepared(trace, collection.cursor, run, trace.start, counted)
@@ -271,7 +272,7 @@ class LazyGraphExecutor:
         context.paths.create(len(storages))
         context.registry.register_all(storages)
         outputs = held_outputs(bound, storages)
-        background = runs_in_background(context)
+        background = runs_in_background(context, plan)
         run = Async(collection, parameters, outputs, constants, seeds, bound, plan, record, background, deliveries)
         if not context.begin_replay(trace, count, run):
             return None

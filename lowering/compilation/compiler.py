@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,11 +98,13 @@ class CompiledPlan:
         self._device = request.stored.device
         self.signature = request.signature
         self.specialised = request.specialised()
+        self._bits = _bits_of(self.specialised.values())
         self._call = call
         # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
         self.conforms = False
+        self.seconds = 0.0
 
     @property
     def graph(self) -> Graph:
@@ -114,7 +118,10 @@ class CompiledPlan:
 
     def accepts(self, constants: Sequence[float]) -> bool:
         """Whether every constant that was compiled in has the same bits now."""
-        return all(_same(constants[place], value) for place, value in self.specialised.items())
+        if not self.specialised:
+            return True
+        same_bits = _bits_of([constants[place] for place in self.specialised]) == self._bits
+        return same_bits or all(_same(constants[place], value) for place, value in self.specialised.items())
 
     def refused(self, constants: Sequence[float]) -> tuple[tuple[int, float, float], ...]:
         """The constants that were compiled in with another value: place, value then, value now."""
@@ -141,7 +148,7 @@ class CompiledPlan:
         if self.signature.scalars:
             # made on the CPU whatever the user's default device is: one transfer for all scalars of a step
             values = [constants[place] for place in self.signature.scalars]
-            packed = torch.tensor(values, dtype=torch.float64, device="cpu")
+            packed = torch.frombuffer(array("d", values), dtype=torch.float64)
             arguments.append(packed.to(self._device, non_blocking=True))
         if self.signature.seeds:
             arguments.append(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
@@ -154,6 +161,10 @@ class CompiledPlan:
                 return self._aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
             raise PlanError(self.graph, error) from error
+
+
+def _bits_of(values: Collection[float]) -> bytes:
+    return struct.pack(f"{len(values)}d", *values)
 
 
 def _same(a: float, b: float) -> bool:

@@ -31,6 +31,7 @@ class GraphExecutor(ABC):
         self._outputs = [value.number for value in self.exec_info.outputs]
         self._aliases = OutputAliases()
         self.conforms = False
+        self.seconds = 0.0
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

@@ -39,6 +39,7 @@ class SizedPlan:
         self.plan = plan
         self.sizes = sizes
         self.conforms = False
+        self.seconds = 0.0
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

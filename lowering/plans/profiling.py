@@ -45,6 +45,7 @@ class ExecutionPlan(Protocol):
 
     kind: PlanKind
     conforms: bool  # whether a run has shown that its results lie in memory as they were recorded
+    seconds: float  # that its latest run took
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
