@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,11 +92,17 @@ class _Node(torch.autograd.Function):
         return (None, None, None, *found)
 
 
+# internal, checked on 2.13: what `apply` calls where no transform of torch.func is active, as none is here; before that
+# it asks every input whether it belongs to a transform that is over, 0.25 µs each
+_apply = super(torch.autograd.Function, _Node).apply  # type: ignore[misc]
+_versions_of = attrgetter("_version")
+
+
 def with_node(
     call: RegionCall, results: list[torch.Tensor], inputs: Sequence[torch.Tensor], saved: list[int]
 ) -> tuple[torch.Tensor, ...]:
     """`results` with a node whose backward is `call.backward`. `saved`: the results that the backward uses."""
-    made: tuple[torch.Tensor, ...] = _Node.apply(call, results, saved, *inputs)
+    made: tuple[torch.Tensor, ...] = _apply(call, results, saved, *inputs)
     return made
 
 
@@ -338,7 +345,9 @@ class JumpedCall(RegionCall):
         self._program = program
         self._saved: Saved | None = saved
         self._operands = operands
-        self._versions = [tensor._version for tensor in operands]
+        # 60 ns each instead of 150: a getter need not ask whether a subclass overrides it
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = list(map(_versions_of, operands))
         self._inputs = inputs
         self._rebuild = rebuild
         self._refuse = refuse
@@ -358,7 +367,8 @@ class JumpedCall(RegionCall):
         made = self._made(program, self._saved, grads)
         if not keeps_graph:
             self._saved = None
-        return self._deliver(ctx, program, made, grads)
+        with torch._C.DisableTorchFunctionSubclass():  # 70 ns for each attribute of a tensor instead of 150
+            return self._deliver(ctx, program, made, grads)
 
     def _made(self, program: BackwardProgram, saved: Saved, grads: Grads) -> list[LazyTensor]:
         """What the calls of the backward make: by a jump, or recorded again."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -56,15 +56,14 @@ _SIZE_OF_PLAIN_INSTANCE = type("_Plain", (), {}).__basicsize__
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType)
 _IDENTITIES = (torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
 
-_facts_of: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter(
-    "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"
-)
+_FACTS = tuple(map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
 
 
-def _facts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """What a tensor says about itself besides its value: all answers to the first question, then those to the next."""
     # 70 ns for each attribute instead of 150: a getter need not ask whether a subclass overrides it
     with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_facts_of, tensors))
+        return [answer for ask in _FACTS for answer in map(ask, tensors)]
 
 
 class _Tensor:
@@ -378,7 +377,7 @@ class StructureGuard:
             and all(map(is_, chain.from_iterable(walk.odd_dicts), self._odd_keys))
             and all(map(is_, map(type, walk.modules), walk.types))
             # the hooks themselves are among the values
-            and all(map(_same_facts, _facts(walk.tensors), self._facts))
+            and all(map(is_, _facts(walk.tensors), self._facts))
         )
 
     def _is_equal(self) -> bool:
@@ -388,7 +387,3 @@ class StructureGuard:
         if not self._why:
             self._take(now)
         return not self._why
-
-
-def _same_facts(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return a[0] is b[0] and a[1] is b[1] and a[2] is b[2]
