@@ -242,7 +242,7 @@ def test_an_exception_at_any_line_of_an_unseen_program(first_sight: str, stride:
         try_at(training, place, time)
 
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
-    check_all(lambda: trained(Training, ""), attempts[:: max(1, stride // 2)], attempt)
+    check_all(lambda: trained(Training, ""), attempts[::stride], attempt)
 
 
 @modes
@@ -333,7 +333,7 @@ def test_a_replay_within_a_replay_advances_a_count_twice() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* got other shapes:lazy_backend.CaptureWarning")
-def test_interruptions_leave_no_hook_behind() -> None:
+def test_interruptions_leave_no_hook_behind(stride: int) -> None:
     """What watches a body is put in place for one call, and removed by the next one if that was interrupted."""
     from torch.nn.modules import module as torch_modules
     from torch.optim import optimizer as torch_optimizers
@@ -350,7 +350,7 @@ def test_interruptions_leave_no_hook_behind() -> None:
         training.train()
 
     places = [place for place in places_of(train) if place[0].endswith("captured_state.py")]
-    for place in places:
+    for place in places[:: max(1, stride // 4)]:
         with contextlib.suppress(Interrupted):
             interrupt(train, place, 1, raise_interrupted)
         settle()
@@ -385,13 +385,13 @@ def test_the_error_of_a_run_that_was_interrupted_says_so() -> None:
 @pytest.mark.timeout(900)
 # a handler that cuts the graph within each of a captured module's first calls
 @pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
-def test_a_handler_may_read_and_compute_at_any_moment(captured: str, background: str) -> None:
+def test_a_handler_may_read_and_compute_at_any_moment(captured: str, background: str, stride: int) -> None:
     """What it reads has its value, or it is told that the run it interrupted computes it; the step is eager's."""
     lazy_backend.config.run_in_background = background
     places = places_of(trained(Training, captured).train, instructions=True)
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     # a captured body that is recorded anew refuses reads, those of a handler too
-    check_all(lambda: trained(Training, captured), attempts, try_reading_at)
+    check_all(lambda: trained(Training, captured), attempts[:: max(1, stride // 3)], try_reading_at)
 
 
 @pytest.mark.timeout(3600)
