@@ -79,6 +79,8 @@ class CompileReports:
             metrics.observe("CompileTime", report.seconds)
         elif report.stage == "loaded":
             metrics.observe("LoadTime", report.seconds)
+        if report.plan is not None and report.plan.why_python:
+            metrics.increment(f"RunFromPython: {report.plan.why_python}")
         shown = sys.stderr.isatty() if config.progress is None else config.progress
         if shown and not config.debug:
             print(f"lazy_backend: {describe_report(report)}", file=sys.stderr)

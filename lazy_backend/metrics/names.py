@@ -46,6 +46,11 @@ COUNTERS = (
     Meaning("CompileFailed", "calls of the compiler that gave none: the graph is interpreted"),
     Meaning("CompileDeclined", "graphs that are interpreted because compilers would get a write wrong"),
     Meaning("CompileDeclined: <reason> at <line>", "the same, by reason and line", exported="compile_declined_by_line"),
+    Meaning(
+        "RunFromPython: <reason>",
+        "compiled graphs whose kernels are called by Inductor's Python code, by what C++ could not do",
+        exported="run_from_python",
+    ),
     Meaning("ShapeLimitPassed", "programs with more shapes than the settings give plans to"),
     Meaning("ExecuteComputation", "graphs that ran, steps and replays; a first step too, which runs as it is recorded"),
     Meaning("ExecuteFailed", "of these, those that raised", elsewhere=("ThreadPoolException",)),

@@ -24,6 +24,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -72,14 +73,23 @@ def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
 Call = Callable[[list[Any]], Sequence[Any]]
 
 
-def load(data: bytes, graph: Graph) -> tuple[Call, str | None]:
-    """The compiled form of `graph`, and its guards on symbolic sizes, if any. Raises `BadArtefact`."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A compiled graph. `guards`: the conditions on symbolic sizes, if any. `why_python`: why its runs need Python."""
+
+    call: Call
+    guards: str | None
+    why_python: str = ""
+
+
+def load(data: bytes, graph: Graph) -> Loaded:
+    """The compiled form of `graph`. Raises `BadArtefact`."""
     header, blobs = unpack(data)
     for node in graph.nodes:
         if node.seed is not None:
             seeded_op(node.op)  # defines the operator that the code calls by name
     if header["kind"] == "bundled":
-        return _load_bundled(blobs[0]), header["guards"]
+        return Loaded(_load_bundled(blobs[0]), header["guards"], header["reason"])
     # shared objects stay mapped after their files are gone
     with scratch_folder() as folder:
         if header["kind"] == "native":
@@ -87,14 +97,14 @@ def load(data: bytes, graph: Graph) -> tuple[Call, str | None]:
             # eval adds no risk: an artefact is code anyway
             functions = [eval(text, dict(PYTHON_NAMES)) for text in header["functions"]]
             runner.bind(tuple(chain.from_iterable(unit.addresses() for unit in units)), tuple(functions))
-            return runner.call, header["guards"]
+            return Loaded(runner.call, header["guards"])
         units = [_load_extension(blob, folder) for blob in blobs[1:]]
     space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}
     for names, unit in zip(header["kernels"], units, strict=True):
         space.update((name, getattr(unit, name)) for name in names)
     space["extern_kernels"] = SimpleNamespace(**{name: _resolve(path) for name, path in header["externs"].items()})
     exec(marshal.loads(blobs[0]), space)
-    return space["call"], header["guards"]
+    return Loaded(space["call"], header["guards"], header["reason"])
 
 
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:

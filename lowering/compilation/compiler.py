@@ -92,6 +92,7 @@ class CompiledPlan:
         request: CompileRequest,
         call: Callable[[list[Any]], Sequence[torch.Tensor]],
         guards: str | None = None,
+        why_python: str = "",
     ) -> None:
         self._stored = request.stored
         self._sizes = request.sizes
@@ -99,6 +100,7 @@ class CompiledPlan:
         self.signature = request.signature
         self.specialised = request.specialised()
         self._bits = _bits_of(self.specialised.values())
+        self.why_python = why_python  # why a run from an artefact calls kernels from Python
         self._call = call
         # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
@@ -196,8 +198,8 @@ def _inductor_here() -> Iterator[None]:
 
 def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
     """Load the plan from an artefact that was made for an equal request. Raises `BadArtefact`."""
-    call, guards = load(data, request.stored.get())
-    return CompiledPlan(request, call, guards)
+    loaded = load(data, request.stored.get())
+    return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python)
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

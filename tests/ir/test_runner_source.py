@@ -15,11 +15,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import lazy_backend
+from lazy_backend import metrics
 from lazy_backend.computation import get_cached_computations
+from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation import artefact, build
+from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.compilation.runner_source import NotExpressible, runner_source
 from lazy_backend.lowering.ir.graph import Graph, empty_of
+from lazy_backend.lowering.plans.specialise import CompileReport
 
 Call = Callable[[list[Any]], Sequence[Any]]
 
@@ -43,7 +47,9 @@ def compiled(graph: Graph, kind: str, monkeypatch: pytest.MonkeyPatch) -> Call:
             data = build.compile_to_bytes(request.module, request.examples())
     header, _ = artefact.unpack(data)
     assert header["kind"] == kind, header.get("reason")
-    return artefact.load(data, graph)[0]
+    loaded = artefact.load(data, graph)
+    assert loaded.why_python == ("a test" if kind == "light" else "")
+    return loaded.call
 
 
 def arguments_of(graph: Graph) -> list[torch.Tensor]:
@@ -159,6 +165,14 @@ def test_sizes_may_be_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----- what a runner cannot do
 
 
+def test_graphs_that_run_from_python_are_counted() -> None:
+    program = Program()
+    graph = program.graph(program.call(aten.exp.default, program.input(torch.ones(2))))
+    plan = CompiledPlan(CompileRequest.of(graph, [], "inductor"), list, why_python="a reason")
+    executor.compile_reports.report(CompileReport(graph, "compiled", plan=plan))
+    assert metrics.counter_value("RunFromPython: a reason") == 1
+
+
 def wrapper(*lines: str) -> ast.FunctionDef:
     (function,) = ast.parse("def call(self, args):\n" + "\n".join(f"    {line}" for line in lines)).body
     assert isinstance(function, ast.FunctionDef)
@@ -170,7 +184,7 @@ def wrapper(*lines: str) -> ast.FunctionDef:
     [
         ("buf0 = torch.ops.aten.unbind.int(arg0_1)", "which returns more than tensors"),
         ("buf0 = torch.ops.mine.op.default(arg0_1)", "a call of torch.ops.mine.op.default"),
-        ("buf0 = torch.ops.aten.sort.stable(arg0_1, dim=arg9_1)", "the number arg9_1"),
+        ("buf0 = torch.ops.aten.sort.stable(arg0_1, dim=arg9_1)", "the name arg9_1"),
         ("buf0 = empty_strided_cpu((2,), (1,), torch.quint8)", "the dtype torch.quint8"),
         ("with torch.cuda.device(0): pass", "the statement"),
         ("buf0 = arg0_1.shape[0]", "the number"),
