@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+# The text of the latest exception, from 2.13 on.
+_MESSAGE = "torch_exception_get_what_without_backtrace"
 SHIMS = "torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h"
 
 
@@ -54,6 +56,7 @@ def runner_source(call: ast.FunctionDef, kernels: Mapping[str, Sequence[str]], n
         writer.write(statement, body[place + 1] if place + 1 < len(body) else None)
     text = _TEMPLATE.format(
         declarations="\n".join(sorted(writer.declarations)),
+        message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
         num_kernels=max(len(kernels), 1),
         num_slots=max(len(writer.slots), 1),
         num_symbols=num_symbols,
@@ -77,7 +80,7 @@ class _Writer:
 
     def __init__(self, kernels: Mapping[str, Sequence[str]], num_symbols: int) -> None:
         self.lines: list[str] = []
-        self.declarations: set[str] = set()
+        self.declarations = {f"const char* {_MESSAGE}();"}
         self.functions: list[str] = []
         self.slots: list[str] = []
         self.num_tensors = 0
@@ -446,6 +449,12 @@ def _shim_of(overload: torch._ops.OpOverload) -> str:
 
 
 @functools.cache
+def _has_messages() -> bool:
+    header = Path(torch.__file__).parent / "include/torch/csrc/stable/c/shim.h"
+    return header.exists() and _MESSAGE in header.read_text()
+
+
+@functools.cache
 def _shims() -> dict[str, list[tuple[str, str]]]:
     """Type and name of the parameters of each shim, by its name. Internal, checked on 2.13."""
     text = (Path(torch.__file__).parent / "include" / SHIMS).read_text()
@@ -468,7 +477,6 @@ _TEMPLATE = """\
 typedef struct AtenTensorOpaque* AtenTensorHandle;
 typedef int32_t AOTITorchError;
 extern "C" {{
-const char* torch_exception_get_what_without_backtrace();
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle);
 AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle, AtenTensorHandle*);
 AOTITorchError aoti_torch_empty_strided(
@@ -488,7 +496,7 @@ static PyObject* to_handles;
 static PyObject* to_tensors;
 
 static void check(AOTITorchError status) {{
-    if (status) throw std::runtime_error(torch_exception_get_what_without_backtrace());
+    if (status) throw std::runtime_error({message});
 }}
 static void drop(AtenTensorHandle& tensor) {{
     AtenTensorHandle freed = tensor;

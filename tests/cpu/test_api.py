@@ -13,6 +13,7 @@ from harness import count, run_python
 
 import lazy_backend
 from lazy_backend import computation, config, debug, ir_cache, metrics
+from lazy_backend.execution import run
 from lazy_backend.tensors.contexts import contexts
 
 # ----- step closures (after pytorch's test/lazy/test_step_closures.py)
@@ -106,23 +107,29 @@ def test_a_thread_that_logs_cuts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "threads", "wait", "background"),
+    ("setting", "threads", "wait", "is_long", "background"),
     [
-        ("always", 2, True, True),
-        ("never", 1, False, False),
-        ("auto", 1, False, True),
-        ("auto", 1, True, False),
-        ("auto", 2, False, False),
+        ("always", 2, True, False, True),
+        ("never", 1, False, True, False),
+        ("auto", 1, False, True, True),
+        ("auto", 1, False, False, False),
+        ("auto", 1, True, True, False),
+        ("auto", 2, False, True, False),
     ],
 )
-def test_where_a_run_happens(setting: str, threads: int, wait: bool, background: bool) -> None:
+def test_where_a_run_happens(
+    setting: str, threads: int, wait: bool, is_long: bool, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lazy_backend.config.run_in_background = setting
+    monkeypatch.setattr(run, "_SHORT_RUN", 0.0 if is_long else 60.0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         ran_on.clear()
-        noted = note_thread(torch.ones(2, device="lazy"))
-        lazy_backend.mark_step(wait=wait)
+        for _ in range(3):  # how long a run takes is known after the first one
+            noted = note_thread(torch.ones(2, device="lazy"))
+            lazy_backend.mark_step(wait=wait)
+        lazy_backend.wait_device_ops()
     finally:
         torch.set_num_threads(before)
     assert noted.tolist() == [1.0, 1.0]
