@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -137,6 +138,13 @@ def test_the_page_names_every_room() -> None:
     page = (ROOT / "docs" / "layout.md").read_text()
     folders = {file.parent.relative_to(ROOT).as_posix() for file in MODULES.values()}
     assert [folder for folder in sorted(folders) if f"`{folder}/`" not in page] == []
+
+
+def test_the_package_holds_every_room() -> None:
+    """Else a checkout works, and what users install does not."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    rooms = {".".join(file.parent.relative_to(ROOT).parts) for file in MODULES.values()}
+    assert sorted(packages) == sorted(room if room.startswith("lazy_") else f"lazy_backend.{room}" for room in rooms)
 
 
 def test_the_picture_shows_the_rooms_as_they_are() -> None:

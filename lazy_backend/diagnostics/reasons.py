@@ -15,8 +15,8 @@ from lazy_backend.diagnostics.difference import (
     difference_of_settings,
 )
 from lazy_backend.diagnostics.history import CompileRecord, Cursor, SyncRecord, history
+from lazy_backend.lowering.artefacts.environment import ENVIRONMENT_NAMES, Environment
 from lazy_backend.lowering.compilation.compiler import backend_name
-from lazy_backend.lowering.compilation.environment import ENVIRONMENT_NAMES, Environment
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.lowering.plans.cached_computation import Computation

@@ -17,7 +17,7 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.bindings import FirstRun, Indices, bindings_of
 from lazy_backend.execution.disk_cache import current_store
 from lazy_backend.execution.run import SyncTensorCollection
-from lazy_backend.lowering.compilation.environment import Environment, environment
+from lazy_backend.lowering.artefacts.environment import Environment, environment
 from lazy_backend.lowering.compilation.request import Backend
 from lazy_backend.lowering.ir.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.ir.graph import Graph, check_graph

@@ -12,7 +12,7 @@ from lazy_backend.diagnostics.reasons import explain_binding, note_plan
 from lazy_backend.execution.bindings import bindings_of
 from lazy_backend.execution.rules import per_thread
 from lazy_backend.execution.run import SyncTensorCollection
-from lazy_backend.lowering.compilation.environment import Environment
+from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.profiling import ExecutionPlan

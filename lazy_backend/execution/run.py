@@ -8,14 +8,15 @@ overlapping the run with recording. So unless operators use one thread, a CPU ru
 So does a run that the caller waits for, as for a read: there is nothing to overlap with, and two thread switches make
 an MLP step a tenth longer. The same holds for short runs: waking the device's thread, which needs the GIL from a thread
 that records, costs more than there is to overlap (an MLP's captured step: 850 µs instead of 660, an LSTM's 1030 instead
-of 870; a CNN's, whose run takes 2.5 ms, is faster, and so is a plain loop's: 3.5 ms instead of 5.3). So the time that a
-plan's latest run took decides too. Locks, errors and poisoning are the same in all cases; `config.run_in_background`
+of 870; a CNN's, whose run takes 2.5 ms, is faster, and so is a plain loop's: 3.5 ms instead of 5.3). So the shortest
+run of a plan so far decides too. Locks, errors and poisoning are the same in all cases; `config.run_in_background`
 overrules this.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -145,7 +146,11 @@ class Async(Work):
         finally:
             if pauses:
                 gc.enable()
-        seconds = self.plan.seconds = perf_counter() - start
+        seconds = perf_counter() - start
+        plan = self.plan
+        if plan.num_runs:
+            plan.shortest_run = min(plan.shortest_run, seconds)
+        plan.num_runs += 1
         self._report(start, seconds)
         if self.interruption is not None:
             raise self.interruption
@@ -239,6 +244,6 @@ def runs_in_background(context: DeviceContext, plan: ExecutionPlan, is_awaited: 
     """Whether a run of `plan` happens on the device's thread. See Note [Where a run happens]."""
     if config.run_in_background == "auto":
         return context.backing.type != "cpu" or (
-            plan.seconds > _SHORT_RUN and torch.get_num_threads() == 1 and not is_awaited
+            _SHORT_RUN < plan.shortest_run < math.inf and torch.get_num_threads() == 1 and not is_awaited
         )
     return bool(config.run_in_background == "always")

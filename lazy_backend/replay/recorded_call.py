@@ -21,7 +21,7 @@ from lazy_backend.execution.computations import current_environment
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import ProgramRun
 from lazy_backend.floats.hyperparameters import OptimizerGuard
-from lazy_backend.lowering.compilation.environment import Environment
+from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut

@@ -26,7 +26,7 @@ from lazy_backend.execution.run import Async, SyncTensorCollection, SyncTensorsC
 from lazy_backend.execution.sync import executor
 from lazy_backend.floats.formula_program import Evaluated, FormulaProgram, Stale
 from lazy_backend.floats.hyperparameters import OptimizerGuard
-from lazy_backend.lowering.compilation.environment import Environment
+from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.replay.captured_state import Holder, TensorHolder

@@ -54,8 +54,7 @@ from typing import IO, Any
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCounts, Place
 from lazy_backend.cache.scratch import ScratchFolder, make_scratch_folder
-from lazy_backend.lowering.compilation import lifeline
-from lazy_backend.lowering.compilation.environment import (
+from lazy_backend.lowering.artefacts.environment import (
     CACHE_VARIABLES,
     compiler_settings,
     compiler_variables,
@@ -63,6 +62,7 @@ from lazy_backend.lowering.compilation.environment import (
     process_state,
     wants_compiler_caches,
 )
+from lazy_backend.lowering.compilation import lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import to_bytes
 

@@ -24,10 +24,10 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from lazy_backend.lowering.compilation.artefact import pack
+from lazy_backend.lowering.artefacts.artefact import pack
+from lazy_backend.lowering.artefacts.runner_source import NotExpressible, runner_source
 from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.input_copies import with_copies_of_overwritten_inputs
-from lazy_backend.lowering.compilation.runner_source import NotExpressible, runner_source
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -50,7 +50,7 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
         header: dict[str, Any] = {"guards": examples.guards(), "kernels": [list(unit) for unit in units]}
         try:
             types = {name: kinds for unit in units for name, (kinds, _) in unit.items()}
-            runner = runner_source(_call_of(module), types, len(examples.symbols))
+            runner = runner_source(_call_of(module), types, len(examples.symbols), "".join(sources.values()))
             header |= {"kind": "native", "functions": runner.functions}
             return pack(header, _build({_RUNNER: runner.text, **sources}))
         except NotExpressible as reason:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import struct
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lazy_backend.lowering.compilation.artefact import boxed, load
+from lazy_backend.lowering.artefacts.artefact import boxed, load
 from lazy_backend.lowering.compilation.fx import to_fx
 from lazy_backend.lowering.compilation.input_copies import with_copies_of_overwritten_inputs
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
@@ -106,7 +107,8 @@ class CompiledPlan:
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
         self.conforms = False
-        self.seconds = 0.0
+        self.num_runs = 0
+        self.shortest_run = math.inf
 
     @property
     def graph(self) -> Graph:

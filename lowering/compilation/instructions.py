@@ -20,7 +20,7 @@ import torch
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.cache.folder import CacheRefused
-from lazy_backend.lowering.compilation.environment import processor
+from lazy_backend.lowering.artefacts.environment import processor
 from lazy_backend.lowering.compilation.lifeline import OWN_INDUCTOR_FOLDER
 
 _MAX_BYTES = 1 << 24

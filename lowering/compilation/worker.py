@@ -20,8 +20,8 @@ import torch
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCache, DiskCounts
 from lazy_backend.cache.folder import CacheRefused
+from lazy_backend.lowering.artefacts.environment import follow_state
 from lazy_backend.lowering.compilation.build import compile_to_bytes
-from lazy_backend.lowering.compilation.environment import follow_state
 from lazy_backend.lowering.compilation.instructions import try_instructions
 from lazy_backend.lowering.compilation.lifeline import Lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest

@@ -6,6 +6,7 @@ Seed: nativert `GraphExecutorBase`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -31,7 +32,8 @@ class GraphExecutor(ABC):
         self._outputs = [value.number for value in self.exec_info.outputs]
         self._aliases = OutputAliases()
         self.conforms = False
-        self.seconds = 0.0
+        self.num_runs = 0
+        self.shortest_run = math.inf
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.lowering.artefacts.environment import Environment, key_parts
 from lazy_backend.lowering.compilation.compiler import backend_name
-from lazy_backend.lowering.compilation.environment import Environment, key_parts
 from lazy_backend.lowering.ir.canonical import Parameter
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.plans.families import Family

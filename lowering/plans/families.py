@@ -6,6 +6,7 @@ See Note [Shapes are checked, not assumed].
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence, Set
 
@@ -39,7 +40,8 @@ class SizedPlan:
         self.plan = plan
         self.sizes = sizes
         self.conforms = False
-        self.seconds = 0.0
+        self.num_runs = 0
+        self.shortest_run = math.inf
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

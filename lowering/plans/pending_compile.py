@@ -13,9 +13,9 @@ from enum import Enum
 import torch
 
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
-from lazy_backend.lowering.compilation.environment import disk_key_parts
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest
 from lazy_backend.lowering.ir.portable import NotPortable
 from lazy_backend.lowering.ir.ranges import profiled

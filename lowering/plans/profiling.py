@@ -45,7 +45,8 @@ class ExecutionPlan(Protocol):
 
     kind: PlanKind
     conforms: bool  # whether a run has shown that its results lie in memory as they were recorded
-    seconds: float  # that its latest run took
+    num_runs: int
+    shortest_run: float  # seconds, of the runs but the first, which is slower; infinite before
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lazy_backend.lowering.compilation.environment import environment
+from lazy_backend.lowering.artefacts.environment import environment
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.ir.graph import Graph, Node, Value, empty_of
 from lazy_backend.lowering.plans.cached_computation import make_key

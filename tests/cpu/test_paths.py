@@ -9,7 +9,7 @@ import torch
 from harness import assert_same, count
 
 import lazy_backend
-from lazy_backend.lowering.compilation.environment import follow_state, process_state
+from lazy_backend.lowering.artefacts.environment import follow_state, process_state
 
 
 @torch.library.custom_op("lazy_test::repeat", mutates_args=())

@@ -12,8 +12,8 @@ import torch
 from builder import Program, aten
 
 from lazy_backend.cache.computation_cache import ComputationCache, Key
-from lazy_backend.lowering.compilation import environment as lowering_environment
-from lazy_backend.lowering.compilation.environment import (
+from lazy_backend.lowering.artefacts import environment as lowering_environment
+from lazy_backend.lowering.artefacts.environment import (
     compiler_variables,
     disk_key_parts,
     environment,

@@ -18,10 +18,11 @@ import lazy_backend
 from lazy_backend import metrics
 from lazy_backend.computation import get_cached_computations
 from lazy_backend.execution.sync import executor
-from lazy_backend.lowering.compilation import artefact, build
+from lazy_backend.lowering.artefacts import artefact
+from lazy_backend.lowering.artefacts.runner_source import NotExpressible, runner_source
+from lazy_backend.lowering.compilation import build
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
-from lazy_backend.lowering.compilation.runner_source import NotExpressible, runner_source
 from lazy_backend.lowering.ir.graph import Graph, empty_of
 from lazy_backend.lowering.plans.specialise import CompileReport
 
@@ -143,6 +144,17 @@ def test_an_error_in_a_kernel_is_raised_and_nothing_is_kept(monkeypatch: pytest.
         call([given])
 
 
+def test_equal_runners_keep_to_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ in nothing but the kernels' addresses, and a process loads equal bytes once."""
+    x, calls = torch.rand(5), []
+    for operator in (aten.exp.default, aten.sin.default):
+        program = Program()
+        graph = program.graph(program.call(aten.neg.default, program.call(operator, program.input(x))))
+        calls.append(compiled(graph, "native", monkeypatch))
+    for call, function in zip(calls, (torch.exp, torch.sin), strict=True):
+        torch.testing.assert_close(call([x])[0], -function(x))
+
+
 def test_sizes_may_be_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the compiler's process, one plan for many sizes."""
     lazy_backend.config.backend, lazy_backend.config.compile = "inductor", "background"
@@ -193,4 +205,4 @@ def wrapper(*lines: str) -> ast.FunctionDef:
 )
 def test_what_a_runner_cannot_do_is_said(line: str, reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
-        runner_source(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}, 0)
+        runner_source(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}, 0, "")

@@ -26,9 +26,9 @@ from builder import Program, aten
 from lazy_backend.cache import scratch
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCache
+from lazy_backend.lowering.artefacts.environment import compiler_settings
 from lazy_backend.lowering.compilation import background
 from lazy_backend.lowering.compilation.background import CompileWorker, Job
-from lazy_backend.lowering.compilation.environment import compiler_settings
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.portable import StoredGraph

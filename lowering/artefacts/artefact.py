@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from lazy_backend.cache.scratch import scratch_folder
-from lazy_backend.lowering.compilation.environment import made_for
-from lazy_backend.lowering.compilation.runner_source import PYTHON_NAMES
+from lazy_backend.lowering.artefacts.environment import made_for
+from lazy_backend.lowering.artefacts.runner_source import PYTHON_NAMES
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.rng import seeded_op
 

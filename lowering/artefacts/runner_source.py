@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -45,12 +46,15 @@ class RunnerSource:
     functions: tuple[str, ...]
 
 
-def runner_source(call: ast.FunctionDef, kernels: Mapping[str, Sequence[str]], num_symbols: int) -> RunnerSource:
+def runner_source(
+    call: ast.FunctionDef, kernels: Mapping[str, Sequence[str]], num_symbols: int, identity: str
+) -> RunnerSource:
     """The source of the runner. `kernels`: the C++ types of each kernel's arguments, in the order of their addresses.
 
-    `num_symbols`: how many of the arguments, the first ones, are integers. Raises `NotExpressible`.
+    `num_symbols`: how many of the arguments, the first ones, are integers. `identity`: of the kernels. A process loads
+    equal bytes only once, and a runner with its kernels' addresses is only theirs. Raises `NotExpressible`.
     """
-    writer = _Writer(kernels, num_symbols)
+    writer = _RunnerWriter(kernels, num_symbols)
     body = call.body
     for place, statement in enumerate(body):
         writer.write(statement, body[place + 1] if place + 1 < len(body) else None)
@@ -62,6 +66,7 @@ def runner_source(call: ast.FunctionDef, kernels: Mapping[str, Sequence[str]], n
         num_symbols=num_symbols,
         num_tensors=writer.num_tensors,
         num_results=writer.num_results,
+        identity=hashlib.blake2b(repr((identity, writer.functions)).encode(), digest_size=16).hexdigest(),
         num_functions=max(len(writer.functions), 1),
         body="\n".join(f"    {line}" for line in writer.lines),
     )
@@ -75,7 +80,7 @@ class _Results:
     slots: tuple[int, ...]
 
 
-class _Writer:
+class _RunnerWriter:
     """Writes one line of C++ per statement."""
 
     def __init__(self, kernels: Mapping[str, Sequence[str]], num_symbols: int) -> None:
@@ -378,7 +383,7 @@ class _Writer:
 class _TakeTensors(ast.NodeTransformer):
     """Replaces the tensors of an expression by the items of a list `t`. `tensors`: their slots, in that order."""
 
-    def __init__(self, writer: _Writer) -> None:
+    def __init__(self, writer: _RunnerWriter) -> None:
         self._writer = writer
         self.tensors: list[str] = []
 
@@ -633,8 +638,10 @@ static PyObject* call(PyObject*, PyObject* arguments) {{
     return give(results, num_results);
 }}
 
-// Takes the addresses of the kernels, and the functions that are left to Python.
+// Takes the addresses of the kernels, and the functions that are left to Python. Once: they are the same each time.
 static PyObject* bind(PyObject*, PyObject* arguments) {{
+    static bool is_bound = false;
+    if (is_bound) Py_RETURN_NONE;
     PyObject *addresses, *callables;
     if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &addresses, &PyTuple_Type, &callables)) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(addresses); i++)
@@ -642,6 +649,7 @@ static PyObject* bind(PyObject*, PyObject* arguments) {{
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(callables); i++)
         functions[i] = Py_NewRef(PyTuple_GET_ITEM(callables, i));
     if (PyErr_Occurred()) return nullptr;
+    is_bound = true;
     Py_RETURN_NONE;
 }}
 
@@ -649,7 +657,7 @@ static PyMethodDef methods[] = {{
     {{"call", call, METH_O, ""}},
     {{"bind", bind, METH_VARARGS, ""}},
     {{NULL, NULL, 0, NULL}}}};
-static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", NULL, -1, methods}};
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", "{identity}", -1, methods}};
 PyMODINIT_FUNC PyInit_compiled(void) {{
     PyObject* conversions = PyImport_ImportModule("torch._C._aoti");
     if (!conversions) return nullptr;
