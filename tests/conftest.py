@@ -27,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     check_passes()
     config.addinivalue_line("markers", "slow: takes more than a few seconds; run with --runslow")
+    if hasattr(config, "workerinput"):
+        return  # a process of pytest-xdist has the folders of the one that started it
     # one compiler cache for the run, new each time: neither compiles twice nor profits from an earlier run
     folder = tempfile.TemporaryDirectory(prefix="lazy_backend_inductor_")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name

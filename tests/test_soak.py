@@ -118,7 +118,7 @@ def failures(record: dict[str, Any]) -> dict[str, str]:
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("soak")
     (folder / "planted.py").write_text(PLANTED)
-    return run_soak(folder, "--scenarios", str(folder / "planted.py"), "--minutes", "0.1", "--patience", "20")
+    return run_soak(folder, "--scenarios", str(folder / "planted.py"), "--minutes", "0.1", "--patience", "10")
 
 
 @pytest.mark.parametrize(

@@ -566,7 +566,7 @@ print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
     assert "kernels0.cpp" in refused.read_text()
 
 
-@pytest.mark.parametrize("switched_by", ["a variable", "a setting"])
+@pytest.mark.parametrize("switched_by", ["a variable", pytest.param("a setting", marks=pytest.mark.slow)])
 def test_without_inductors_caches_graphs_are_compiled_and_nothing_is_left(switched_by: str, tmp_path: Path) -> None:
     setting = "import torch._functorch.config\ntorch._functorch.config.enable_autograd_cache = False"
     code = f"""
@@ -675,7 +675,7 @@ def test_leaving_while_compiling_is_quick_and_silent(delay: float, tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("delay", [0.0, 3.0])
+@pytest.mark.parametrize("delay", [0.0, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_a_killed_program_takes_its_compiler_and_its_files_along(number: int, delay: float, tmp_path: Path) -> None:
     process, compiler = start_compiling("sleep()", tmp_path)
     time.sleep(delay)
@@ -697,7 +697,7 @@ def test_ctrl_c_leaves_no_compiler_and_no_traceback_of_it(delay: float, tmp_path
     assert is_empty_within(tmp_path, 5)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("delay", [0.05, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.0, 1.0))])
 def test_who_survives_ctrl_c_still_gets_what_was_being_compiled(delay: float, tmp_path: Path) -> None:
     then = f"""
     try:

@@ -407,7 +407,7 @@ def test_a_handler_may_read_and_compute_in_an_unseen_program(stride: int) -> Non
         try_reading_at(training, place, time)
 
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
-    check_all(lambda: trained(Training, ""), attempts[::stride], attempt)
+    check_all(lambda: trained(Training, ""), attempts[:: 3 * stride if stride > 1 else 1], attempt)
 
 
 def test_a_call_is_not_lost_by_a_handler_that_reads() -> None:
