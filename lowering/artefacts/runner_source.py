@@ -62,7 +62,7 @@ def runner_source(
         declarations="\n".join(sorted(writer.declarations)),
         message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
         num_kernels=max(len(kernels), 1),
-        num_slots=max(len(writer.slots), 1),
+        num_slots=max(writer.num_slots, 1),
         num_symbols=num_symbols,
         num_tensors=writer.num_tensors,
         num_results=writer.num_results,
@@ -87,12 +87,13 @@ class _RunnerWriter:
         self.lines: list[str] = []
         self.declarations = {f"const char* {_MESSAGE}();"}
         self.functions: list[str] = []
-        self.slots: list[str] = []
+        self.num_slots = 0
         self.num_tensors = 0
         self.num_results = 0
         self._kernels = {name: (place, types) for place, (name, types) in enumerate(kernels.items())}
         self._num_symbols = num_symbols
         self._values: dict[str, int | str | _Results] = {}  # a tensor's slot, an integer's name in C++, results
+        self._are_integers: set[str] = set()  # buffers of an integer dtype
 
     def write(self, statement: ast.stmt, following: ast.stmt | None) -> None:
         match statement:
@@ -121,12 +122,13 @@ class _RunnerWriter:
             if place < self._num_symbols:
                 self._values[name] = f"symbols[{place}]"
             else:
-                self._values[name] = self._slot(name)
+                self._values[name] = self._slot()
                 self.num_tensors += 1
 
     def _assign(self, name: str, value: ast.expr, following: ast.stmt | None) -> None:
         match value:
             case ast.Name(id=other) if isinstance(self._values.get(other), int):
+                self._is_like(name, other)
                 # internal, checked on 2.13: a buffer is used again under another name, and the first name ends
                 if isinstance(following, ast.Delete) and [_name_of(one) for one in following.targets] == [other]:
                     self._say(f"move({self._tensor(value)}, {self._target(name)});")
@@ -138,8 +140,11 @@ class _RunnerWriter:
                     raise NotExpressible(f"an item of {other}")
                 self._say(f"share(t[{results.slots[place]}], {self._target(name)});")
             case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[size, stride, dtype], keywords=[]):
+                if "int" in ast.unparse(dtype):
+                    self._are_integers.add(name)
                 self._in_block(f"empty({{0}}, {{1}}, {self._dtype(dtype)}, {self._target(name)});", size, stride)
-            case ast.Call(func=ast.Name(id="reinterpret_tensor")):
+            case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[of, *_]):
+                self._is_like(name, ast.unparse(of))
                 self._reinterpret(value, self._target(name))
             case ast.Call(func=ast.Attribute()):
                 self._operator(value, name)
@@ -147,6 +152,11 @@ class _RunnerWriter:
                 number = self._integer(value)
                 self._say(f"const int64_t {name} = {number};")
                 self._values[name] = name
+
+    def _is_like(self, name: str, other: str) -> None:
+        """`name` has the dtype of `other`."""
+        if other in self._are_integers:
+            self._are_integers.add(name)
 
     def _call(self, called: ast.Call) -> None:
         match called:
@@ -172,8 +182,7 @@ class _RunnerWriter:
         for place, result in enumerate(results):
             if isinstance(result, ast.Constant) and result.value is None:
                 continue
-            with_block = isinstance(result, ast.Call)
-            slot = self._temporary(result) if with_block else self._tensor(result)
+            slot = self._temporary(result) if isinstance(result, ast.Call) else self._tensor(result)
             self._say(f"share({slot}, results[{place}]);")
 
     # ----- calls
@@ -222,20 +231,21 @@ class _RunnerWriter:
         for argument in schema.arguments:
             if argument.name not in given:
                 given[argument.name] = ast.parse(repr(argument.default_value), mode="eval").body
-        temporaries = len(self.slots)
+        self._check_numbers(schema, given)
+        temporaries = self.num_slots
         values: list[str] = []
         declared: list[str] = []
         results: list[int] = []
         for kind, parameter in parameters:
             if re.fullmatch(r"ret\d+", parameter):
-                results.append(self._slot(f"{name}_{parameter}"))
+                results.append(self._slot())
                 values.append(f"&t[{results[-1]}]")
             elif not parameter.endswith("_len_"):
                 place = len(declared)
                 declared += self._declared(kind, given[parameter], f"a{place}")
                 values += self._passed(kind, given[parameter], f"a{place}")
         self._say("{ " + " ".join(declared) + f" check({function}({', '.join(values)})); }}")
-        for slot in range(temporaries, len(self.slots)):
+        for slot in range(temporaries, self.num_slots):
             if slot not in results:
                 self._say(f"drop(t[{slot}]);")
         if name is not None:
@@ -243,18 +253,30 @@ class _RunnerWriter:
                 raise NotExpressible(f"the result of {overload}")
             self._values[name] = results[0] if len(results) == 1 else _Results(tuple(results))
 
+    def _check_numbers(self, schema: torch.FunctionSchema, given: Mapping[str, ast.expr]) -> None:
+        """Shims take a number as a double, which operators on integers refuse."""
+        out = given.get("out")
+        if isinstance(out, ast.Name) and out.id not in self._are_integers:
+            return
+        for argument in schema.arguments:
+            value = given[argument.name]
+            if str(argument.type) == "number" and isinstance(value, ast.Constant) and isinstance(value.value, int):
+                raise NotExpressible(f"the integer {argument.name}")
+
     def _python(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:
         """An operator without a shim, or one of Python's, such as those that take a seed: Python calls it."""
         returns = overload._schema.returns
         if any(str(result.type) != "Tensor" for result in returns):
             raise NotExpressible(f"the operator {overload}, which returns more than tensors")
-        temporaries = len(self.slots)
+        temporaries = self.num_slots
         taken = _TakeTensors(self)
-        expression = ast.unparse(taken.visit(copy.deepcopy(called)))
-        freed = range(temporaries, len(self.slots))
+        called = copy.deepcopy(called)
+        called.func = ast.parse(f"torch.ops.{overload}", mode="eval").body
+        expression = ast.unparse(taken.visit(called))
+        freed = range(temporaries, self.num_slots)
         results = f"[{expression}]" if name is None or len(returns) == 1 else expression
         self.functions.append(f"lambda t: list(map(defined, {results}))" + ("[:0]" if name is None else ""))
-        made = [] if name is None else [self._slot(f"{name}_{place}") for place in range(len(returns))]
+        made = [] if name is None else [self._slot() for _ in returns]
         given = f"AtenTensorHandle given[] = {{{', '.join(taken.tensors) or 'nullptr'}}};"
         addresses = f"AtenTensorHandle* made[] = {{{', '.join(f'&t[{slot}]' for slot in made) or 'nullptr'}}};"
         place = len(self.functions) - 1
@@ -311,7 +333,7 @@ class _RunnerWriter:
     def _temporary(self, value: ast.expr) -> str:
         match value:
             case ast.Call(func=ast.Name(id="reinterpret_tensor")):
-                slot = f"t[{self._slot('')}]"
+                slot = f"t[{self._slot()}]"
                 self._reinterpret(value, slot)
                 return slot
         raise NotExpressible(f"the argument {ast.unparse(value)[:80]}")
@@ -371,12 +393,12 @@ class _RunnerWriter:
         ]
         self._say("{ " + " ".join(declared) + " " + line.format(f"{len(size.elts)}, size", "stride") + " }")
 
-    def _slot(self, name: str) -> int:
-        self.slots.append(name)
-        return len(self.slots) - 1
+    def _slot(self) -> int:
+        self.num_slots += 1
+        return self.num_slots - 1
 
     def _target(self, name: str) -> str:
-        slot = self._values[name] = self._slot(name)
+        slot = self._values[name] = self._slot()
         return f"t[{slot}]"
 
 

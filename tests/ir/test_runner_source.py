@@ -155,6 +155,14 @@ def test_equal_runners_keep_to_their_own_kernels(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(call([x])[0], -function(x))
 
 
+def test_operators_on_integers_get_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(4), torch.arange(6).view(2, 3), torch.arange(12).view(3, 4)]
+    program = Program()
+    made = program.call(aten.addmm.default, *map(program.input, tensors), beta=2, alpha=3)
+    call = compiled(program.graph(program.call(aten.abs.default, made)), "native", monkeypatch)
+    assert_same(call(list(tensors))[0], torch.addmm(*tensors, beta=2, alpha=3).abs())
+
+
 def test_sizes_may_be_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the compiler's process, one plan for many sizes."""
     lazy_backend.config.backend, lazy_backend.config.compile = "inductor", "background"
