@@ -122,7 +122,6 @@ def test_where_a_run_happens(
 ) -> None:
     lazy_backend.config.run_in_background = setting
     monkeypatch.setattr(run, "_SHORT_RUN", 0.0 if is_long else 60.0)
-    contexts.reset()  # where several devices are in use, no sync waits for its own
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -430,8 +430,8 @@ def test_a_grad_that_is_replaced_and_read_by_the_body() -> None:
 # ----- devices and modes
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_the_device_of_an_argument() -> None:
-    lazy_backend.config.num_devices = 2
     f = capture(lambda x: x * 2 + 1)
     for _ in range(3):
         f(ones("lazy"))
@@ -443,9 +443,8 @@ def test_the_device_of_an_argument() -> None:
     assert f(ones("lazy")).device == torch.device("lazy:0")
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_a_module_on_the_second_device_and_no_tensor_argument() -> None:
-    lazy_backend.config.num_devices = 2
-
     def program(device: str, wrap: Wrap) -> Any:
         device = "lazy:1" if device == "lazy" else device
         net = Net().to(device)
@@ -458,16 +457,16 @@ def test_a_module_on_the_second_device_and_no_tensor_argument() -> None:
     check(program, replays=4)
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_a_device_that_only_the_body_knows() -> None:
-    lazy_backend.config.num_devices = 2
     f = capture(lambda: torch.ones(3, device="lazy:1") * 2)
     for _ in range(6):
         assert_same(f(), torch.full((3,), 2.0))
     assert lazy_backend.metrics.counter_value("CapturedCall") == 3
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_a_body_that_uses_two_devices_is_not_replayed() -> None:
-    lazy_backend.config.num_devices = 2
     total = torch.zeros(3, device="lazy:1")
 
     def step(x: torch.Tensor) -> torch.Tensor:
