@@ -30,18 +30,13 @@ from lazy_backend import config
 # Names for statements that are generated only if they are asked for.
 KNOWN = {
     "aliased gradients": "two parameters have the same gradient tensor",
-    "gradients that are operands": "a result gets itself, detached, as its gradient",
     "batched gradients": "gradients are vectorized, as by is_grads_batched",
     "grouped sums": "a parameter gets more than two gradients in one backward: the sum is grouped by region",
-    "containers as arguments": "forward appends to a list that it is given",
     "hidden attributes": "forward reads attributes of objects that the structure guard does not look into",
     "hidden randomness": "forward draws from a generator of its own, on the CPU",
-    "shared storages": "two buffers share their data, and stop to",
     "accumulation hooks": "hooks are on the nodes that add to .grad",
     "cached parametrizations": "calls are within parametrize.cached()",
-    "frozen before backward": "requires_grad changes between forward and backward",
-    "hooked before backward": "a parameter gets a hook between forward and backward",
-    "nested modules": "a captured module is part of another one",
+    "nested modules": "a captured module is part of another one: sums of gradients are rounded otherwise",
 }
 
 # How the result for a loop begins that fails as written: minimising took something it needs, for example.
@@ -392,20 +387,19 @@ _OF_OPTIMIZERS = (
 _KNOWN_CODES = {"sum(p.square()": "grouped sums"}
 
 
+# Statements that few loops have.
+_SPECIAL_STATEMENTS = (
+    ("backward", "y = next(y for y in pytree.tree_leaves(out) if isinstance(y, torch.Tensor))\ny.backward(y.detach())"),
+    ("forward", "out = model(x, store=(kept := []))\nremember(values, len(kept))"),
+    ("setup", "model.again.data = model.seen.data"),
+    ("start", "model.again.data = model.again.data * 2"),
+)
+
 _KNOWN_STATEMENTS = {
-    "gradients that are operands": (
-        ("backward", "y = next(y for y in pytree.tree_leaves(out) if isinstance(y, torch.Tensor))\ny.backward(y.detach())"),  # noqa: E501
-    ),
     "batched gradients": (
         ("backward", "torch.autograd.grad(loss, pick(model, 0), torch.ones(2, device=device), is_grads_batched=True)"),
     ),
-    "containers as arguments": (("forward", "out = model(x, store=(kept := []))\nremember(values, len(kept))"),),
     "hidden attributes": (("start", "model.hidden.gain = step * 0.5"),),
-    "shared storages": (
-        ("setup", "model.again.data = model.seen.data"),
-        ("setup", "model.again.data = model.seen.data"),
-        ("start", "model.again.data = model.again.data * 2"),
-    ),
     "accumulation hooks": (
         ("setup", "node = pick(model, K).view_as(pick(model, K)).grad_fn.next_functions[0][0]\n"
          "node.register_prehook(lambda grads: (grads[0] * 2,))"),
@@ -415,12 +409,8 @@ _KNOWN_STATEMENTS = {
 }  # fmt: skip
 
 
-def _class_of(phase: str, code: str) -> str | None:
+def _class_of(code: str) -> str | None:
     """The class of known defects that a statement belongs to."""
-    if phase == "between" and "requires_grad_" in code:
-        return "frozen before backward"
-    if phase == "between" and ".register_hook" in code:
-        return "hooked before backward"
     return next((name for part, name in _KNOWN_CODES.items() if part in code), None)
 
 
@@ -437,12 +427,12 @@ class _Generator:
         self._loop()
         for _ in range(self.choose.choice((0, 1, 1, 2, 3, 4))):
             self._event()
-        self._known_classes()
+        self._special_statements()
         rounds = bool(RANDOM_BLOCKS & set(blocks)) or not is_plain
         return RandomLoop(self.seed, tuple(self.statements), self.num_steps, rounds)
 
     def _add(self, phase: str, code: str, when: str = "") -> None:
-        name = _class_of(phase, code)
+        name = _class_of(code)
         if name is not None and name not in self.known:
             code = "pass" if phase != "backward" else "backward(loss)"
         self.statements.append(Statement(phase, code.replace("K", str(self.choose.randrange(9))), when))
@@ -486,15 +476,17 @@ class _Generator:
             choose.choice(("remember(values, loss)", "values.append(loss.item())", "values.append(loss.detach())")),
         )
 
-    def _known_classes(self) -> None:
-        """Statements of the classes of known defects that were asked for."""
+    def _special_statements(self) -> None:
+        """Special statements, and those of the classes of known defects that were asked for."""
+        chosen = [one for one in _SPECIAL_STATEMENTS if self.choose.random() < 0.1]
         for name in self.known:
             if name in _KNOWN_STATEMENTS and self.choose.random() < 0.5:
-                phase, code = self.choose.choice(_KNOWN_STATEMENTS[name])
-                if phase in ("forward", "backward"):
-                    self._instead(phase, code, self._when())
-                else:
-                    self._add(phase, code, "" if phase == "setup" else self._when())
+                chosen.append(self.choose.choice(_KNOWN_STATEMENTS[name]))
+        for phase, code in chosen:
+            if phase in ("forward", "backward"):
+                self._instead(phase, code, self._when())
+            else:
+                self._add(phase, code, "" if phase == "setup" else self._when())
 
     def _when(self) -> str:
         place = self.choose.randrange(self.num_steps)
