@@ -523,13 +523,10 @@ print(warning.category.__name__, warning.message)
     assert "No working C++ compiler found" in out
 
 
-def test_a_cpp_compiler_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    """As the system does when memory runs out: the process that asked for it lives on."""
-    compiler, killed = tmp_path / "compiler", tmp_path / "killed"
-    compiler.write_text(f"""#!/bin/sh
-case "$*" in *kernels0.cpp*) [ -e {killed} ] || {{ touch {killed}; kill -KILL $$; }};; esac
-exec g++ "$@"
-""")
+def compile_with(case: str, folder: Path) -> None:
+    """Run a program that compiles without a warning, by g++ but for `case`, a clause of the shell on arguments."""
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in {case} esac\nexec g++ "$@"\n')
     compiler.chmod(0o755)
     code = f"""
 {LOOP}
@@ -540,29 +537,21 @@ assert lazy_backend.wait_for_compiles({LONG})
 loop.run(3)
 print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
 """
-    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    assert run_python(code, tmp_path, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
+    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    assert run_python(code, folder, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
+
+
+def test_a_cpp_compiler_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    """As the system does when memory runs out: the process that asked for it lives on."""
+    killed = tmp_path / "killed"
+    compile_with(f"*kernels0.cpp*) [ -e {killed} ] || {{ touch {killed}; kill -KILL $$; }};;", tmp_path)
     assert killed.exists()
 
 
 def test_a_cpp_compiler_that_does_not_know_the_processor_is_used_as_it_is(tmp_path: Path) -> None:
-    compiler, refused = tmp_path / "compiler", tmp_path / "refused"
-    compiler.write_text(f"""#!/bin/sh
-case "$*" in *-mavx*|*-march=armv9*) echo "unrecognized option" >&2; echo "$*" >>{refused}; exit 1;; esac
-exec g++ "$@"
-""")
-    compiler.chmod(0o755)
-    code = f"""
-{LOOP}
-warnings.simplefilter("error")
-loop = Loop()
-loop.run(3)
-assert lazy_backend.wait_for_compiles({LONG})
-loop.run(3)
-print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
-"""
-    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    assert run_python(code, tmp_path, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
+    refused = tmp_path / "refused"
+    refuse = f'echo "unrecognized option" >&2; echo "$*" >>{refused}; exit 1'
+    compile_with(f"*-mavx*|*-march=armv9*) {refuse};;", tmp_path)
     assert "kernels0.cpp" in refused.read_text()
 
 
