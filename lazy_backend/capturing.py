@@ -70,6 +70,11 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
 
     What cannot be replayed for another reason keeps running as written, with a `CaptureWarning` that says why.
     """
+    if step is not None and not isinstance(step, torch.optim.Optimizer) and not callable(step):
+        raise CaptureError(
+            f"capture takes a function, a module or an optimizer, and got a {type(step).__name__}\n  at {user_site()}\n"
+            "  capture the function that computes it: captured = lazy_backend.capture(function)"
+        )
     if not isinstance(step, torch.nn.Module | torch.optim.Optimizer):
         return capture_function(step, verify_every=verify_every, max_different_graphs=max_different_graphs)
     if max_different_graphs is not None or verify_every:

@@ -786,3 +786,9 @@ def test_what_cannot_be_replayed_is_seldom_recorded() -> None:
     totals = [step(1) for _ in range(140)]
     assert totals[-1].item() == 3.0 * 201
     assert lazy_backend.metrics.counter_value("CapturedCall") > 40
+
+
+@pytest.mark.parametrize("value", [3, [len], torch.ones(2)])
+def test_what_cannot_be_called_cannot_be_captured(value: Any) -> None:
+    with pytest.raises(CaptureError, match=f"got a {type(value).__name__}\n  at .*test_capture.py"):
+        lazy_backend.capture(value)
