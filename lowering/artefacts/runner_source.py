@@ -459,6 +459,8 @@ def _overload_of(called: ast.Call) -> torch._ops.OpOverload:
         case ["extern_kernels", name] if hasattr(torch.ops.aten, name):
             space = "aten"
             overload = "out" if any(keyword.arg == "out" for keyword in called.keywords) else "default"
+        case ["aten", name]:  # as inductor writes index_put_
+            space, overload = "aten", "default"
         case [space, name, overload]:
             pass
         case _:

@@ -163,6 +163,17 @@ def test_operators_on_integers_get_integers(monkeypatch: pytest.MonkeyPatch) -> 
     assert_same(call(list(tensors))[0], torch.addmm(*tensors, beta=2, alpha=3).abs())
 
 
+def test_a_write_to_places_that_occur_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.rand(4, 3), torch.tensor([2, 0, 2]), torch.rand(3, 3)]
+    program = Program()
+    x, places, values = map(program.input, tensors)
+    made = program.call(aten.index_put.default, x, [places], values, True)
+    call = compiled(program.graph(program.call(aten.exp.default, made)), "native", monkeypatch)
+    torch.testing.assert_close(
+        call(list(tensors))[0], torch.index_put(tensors[0], [tensors[1]], tensors[2], True).exp()
+    )
+
+
 def test_sizes_may_be_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the compiler's process, one plan for many sizes."""
     lazy_backend.config.backend, lazy_backend.config.compile = "inductor", "background"
