@@ -40,7 +40,7 @@ ruff-format: $(VENV)/dev.installed
 mypy: $(VENV)/dev.installed
 	rm -rf .typed
 	mkdir -p .typed/lazy_backend
-	cd .typed/lazy_backend && ln -s ../../lazy_backend/* ../../lowering ../../cache .
+	cd .typed/lazy_backend && ln -s ../../lazy_backend/* ../../lowering ../../caching .
 	$(BIN)/mypy
 
 # the variable silences the theme's advertisement of its successor

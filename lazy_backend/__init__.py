@@ -17,8 +17,8 @@ cache, and runs the computation.
 
 from pathlib import Path as _Path
 
-# In a checkout, `lowering` and `cache` are beside this folder; installed, they are in it (pyproject.toml, package-dir).
-# The parent folder is searched only in a checkout of this project: beside a copy there may be an unrelated `cache`.
+# In a checkout, `lowering` and `caching` are beside this folder; installed, they are in it, by pyproject.toml.
+# The parent folder is searched only in a checkout of this project: beside a copy there may be an unrelated `caching`.
 _folder = _Path(__file__).resolve().parent
 _project = _folder.parent / "pyproject.toml"
 if not (_folder / "lowering").is_dir() and _project.is_file() and 'name = "lazy_backend"' in _project.read_text():

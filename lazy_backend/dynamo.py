@@ -80,5 +80,5 @@ def _traces_for_us() -> bool:
 
 _guards = (GuardBuilder.TENSOR_SUBCLASS_METADATA_MATCH, Source.get_value)
 let_dynamo_trace(_traces_for_us, frozenset(function.__module__ for function in _guards))
-for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"):
+for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.caching"):
     trace_rules.add(_name)  # or Dynamo would trace the recorder after a graph break

@@ -17,10 +17,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lazy_backend
-import lazy_backend.cache
+import lazy_backend.caching
 import lazy_backend.lowering
 
-_PACKAGES = (lazy_backend, lazy_backend.lowering, lazy_backend.cache)
+_PACKAGES = (lazy_backend, lazy_backend.lowering, lazy_backend.caching)
 _FOLDERS = tuple(str(Path(package.__file__).parent) for package in _PACKAGES)
 
 Place = tuple[str, int, int]  # file, line, and the instruction's offset in its function; -1: the line as such

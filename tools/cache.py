@@ -19,8 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-from lazy_backend.cache.disk import DiskCache, Entry, Removed
-from lazy_backend.cache.folder import VARIABLE, CacheRefused, default_directory
+from lazy_backend.caching.disk import DiskCache, Entry, Removed
+from lazy_backend.caching.folder import VARIABLE, CacheRefused, default_directory
 
 SHORT = 40  # characters of a part that still go on a line
 HASH_DIGITS = 12

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("lazy_backend", "lowering", "cache")
+FOLDERS = ("lazy_backend", "lowering", "caching")
 PACKAGE = "lazy_backend"
 PICTURE = ROOT / "docs" / "images" / "rooms.dot"
 
@@ -73,7 +73,7 @@ def _without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 def drawn() -> str:
     """The picture, for Graphviz."""
     known, edges = modules(), rooms()
-    public = {name for name in edges if not (ROOT / PACKAGE / name).is_dir() and name not in ("settings", "cache")}
+    public = {name for name in edges if not (ROOT / PACKAGE / name).is_dir() and name not in ("settings", "caching")}
     public = {name for name in public if not name.startswith("lowering")}
     joined: dict[str, set[str]] = {}
     for room, targets in edges.items():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lazy_backend import ir_cache, metrics
-from lazy_backend.cache import process_locks
+from lazy_backend.caching import process_locks
 from lazy_backend.compat import pytorch
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.serialization import install_serialization

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 
 import torch
 
-from lazy_backend.cache.computation_cache import Key
+from lazy_backend.caching.computation_cache import Key
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.portable import StoredGraph

@@ -24,11 +24,11 @@ import platformdirs
 import pytest
 from filelock import FileLock, Timeout
 
-from lazy_backend.cache import disk, folder
-from lazy_backend.cache.computation_cache import Key
-from lazy_backend.cache.disk import DiskCache, Removed
-from lazy_backend.cache.entry import FORMAT, encode_key, make_head
-from lazy_backend.cache.folder import CacheRefused, default_directory
+from lazy_backend.caching import disk, folder
+from lazy_backend.caching.computation_cache import Key
+from lazy_backend.caching.disk import DiskCache, Removed
+from lazy_backend.caching.entry import FORMAT, encode_key, make_head
+from lazy_backend.caching.folder import CacheRefused, default_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("disk_worker.py")

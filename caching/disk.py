@@ -31,8 +31,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from lazy_backend.cache.computation_cache import Key
-from lazy_backend.cache.entry import (
+from lazy_backend.caching.computation_cache import Key
+from lazy_backend.caching.entry import (
     BrokenEntry,
     Header,
     check_payload,
@@ -42,7 +42,7 @@ from lazy_backend.cache.entry import (
     read_header,
     read_payload,
 )
-from lazy_backend.cache.folder import CacheRefused, Folder, Stored, open_folder
+from lazy_backend.caching.folder import CacheRefused, Folder, Stored, open_folder
 
 # A hit updates an entry's time of use only if that is older than this, so a loop over hits writes nothing. Seconds.
 TOUCH_AFTER = 60.0
