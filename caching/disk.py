@@ -41,8 +41,9 @@ from lazy_backend.caching.entry import (
     make_head,
     read_header,
     read_payload,
+    split,
 )
-from lazy_backend.caching.folder import CacheRefused, Folder, Stored, open_folder
+from lazy_backend.caching.folder import CacheRefused, Folder, Stored, open_folder, write_all
 
 # A hit updates an entry's time of use only if that is older than this, so a loop over hits writes nothing. Seconds.
 TOUCH_AFTER = 60.0
@@ -113,7 +114,8 @@ class DiskCache:
     """Bytes by `Key` in one directory, with LRU eviction, shared by any number of threads and processes.
 
     Raises CacheRefused if the directory is not private to the user (see Note [Private folder]) or cannot be made.
-    With `readonly` nothing is ever written, touched or removed, and a missing directory is an empty cache.
+    With `readonly` nothing is ever written, touched, locked or removed, and a missing directory is an empty cache.
+    A readonly cache may be `shared`: it may belong to another user (see Note [Named folders]).
     `clock` gives seconds since the epoch.
     """
 
@@ -123,6 +125,7 @@ class DiskCache:
         max_bytes: int,
         readonly: bool = False,
         clock: Callable[[], float] = time.time,
+        shared: bool = False,
     ) -> None:
         # absolute: the process may change its working directory
         self.directory = Path(directory).absolute()
@@ -133,7 +136,8 @@ class DiskCache:
         self._clock = clock
         self._counts = DiskCounts()
         self._counting = threading.RLock()
-        self._folder = open_folder(self.directory, create=not readonly)
+        self._shared = shared
+        self._folder = open_folder(self.directory, create=not readonly, shared=shared)
 
     def counts(self) -> DiskCounts:
         """A copy of the counters."""
@@ -181,6 +185,16 @@ class DiskCache:
             if payload is not None:
                 self._touch(folder, name, file)
             return payload
+
+    def has(self, key: Key) -> bool:
+        """Whether there is an entry for exactly this key. Its payload is not read, and no hit is counted."""
+        with self._counted_failures(), contextlib.suppress(FileNotFoundError, BrokenEntry):
+            folder = self._current_folder()
+            if folder is not None:
+                with folder.open(_entry_name(key)) as file:
+                    header = read_header(file, os.fstat(file.fileno()).st_size)
+                return header is not None and header.key == encode_key(key)
+        return False
 
     def _discard(self, folder: Folder, name: str, file: BinaryIO) -> None:
         # another process may have replaced the entry by now
@@ -295,6 +309,29 @@ class DiskCache:
                 if header is not None:
                     yield _entry(file, header)
 
+    def whole(self, hash: str) -> bytes | None:
+        """All bytes of the entry with this hash, checked; None if it is gone. Raises `BrokenEntry` too."""
+        folder = self._current_folder()
+        if folder is None:
+            return None
+        try:
+            with folder.open(f"{hash}.entry") as file:
+                entry = file.read()
+        except FileNotFoundError:
+            return None
+        split(entry)
+        return entry
+
+    def start_of_payload(self, hash: str, max_bytes: int) -> bytes:
+        """The first bytes of the payload of an entry, which are not checked; none if it is gone."""
+        folder = self._current_folder()
+        with contextlib.suppress(FileNotFoundError, BrokenEntry):
+            if folder is not None:
+                with folder.open(f"{hash}.entry") as file:
+                    header = read_header(file, os.fstat(file.fileno()).st_size)
+                    return b"" if header is None else file.read(min(max_bytes, header.payload_bytes))
+        return b""
+
     def total_bytes(self) -> int:
         """The size of all files, temporary ones included."""
         folder = self._current_folder()
@@ -352,7 +389,7 @@ class DiskCache:
         folder = self._folder
         if folder is None or folder.is_gone():
             # reads and writes under way keep the old directory open until they are done
-            folder = self._folder = open_folder(self.directory, create=not self.readonly)
+            folder = self._folder = open_folder(self.directory, create=not self.readonly, shared=self._shared)
         else:
             folder.check()
         return folder
@@ -387,10 +424,7 @@ def _read(file: BinaryIO, key: Key) -> bytes | None:
 
 def _write(descriptor: int, content: tuple[bytes, ...]) -> None:
     """Write all of `content` to the disk itself: after a power cut, no name leads to bytes that were never written."""
-    for part in content:
-        left = memoryview(part)
-        while left:
-            left = left[os.write(descriptor, left) :]
+    write_all(descriptor, content)
     os.fsync(descriptor)
 
 
@@ -402,11 +436,12 @@ def _fault(folder: Folder, name: str) -> str | None:
             if header is None:
                 return None
             check_payload(file, header)
+            key = decode_key(header.key)
     except FileNotFoundError:
         return None
     except (BrokenEntry, CacheRefused, OSError) as error:
         return str(error)
-    return None if decode_key(header.key).hash_hex() == _hash(name) else "named by another hash than its key's"
+    return None if key.hash_hex() == _hash(name) else "named by another hash than its key's"
 
 
 def _entry(file: Stored, header: Header) -> Entry:

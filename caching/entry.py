@@ -17,6 +17,7 @@ Every byte is covered by a checksum, and the key can be read without the payload
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import struct
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class Header:
     payload_bytes: int
     payload_digest: bytes
 
+    @property
+    def entry_bytes(self) -> int:
+        """The length of the whole entry."""
+        return _FIXED.size + _DIGEST_BYTES + len(self.key) + self.payload_bytes
+
 
 def encode_key(key: Key) -> bytes:
     """The key as bytes: one encoding per key and one key per encoding, so that comparing bytes compares keys."""
@@ -53,7 +59,13 @@ def encode_key(key: Key) -> bytes:
 
 
 def decode_key(encoded: bytes) -> Key:
-    return Key(tuple((name, text) for name, text in json.loads(encoded)))
+    """The key of an entry. Raises `BrokenEntry`: a checksum only says that the bytes are those that somebody wrote."""
+    try:
+        parts = tuple((name, text) for name, text in json.loads(encoded))
+    except (ValueError, TypeError, RecursionError):
+        raise BrokenEntry("its key cannot be read") from None
+    _check(all(isinstance(part, str) for both in parts for part in both), "its key cannot be read")
+    return Key(parts)
 
 
 def make_head(encoded_key: bytes, payload: bytes, created: float) -> bytes:
@@ -62,8 +74,11 @@ def make_head(encoded_key: bytes, payload: bytes, created: float) -> bytes:
     return fixed + _digest(fixed, encoded_key) + encoded_key
 
 
-def read_header(file: BinaryIO, file_bytes: int) -> Header | None:
-    """The header of a file of `file_bytes` bytes, read up to its payload. None if the file has another format."""
+def read_header(file: BinaryIO, file_bytes: int, is_alone: bool = True) -> Header | None:
+    """The header of a file of `file_bytes` bytes, read up to its payload. None if the file has another format.
+
+    Not `is_alone`: the entry may end before the file does.
+    """
     fixed = file.read(_FIXED.size)
     _check_magic(fixed)
     if _PREFIX.unpack_from(fixed)[1] != FORMAT:
@@ -73,7 +88,8 @@ def read_header(file: BinaryIO, file_bytes: int) -> Header | None:
     _, _, created, key_bytes, payload_bytes, payload_digest = _FIXED.unpack(fixed)
     expected = len(fixed) + len(digest) + key_bytes + payload_bytes
     # checked before any length from the file is used for a read: a flipped bit must not ask for terabytes
-    _check(file_bytes == expected, f"{file_bytes} bytes long, {expected} by its header")
+    fits = file_bytes == expected if is_alone else file_bytes >= expected
+    _check(fits, f"{file_bytes} bytes long, {expected} by its header")
     key = file.read(key_bytes)
     _check(_digest(fixed, key) == digest, "header and key do not match their checksum")
     return Header(created, key, payload_bytes, payload_digest)
@@ -84,6 +100,15 @@ def read_payload(file: BinaryIO, header: Header) -> bytes:
     payload = file.read(header.payload_bytes)
     _check(_digest(payload) == header.payload_digest, "payload does not match its checksum")
     return payload
+
+
+def split(entry: bytes) -> tuple[Header, bytes]:
+    """Header and payload of a whole entry. Raises `BrokenEntry`, for another format too."""
+    file = io.BytesIO(entry)
+    header = read_header(file, len(entry))
+    if header is None:
+        raise BrokenEntry("of another format")
+    return header, read_payload(file, header)
 
 
 def check_payload(file: BinaryIO, header: Header) -> None:

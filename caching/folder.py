@@ -2,13 +2,19 @@
 
 In: a path. Out: `Folder`, through which files in it are opened, listed and removed, or `CacheRefused`.
 What is loaded from a cache is executed as code, so a directory or a file is refused if it belongs to another user or if
-others may write to it. See Note [Private folder].
+others may write to it. See Note [Private folder] and Note [Named folders].
 
 Note [Private folder]
 The directory is opened once; owner and mode are those of the open directory, and every file is opened relative to it.
 So another user who can rename or link directories above it cannot swap in a different one between check and use.
 Windows has neither numeric owners nor paths relative to an open directory: nothing is checked there, and the directory
 is as private as the user's profile, which contains it by default.
+
+Note [Named folders]
+A shared folder or a file that the user named, to load graphs from it, may belong to somebody else: to name it is to
+trust its owner. Nobody but its owner (and root) may be able to write it, though, nor to put something else in its
+place: all folders above it must be the owner's, the user's or root's, and writable by nobody else. So what lies under
+/tmp, where anybody could have made it before, must be the user's own or root's.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import shlex
 import stat
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -34,14 +40,15 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # not in `os` on every system: O_DIRECTORY, O_NOFOLLOW and O_NONBLOCK on POSIX, O_BINARY on Windows
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 # O_NONBLOCK: if a pipe has an entry's name, opening it must not wait for its writer
-_FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NAMED_FILE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_FILE = getattr(os, "O_NOFOLLOW", 0) | _NAMED_FILE
 
 
 class CacheRefused(Exception):
     """A cache that must not be used. Says what is wrong, where, and how to fix it."""
 
-    def __init__(self, what: str, path: Path | str, remedy: str) -> None:
-        super().__init__(f"disk cache not used: {what}\n  at {path}\n  to mend it: {remedy}")
+    def __init__(self, what: str, path: Path | str, remedy: str, refused: str = "disk cache not used") -> None:
+        super().__init__(f"{refused}: {what}\n  at {path}\n  to mend it: {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +69,11 @@ def default_directory() -> Path:
 
 
 class Folder:
-    """An open directory. Made by `open_folder`."""
+    """An open directory. Made by `open_folder`. `trusted`: owners beside the user, see Note [Named folders]."""
 
-    def __init__(self, path: Path, descriptor: int | None) -> None:
+    def __init__(self, path: Path, descriptor: int | None, trusted: Collection[int] = ()) -> None:
         self.path = path
+        self._trusted = trusted
         self._descriptor = descriptor  # None on Windows
         if descriptor is not None:
             # not at exit: a thread may still be writing
@@ -74,7 +82,7 @@ class Folder:
     def check(self) -> None:
         """Raise `CacheRefused` if others can write to the directory by now. 1 µs."""
         if self._descriptor is not None:
-            _check_directory(os.fstat(self._descriptor), self.path)
+            _check_directory(os.fstat(self._descriptor), self.path, self._trusted)
 
     def is_gone(self) -> bool:
         """Whether the directory was removed since it was opened."""
@@ -96,7 +104,7 @@ class Folder:
                 raise CacheRefused("an entry is a symbolic link", path, _removing(path)) from None
             raise
         try:
-            _check_file(os.fstat(descriptor), path)
+            _check_file(os.fstat(descriptor), path, self._trusted)
         except CacheRefused:
             os.close(descriptor)
             raise
@@ -156,12 +164,15 @@ class Folder:
         return name if self._descriptor is not None else str(self.path / name)
 
 
-def open_folder(path: Path, create: bool) -> Folder | None:
-    """The directory at `path`, made private to the user if `create`; None if it is missing and not to be made."""
+def open_folder(path: Path, create: bool, shared: bool = False) -> Folder | None:
+    """The directory at `path`, made private to the user if `create`; None if it is missing and not to be made.
+
+    `shared`: it may be another user's. See Note [Named folders].
+    """
     try:
         if create:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _opened(path)
+        return _opened(path, shared)
     except FileNotFoundError:
         if not create:
             return None
@@ -172,43 +183,93 @@ def open_folder(path: Path, create: bool) -> Folder | None:
         raise CacheRefused(f"its directory cannot be opened: {error.strerror}", path, _ELSEWHERE) from None
 
 
-def _opened(path: Path) -> Folder:
+def open_named_file(path: Path) -> BinaryIO:
+    """A file that the user named. Raises OSError, and `CacheRefused`: see Note [Named folders]."""
+    descriptor = os.open(path, os.O_RDONLY | _NAMED_FILE)
+    try:
+        _check_named_file(os.fstat(descriptor), path)
+    except CacheRefused:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def write_all(descriptor: int, parts: Sequence[bytes]) -> None:
+    """Write all of `parts`, in as many calls as that takes."""
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            left = left[os.write(descriptor, left) :]
+
+
+def _opened(path: Path, shared: bool) -> Folder:
     if sys.platform == "win32":
         os.listdir(path)
         return Folder(path, None)
-    folder = Folder(path, os.open(path, _DIRECTORY))
+    descriptor = os.open(path, _DIRECTORY)
+    try:
+        trusted = _trusted_by_name(os.fstat(descriptor), path, "disk cache not used") if shared else ()
+    except CacheRefused:
+        os.close(descriptor)
+        raise
+    folder = Folder(path, descriptor, trusted)
     folder.check()
-    _check_links(path)
+    _check_links(path, trusted)
     return folder
 
 
-def _check_directory(status: os.stat_result, path: Path) -> None:
-    _check_owner(status, "its directory", path, _ELSEWHERE)
+def _trusted_by_name(status: os.stat_result, path: Path, refused: str) -> tuple[int, ...]:
+    """The owners that the user trusts by naming `path`. See Note [Named folders]."""
+    owner, user = status.st_uid, os.geteuid()
+    if owner in (0, user):
+        return (0,)
+    for parent in path.resolve().parents:
+        above = parent.stat()
+        if above.st_uid not in (0, user, owner) or above.st_mode & _OTHERS_MAY_WRITE:
+            what = f"it belongs to user {owner}, and {parent} can be written by others, who could have put it there"
+            raise CacheRefused(what, path, "copy it to a folder of your own", refused)
+    return (0, owner)
+
+
+def _check_named_file(status: os.stat_result, path: Path) -> None:
+    refused = "file of compiled graphs not loaded"
+    if not stat.S_ISREG(status.st_mode):
+        raise CacheRefused("it is no plain file", path, "name the file that was exported", refused)
+    if sys.platform == "win32":
+        return
+    _trusted_by_name(status, path, refused)
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        remedy = f"chmod go-w {shlex.quote(str(path))}, if you know that nobody did"
+        raise CacheRefused(f"other users may write it, mode {_mode(status)}", path, remedy, refused)
+
+
+def _check_directory(status: os.stat_result, path: Path, trusted: Collection[int]) -> None:
+    _check_owner(status, "its directory", path, _ELSEWHERE, trusted)
     if status.st_mode & _OTHERS_MAY_WRITE:
         remedy = f"chmod 700 {shlex.quote(str(path))}"
         raise CacheRefused(f"other users may write its directory, mode {_mode(status)}", path, remedy)
 
 
-def _check_file(status: os.stat_result, path: Path) -> None:
+def _check_file(status: os.stat_result, path: Path, trusted: Collection[int]) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise CacheRefused("an entry is no plain file", path, _removing(path))
     if sys.platform == "win32":
         return
-    _check_owner(status, "an entry", path, _removing(path))
+    _check_owner(status, "an entry", path, _removing(path), trusted)
     if status.st_mode & _OTHERS_MAY_WRITE:
         raise CacheRefused(f"other users may write an entry, mode {_mode(status)}", path, _removing(path))
 
 
-def _check_links(path: Path) -> None:
+def _check_links(path: Path, trusted: Collection[int]) -> None:
     """Refuse symbolic links in `path` unless they are the user's or root's: nobody else decides where the cache is."""
     for link in _links(path):
         status = link.lstat()
         if status.st_uid != 0:
-            _check_owner(status, "a symbolic link to its directory", link, _ELSEWHERE)
+            _check_owner(status, "a symbolic link to its directory", link, _ELSEWHERE, trusted)
 
 
-def _check_owner(status: os.stat_result, what: str, path: Path, remedy: str) -> None:
-    if sys.platform != "win32" and status.st_uid != os.geteuid():
+def _check_owner(status: os.stat_result, what: str, path: Path, remedy: str, trusted: Collection[int]) -> None:
+    if sys.platform != "win32" and status.st_uid != os.geteuid() and status.st_uid not in trusted:
         raise CacheRefused(f"{what} belongs to user {status.st_uid}, not to user {os.geteuid()}", path, remedy)
 
 
