@@ -12,7 +12,8 @@ more entry. The scopes are:
 - `ARTEFACT`: it must be the same in the process that makes an artefact and in one that loads it.
 
 The key on disk contains all of the last two, a hash of the code that lowers graphs, the compiler settings that the
-program changed, and the compiler's environment variables.
+program changed, and the compiler's environment variables. Which C++ compiler built an artefact is not in it: any
+compiler's code is right, and what was compiled is also for machines that have no compiler, or name another.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lazy_backend.caching.computation_cache import Key
 
 # Raise it when the contents of artefacts change.
 FORMAT = 3
@@ -193,10 +196,59 @@ def disk_key_parts() -> tuple[tuple[str, str], ...]:
         "artefact": made_for(),
         "state": process_state(),
         "settings": compiler_settings(),
-        "variables": compiler_variables(),
+        "variables": {name: value for name, value in compiler_variables().items() if name != "CXX"},
         "lowering": lowering_code(),
     }
     return tuple((name, json.dumps(value, sort_keys=True)) for name, value in parts.items())
+
+
+# How a part of an artefact's environment that only another machine or another installation can satisfy is told.
+_INSTALLED = {
+    "torch": "PyTorch {theirs}, this is {ours}",
+    "python": "another version of Python",
+    "abi": "Python's interface {theirs}, this has {ours}",
+    "processor": "another processor or other instructions",
+    "format": "another version of lazy_backend",
+}
+
+
+def misfit(key: Key) -> str | None:
+    """Why no process with this installation on this machine can use the artefact with this key; None if one can."""
+    parts = _parts_of(key)
+    if parts is None:
+        return "no compiled graph"
+    theirs, ours = parts["artefact"], made_for()
+    for name, text in _INSTALLED.items():
+        if theirs.get(name) != ours[name]:
+            return "made for " + text.format(theirs=theirs.get(name), ours=ours[name])
+    return "made for another version of lazy_backend" if parts["lowering"] != lowering_code() else None
+
+
+def other_settings(key: Key) -> list[str]:
+    """The settings with which the artefact with this key was made, and which this process must have to use it."""
+    parts = _parts_of(key)
+    if parts is None:
+        return []
+    ours = {name: json.loads(text) for name, text in disk_key_parts()}
+    found = []
+    for part in ("state", "settings", "variables"):
+        for name in sorted({*parts[part], *ours[part]}):
+            there, here = (values[part].get(name, "unset") for values in (parts, ours))
+            if there != here:
+                found.append(f"{name} {there}, here {here}")
+    return found
+
+
+def _parts_of(key: Key) -> dict[str, Any] | None:
+    """The parts of `disk_key_parts` in the key of an artefact; None if it is not such a key."""
+    names = [name for name, _ in disk_key_parts()]
+    texts = {name: text for name, text in key.parts if name in names}
+    try:
+        found = {name: json.loads(texts[name]) for name in names}
+    except (KeyError, ValueError, RecursionError):
+        return None
+    are_tables = all(isinstance(value, dict) for name, value in found.items() if name != "lowering")
+    return found if are_tables else None
 
 
 @functools.cache

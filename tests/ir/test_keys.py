@@ -135,7 +135,18 @@ def test_the_switches_of_cuda_can_be_read() -> None:
     ) + len(lowering_environment._CUDA)
 
 
-@pytest.mark.parametrize("name", ["TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "CXX"])
+def test_which_cpp_compiler_there_is_is_not_in_the_key_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one machine compiled is also for those that have no compiler. The compiler's process still gets the name."""
+    compiler_variables.cache_clear()
+    before = disk_key_parts()
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    compiler_variables.cache_clear()
+    assert disk_key_parts() == before
+    assert compiler_variables()["CXX"] == "/nonexistent/c++"
+    compiler_variables.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "TORCH_COMPILE_DEBUG"])
 def test_variables_of_the_compiler_are_in_the_key_on_disk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler_variables.cache_clear()
     before = disk_key_parts()
