@@ -67,6 +67,13 @@ def _backend(value: Any) -> Any:
     return value
 
 
+def _folders(value: Any) -> tuple[str, ...]:
+    found = value.split(os.pathsep) if isinstance(value, str) else () if value is None else value
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str | os.PathLike) for one in found):
+        raise ValueError(f"expected a list of folders, or one text with {os.pathsep!r} between them")
+    return tuple(os.fspath(one) for one in found if os.fspath(one))
+
+
 def _device_type(value: Any) -> str | None:
     if value in (None, ""):
         return None
@@ -154,6 +161,13 @@ FLAGS: dict[str, Flag] = {
         lambda value: None if value in (None, "") else str(value),
         "Where compiled graphs are kept: a directory of the user's own. None takes one in the user's cache directory.",
         "LAZY_BACKEND_CACHE_DIR",
+    ),
+    "cache_dirs": Flag(
+        (),
+        _folders,
+        "Folders of compiled graphs that are only read, after that of `cache_dir`: a list, or a text like PATH. Each "
+        "is some other process's `cache_dir`, and may be another user's, or on a read-only file system.",
+        "LAZY_BACKEND_CACHE_DIRS",
     ),
     "cache_bytes": Flag(4 << 30, _positive, "Bytes of compiled graphs on disk; least recently used go first."),
     "cache_readonly": Flag(

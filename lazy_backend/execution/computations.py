@@ -15,7 +15,7 @@ from lazy_backend import metrics
 from lazy_backend.caching.computation_cache import BoundedTable, ComputationCache
 from lazy_backend.caching.trie import TrieNode
 from lazy_backend.execution.bindings import FirstRun, Indices, bindings_of
-from lazy_backend.execution.disk_cache import current_store
+from lazy_backend.execution.disk_cache import artefact_store, expects_hits
 from lazy_backend.execution.run import SyncTensorCollection
 from lazy_backend.lowering.artefacts.environment import Environment, environment
 from lazy_backend.lowering.compilation.request import Backend
@@ -40,6 +40,7 @@ def _policy(
     max_specializations: int,
     max_compiled_nodes: int,
     store: ArtefactStore | None,
+    expects_hits: bool,
     max_static_shapes: int,
     max_dynamic_shapes: int,
     max_symbols: int,
@@ -55,6 +56,7 @@ def _policy(
         max_compiled_nodes=max_compiled_nodes,
         background=compile == "background",
         store=store,
+        expects_hits=expects_hits,
         strategy=FusionStrategy(max_static_shapes, max_dynamic_shapes, max_symbols),
         release_delay=math.inf if release_delay_seconds is None else release_delay_seconds,
         compiler_idle=math.inf if compiler_idle_seconds is None else compiler_idle_seconds,
@@ -69,7 +71,8 @@ def compile_policy() -> CompilePolicy:
         config.num_profiled_runs,
         config.max_specializations,
         config.max_compiled_nodes,
-        current_store(),
+        artefact_store(),
+        expects_hits(),
         config.max_static_shapes,
         config.max_dynamic_shapes,
         config.max_symbols,

@@ -1,49 +1,89 @@
 """Compiled graphs on disk, so that the next process does not compile them again.
 
-In: the settings `cache`, `cache_dir`, `cache_bytes`, `cache_readonly`. Out: the store that compiles use, or None.
-A directory that cannot be trusted or used is refused with one warning, and everything works without a disk cache. A
-full disk is handled in the same way.
+In: the settings `cache`, `cache_dir`, `cache_dirs`, `cache_bytes`, `cache_readonly`. Out: the store that compiles use,
+or None. A directory that cannot be trusted or used is refused with one warning, and everything works without it. A full
+disk is handled in the same way.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lazy_backend.caching.disk import DiskCache
 from lazy_backend.caching.folder import CacheRefused, default_directory
+from lazy_backend.caching.layers import Layers, LoadedEntries
 from lazy_backend.caching.process_locks import process_lock
 from lazy_backend.errors import CacheWarning
 from lazy_backend.errors.sites import warn_user
 from lazy_backend.settings import config
 
-Settings = tuple[bool, str | None, int, bool]
+Settings = tuple[bool, str | None, tuple[str, ...], int, bool]
 
 _lock = process_lock()
-_opened: tuple[Settings, DiskCache | None] | None = None
-_told_of: DiskCache | None = None  # the store whose failure the user was warned about
+_opened: tuple[Settings, Layers] | None = None
+_told_of: list[DiskCache] = []  # the caches in use whose failure the user was warned about
+
+# What was loaded into this process and no folder could keep.
+loaded_entries = LoadedEntries()
+# The hashes of all keys that were looked up: what is there of them was used by this process, or made.
+asked: dict[str, None] = {}
+
+_expects_hits = False
+
+
+def artefact_layers() -> Layers:
+    """The caches that the settings ask for, opened at their first use."""
+    global _opened
+    settings = (config.cache, config.cache_dir, config.cache_dirs, config.cache_bytes, config.cache_readonly)
+    with _lock:
+        if _opened is None or _opened[0] != settings:
+            _earlier.update(_counts_of_layers())
+            _told_of.clear()
+            _opened = (settings, _open(settings))
+        layers = _opened[1]
+    for store in layers.folders():
+        if store.first_failure is not None and store not in _told_of:
+            _tell_of(store)
+    return layers
+
+
+def artefact_store() -> Layers | None:
+    """The caches that the settings ask for; None if nothing can be found or kept."""
+    layers = artefact_layers()
+    return None if layers.is_empty() else layers
 
 
 def current_store() -> DiskCache | None:
-    """The disk cache that the settings ask for, opened at its first use."""
-    global _opened
-    settings = (config.cache, config.cache_dir, config.cache_bytes, config.cache_readonly)
-    with _lock:
-        if _opened is None or _opened[0] != settings:
-            _earlier.update(_counts_of_store())
-            _opened = (settings, _open(settings))
-        store = _opened[1]
-    if store is not None and store.first_failure is not None and store is not _told_of:
-        _tell_of(store)
-    return store
+    """The user's own disk cache, if the settings ask for one."""
+    return artefact_layers().own
+
+
+def expects_hits() -> bool:
+    """Whether somebody said that graphs were compiled already: by a folder to share, or by loading them."""
+    return _expects_hits or bool(config.cache_dirs)
+
+
+def expect_hits() -> None:
+    """Graphs were loaded: from now on each is looked for at once, see Note [No step pays twice]."""
+    global _expects_hits
+    _expects_hits = True
+
+
+def forget_loaded() -> None:
+    """Forget what was loaded into this process and what was looked up."""
+    global _expects_hits
+    _expects_hits = False
+    loaded_entries.clear()
+    asked.clear()
 
 
 def _tell_of(store: DiskCache) -> None:
     """Warn once for each cache, since every step asks for the cache."""
-    global _told_of
-    _told_of = store
+    _told_of.append(store)
     warn_user(
         f"disk cache failed: {store.first_failure}\n  training goes on; what could not be kept is compiled again by "
         "the next process",
@@ -51,38 +91,52 @@ def _tell_of(store: DiskCache) -> None:
     )
 
 
-def _open(settings: Settings) -> DiskCache | None:
-    wanted, directory, max_bytes, readonly = settings
+def _open(settings: Settings) -> Layers:
+    wanted, directory, shared, max_bytes, readonly = settings
     if not wanted:
-        return None
+        return Layers(None, loaded_entries, (), asked)
+    own = None
     try:
         place = default_directory() if directory is None else Path(directory).expanduser()
-        return DiskCache(place, max_bytes, readonly)
+        own = DiskCache(place, max_bytes, readonly)
     except CacheRefused as refused:
         warn_user(f"{refused}\n  compiled graphs last as long as this process", CacheWarning)
-        return None
+    return Layers(own, loaded_entries, tuple(_open_shared(shared)), asked)
 
 
-# The counts of stores that were open before.
+def _open_shared(folders: tuple[str, ...]) -> Iterator[DiskCache]:
+    for name in folders:
+        place = Path(name).expanduser()
+        try:
+            if not place.exists():
+                raise CacheRefused(
+                    "there is no such folder", place, "correct LAZY_BACKEND_CACHE_DIRS or config.cache_dirs"
+                )
+            yield DiskCache(place, 0, readonly=True, shared=True)
+        except (CacheRefused, OSError) as refused:
+            warn_user(f"{refused}\n  what it has is compiled again", CacheWarning)
+
+
+# The counts of caches that were open before.
 _earlier: Counter[str] = Counter()
 
 
 def _counters() -> Counter[str]:
-    return _earlier + _counts_of_store()
+    return _earlier + _counts_of_layers()
 
 
-def _counts_of_store() -> Counter[str]:
-    store = _opened[1] if _opened else None
-    if store is None:
+def _counts_of_layers() -> Counter[str]:
+    if _opened is None:
         return Counter()
-    counts = store.counts()
+    counts = _opened[1].counts()
     return Counter(
-        DiskCacheHit=counts.hits,
-        DiskCacheMiss=counts.misses,
-        DiskCacheWrite=counts.writes,
-        DiskCacheEviction=counts.evictions,
-        DiskCacheCorrupt=counts.corrupt,
-        DiskCacheError=counts.errors + counts.refused,
+        DiskCacheHit=counts["hits"],
+        DiskCacheHitBehind=counts["hits behind"],
+        DiskCacheMiss=counts["misses"],
+        DiskCacheWrite=counts["writes"],
+        DiskCacheEviction=counts["evictions"],
+        DiskCacheCorrupt=counts["corrupt"],
+        DiskCacheError=counts["errors"] + counts["refused"],
     )
 
 
@@ -102,10 +156,14 @@ def reset_counters() -> None:
 
 def describe() -> dict[str, Any] | None:
     """The disk cache for a report: where it is, how full, and what this process did there; None if there is none."""
-    store = _opened[1] if _opened else None
-    if store is None:
+    layers = _opened[1] if _opened else None
+    store = layers.own if layers else None
+    if layers is None or store is None:
         return None
     found: dict[str, Any] = {"place": str(store.directory), "limit": store.max_bytes, **asdict(store.counts())}
+    counts = layers.counts()
+    found |= {name: counts[name] for name in ("hits", "misses", "corrupt", "errors", "refused")}
+    found |= {"behind": [str(folder.directory) for folder in layers.shared], "hits_behind": counts["hits behind"]}
     try:
         return found | {"entries": sum(1 for _ in store), "bytes": store.total_bytes()}
     except (CacheRefused, OSError) as error:

@@ -68,11 +68,14 @@ COUNTERS = (
     Meaning("CreateLtcTensor", "storages made", elsewhere=("CreateXlaTensor",)),
     Meaning("DestroyLtcTensor", "storages gone; the difference is what is alive", elsewhere=("DestroyXlaTensor",)),
     Meaning("DiskCacheHit", "compiled graphs found on disk", elsewhere=("PersistentCacheHit",)),
+    Meaning("DiskCacheHitBehind", "of these, those in a folder of `config.cache_dirs`, or in a file that was loaded"),
     Meaning("DiskCacheMiss", "compiled graphs that were not there", elsewhere=("PersistentCacheMiss",)),
     Meaning("DiskCacheWrite", "compiled graphs written there"),
     Meaning("DiskCacheEviction", "old ones removed, to stay below `config.cache_bytes`"),
     Meaning("DiskCacheCorrupt", "files that were damaged", elsewhere=("PersistentCacheDeserializeFailure",)),
     Meaning("DiskCacheError", "files that could not be read or written"),
+    Meaning("CacheLoaded", "compiled graphs that `cache.load` or `torch.compiler.load_cache_artifacts` took"),
+    Meaning("CacheSkipped: <reason>", "compiled graphs that these did not take, by reason", exported="cache_skipped"),
     # last, as this pattern fits any name with two colons
     Meaning(
         "<namespace>::<op>",

@@ -43,9 +43,9 @@ and checks the order while programs train, replay, compile and serve):
 5. `Family._lock`: the plans that graphs of one form share.
 6. `CompileWorker._lock`: the compiler's process.
 7. `DataCacheArena._lock`, `disk_cache._lock`: which cache a device or the process has.
-8. `BoundedTable._lock`, `ComputationCache._lock`, `DataCache._lock`, `DiskCache._counting`, `FramePool._lock`,
-   `GraphTask.lock`, `ClosureRunner._lock`, `_Watches._lock`, `DeviceContextArena._lock`, `History._lock`: one table
-   each.
+8. `Archive._lock`, `BoundedTable._lock`, `ComputationCache._lock`, `DataCache._lock`, `DiskCache._counting`,
+   `FramePool._lock`, `GraphTask.lock`, `Layers._lock`, `ClosureRunner._lock`, `_Watches._lock`,
+   `DeviceContextArena._lock`, `History._lock`: one table each.
 9. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`, `WeakTable._lock`: no code that runs while they are
    held takes a lock.
 

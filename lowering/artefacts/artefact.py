@@ -67,6 +67,16 @@ def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     return header, blobs
 
 
+def kind_of(start: bytes) -> str | None:
+    """The kind of an artefact, from its first bytes; None if these are too few, or no artefact's."""
+    try:
+        (length,) = struct.unpack_from("<Q", start)
+        kind = json.loads(start[8 : 8 + length])["kind"]
+    except (struct.error, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return kind if isinstance(kind, str) else None
+
+
 # ----- loading
 
 

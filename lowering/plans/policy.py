@@ -48,6 +48,7 @@ class CompilePolicy:
     max_compiled_nodes: int
     background: bool = False
     store: ArtefactStore | None = None
+    expects_hits: bool = False  # whether graphs are likely to be in `store`, and so looked for at once
     strategy: FusionStrategy = FusionStrategy()
     release_delay: float = math.inf  # seconds that a graph runs optimized before it is set aside
     compiler_idle: float = math.inf  # idle seconds after which the worker process is ended

@@ -11,7 +11,8 @@ Note [No step pays twice]
 A step in which a graph is made is slow as it is: the program is canonicalised, printed for its key and planned, 13 ms
 of a GPT's whole step. To see which programs it is related to, to look for it on disk and to send it to the compiler
 takes another 8. So where a compile happens in the background, the run for which the graph was made does not ask for
-it; the next ones do, a piece each (`PendingCompile.advance`).
+it; the next ones do, a piece each (`PendingCompile.advance`). Only if the disk is likely to have it, as after
+`lazy_backend.cache.load`, that run looks there at once: to run compiled, it saves more than the search costs.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ProfilingGraphExecutor:
             self._compiler.observe(constants)
             plan: ExecutionPlan | None = None
             if policy.enabled and self.runs > policy.num_profiled_runs and self.stored.num_nodes:
-                if self._is_new and policy.background and compiles_elsewhere(policy.backend, self.stored.device):
+                if self._is_new and _postpones(policy) and compiles_elsewhere(policy.backend, self.stored.device):
                     self._due = tuple(constants), policy
                 else:
                     self._due = None
@@ -118,7 +119,7 @@ class ProfilingGraphExecutor:
             self._is_new = False
             self._latest = "profiling" if plan is None else "optimized"
             self._ready = None
-            is_compiling = self._is_compiling()
+            is_compiling = self.is_compiling()
             if is_compiling:
                 _compiling[id(self)] = self
             if plan is None:
@@ -156,7 +157,8 @@ class ProfilingGraphExecutor:
                 self._report(CompileReport(graph, "declined", error=self._declined))
         return self._declined is not None
 
-    def _is_compiling(self) -> bool:
+    def is_compiling(self) -> bool:
+        """Whether a compile is under way or due."""
         if self._due is not None or self._compiler.is_compiling():
             return True
         return self._membership is not None and self._membership[0].is_compiling()
@@ -221,7 +223,7 @@ class ProfilingGraphExecutor:
             family, member = self._membership
             error = family.error() or member.limited
         plan = "optimized" if self.is_optimized() else "fallback" if error else "profiling"
-        if plan == "profiling" and self._is_compiling():
+        if plan == "profiling" and self.is_compiling():
             plan = "compiling"
         promoted = plans[-1].signature.scalars if plans else ()
         text = None if error is None else str(error)
@@ -245,8 +247,18 @@ class ProfilingGraphExecutor:
         return self._profiling_plan
 
 
+def _postpones(policy: CompilePolicy) -> bool:
+    """See Note [No step pays twice]."""
+    return policy.background and not policy.expects_hits
+
+
 # Executors whose graph, at their latest run, was being compiled in the background or due to be.
 _compiling: WeakTable[int, ProfilingGraphExecutor] = WeakTable()
+
+
+def pending_compiles() -> int:
+    """The number of graphs whose compile is under way or due."""
+    return sum(executor.is_compiling() for executor in list(_compiling))
 
 
 def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:

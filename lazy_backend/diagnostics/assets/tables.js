@@ -292,6 +292,8 @@ function diskCache() {
     ["graphs found on disk", cache.hits], ["graphs not found", cache.misses], ["graphs written", cache.writes],
     ["removed to stay below the size", cache.evictions], ["damaged files", cache.corrupt],
     ["files that could not be read or written", cache.errors + cache.refused]];
+  for (const folder of cache.behind ?? []) rows.push(["folder that is only read", folder]);
+  if (cache.hits_behind) rows.push(["of the graphs found, in such a folder or a loaded file", cache.hits_behind]);
   if (cache.error) rows.push(["error", cache.error]);
   return element("div", {}, head, makeTable([
     { title: "", show: (row) => row[0] }, { title: "", show: (row) => String(row[1]) },
