@@ -24,7 +24,7 @@ _project = _folder.parent / "pyproject.toml"
 if not (_folder / "lowering").is_dir() and _project.is_file() and 'name = "lazy_backend"' in _project.read_text():
     __path__.append(str(_folder.parent))
 
-from lazy_backend import computation, debug, ir_cache, metrics
+from lazy_backend import cache, computation, debug, ir_cache, metrics
 from lazy_backend.api import (
     add_step_closure,
     allow_execution,
@@ -51,6 +51,7 @@ from lazy_backend.diagnostics.explanation import Explanation, explain
 from lazy_backend.diagnostics.history import CompileRecord, SyncRecord
 from lazy_backend.diagnostics.page import report
 from lazy_backend.errors import (
+    CacheError,
     CacheWarning,
     CaptureError,
     CaptureWarning,
@@ -76,6 +77,7 @@ from lazy_backend.tiers import get_bailout_depth, get_fusion_strategy, set_bailo
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheError",
     "CacheWarning",
     "CaptureError",
     "CaptureWarning",
@@ -100,6 +102,7 @@ __all__ = [
     "TooManyGraphsError",
     "add_step_closure",
     "allow_execution",
+    "cache",
     "capture",
     "computation",
     "config",

@@ -22,7 +22,7 @@ MODULES = structure.modules()
 LAYERS = {"caching": 0, "lowering": 1}  # lazy_backend's own rooms are above both
 
 # Packages that users import: their docstrings are for users.
-PUBLIC_PACKAGES = {"lazy_backend", "lazy_backend.errors", "lazy_backend.metrics"}
+PUBLIC_PACKAGES = {"lazy_backend", "lazy_backend.cache", "lazy_backend.errors", "lazy_backend.metrics"}
 
 # Longer than a function may be: the hot loop of the recorder, where a call per part would cost a tenth of a step.
 LONG_FUNCTIONS = {"record.py:record"}

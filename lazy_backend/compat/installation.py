@@ -19,6 +19,7 @@ import torch
 from lazy_backend import ir_cache, metrics
 from lazy_backend.caching import process_locks
 from lazy_backend.compat import pytorch
+from lazy_backend.compat.compiler_bundle import join_compiler_bundles
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.serialization import install_serialization
 from lazy_backend.diagnostics.debug_log import print_pass
@@ -59,6 +60,7 @@ def install() -> None:
     install_recurrent(_library[0])
     install_sparse(_library[0])
     install_serialization()
+    join_compiler_bundles()
     pytorch.support_foreach()
     pytorch.support_generators(LazyGenerator)
     pytorch.support_fused_optimizers()
@@ -90,6 +92,7 @@ def reset() -> None:
     executor.reset()
     forgotten_steps.stop()
     outside.data_cache.clear()
+    disk_cache.forget_loaded()
     closures.runner.forget()
     metrics.reset()
     history.reset()

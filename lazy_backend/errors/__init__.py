@@ -31,6 +31,10 @@ class TooManyGraphsError(LazyBackendError):
     """More different programs were recorded than `max_different_graphs` allows. The message explains the last one."""
 
 
+class CacheError(LazyBackendError):
+    """Compiled graphs cannot be exported, or a file of them not be trusted."""
+
+
 class CaptureError(LazyBackendError):
     """A function cannot be captured or served, or no longer does what was captured."""
 
@@ -44,7 +48,7 @@ class GraphCutWarning(LazyBackendWarning):
 
 
 class CacheWarning(LazyBackendWarning):
-    """The disk cache is not used."""
+    """The disk cache is not used, or not all of a file of compiled graphs."""
 
 
 class CaptureWarning(LazyBackendWarning):

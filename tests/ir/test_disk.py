@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import importlib.util
-import itertools
 import json
 import os
 import shlex
@@ -17,7 +15,6 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import platformdirs
@@ -30,7 +27,6 @@ from lazy_backend.caching.disk import DiskCache, Removed
 from lazy_backend.caching.entry import FORMAT, encode_key, make_head
 from lazy_backend.caching.folder import CacheRefused, default_directory
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("disk_worker.py")
 LARGE = 1 << 30
 DAY = 86400.0
@@ -887,149 +883,3 @@ def finished_worker(process: subprocess.Popen[str]) -> dict[str, int]:
     assert process.returncode == 0, err
     result: dict[str, int] = json.loads(out)
     return result
-
-
-# ----- tools/cache.py
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cache_tool", ROOT / "tools" / "cache.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def run(tool: ModuleType, place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Exit status, standard output and standard error of a command."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = tool.main(["--dir", str(place), *arguments])
-        except SystemExit as error:
-            status = int(error.code or 0)
-        return (status, *capsys.readouterr())
-
-    return call
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-def test_tool_list(place: Path, run: Run) -> None:
-    now = time.time()
-    DiskCache(place, LARGE, clock=lambda: now - 3 * DAY).put(key("a", threads="2"), bytes(5000))
-    DiskCache(place, LARGE, clock=lambda: now).put(key("%0 = mm(%1)\n" * 50), b"")
-    status, out, err = run("list")
-    first, second = key("%0 = mm(%1)\n" * 50).hash_hex()[:12], key("a", threads="2").hash_hex()[:12]
-    size = DiskCache(place, LARGE).total_bytes() / 1024
-    assert (status, err) == (0, "")
-    assert out == (
-        "hash              size    age   used  key\n"
-        f"{first}     781 B     0s     0s  torch=2.13\n"
-        f"{second}   5.0 KiB     3d     3d  torch=2.13 threads=2 graph=a\n"
-        f"2 entries, {size:.1f} KiB, in {place}\n"
-    )
-
-
-def test_tool_list_json(cache: DiskCache, run: Run, clock: Clock) -> None:
-    cache.put(key("a"), b"payload")
-    (entry,) = cache
-    assert json.loads(run("list", "--json")[1]) == [
-        {
-            "hash": entry.hash,
-            "size": entry.size,
-            "payload_size": 7,
-            "created": clock.now,
-            "last_used": clock.now,
-            "parts": {"torch": "2.13", "graph": "a"},
-            "part_hashes": key("a").part_hashes(),
-        }
-    ]
-
-
-def test_tool_show(cache: DiskCache, run: Run) -> None:
-    cache.put(key("%0 = mm(%1)\nreturn %0"), b"payload")
-    status, out, _ = run("show", key("%0 = mm(%1)\nreturn %0").hash_hex()[:5].upper())
-    assert status == 0
-    assert out.endswith("torch: 2.13\ngraph:\n%0 = mm(%1)\nreturn %0\n")
-
-
-def test_tool_show_says_which_there_are(cache: DiskCache, place: Path, run: Run) -> None:
-    cache.put(key("a"), b"payload")
-    cache.put(key("b"), b"payload")
-    status, _, err = run("show", "")
-    assert status == 1
-    assert err.startswith(f"2 entries, not one, with a hash that starts with ''\n  in {place}\n")
-    assert key("a").hash_hex() in err
-    assert run("show", "xyz")[2] == f"no entry with a hash that starts with 'xyz'\n  in {place}\n"
-
-
-def test_tool_prune(place: Path, run: Run) -> None:
-    now = time.time()
-    for days in range(5):
-        DiskCache(place, LARGE, clock=itertools.repeat(now - days * DAY).__next__).put(key(str(days)), bytes(1000))
-    assert run("prune", "--older-than", "84h")[1].startswith("removed 1 entry, 1.1 KiB; left 4.4 KiB, in ")
-    assert run("prune", "--max-bytes", "2.5k", "--older-than", "30d")[1].startswith("removed 2 entries")
-    assert run("prune", "--all")[1] == f"removed 2 entries, 2.2 KiB; left 0 B, in {place}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "say what goes: --max-bytes SIZE, --older-than AGE or --all"),
-        (("--all", "--max-bytes", "1G"), "--all leaves nothing"),
-        (("--max-bytes", "much"), "'much' is no size: expected bytes, or as in 500M or 1G"),
-        (("--older-than", "30"), "'30' is no age"),
-    ],
-)
-def test_tool_prune_says_what_is_wrong(run: Run, arguments: tuple[str, ...], text: str) -> None:
-    status, _, err = run("prune", *arguments)
-    assert status == 2
-    assert text in err
-
-
-def test_tool_verify(cache: DiskCache, place: Path, run: Run) -> None:
-    cache.put(key("a"), b"payload")
-    assert run("verify") == (0, f"0 broken, 1 entry readable, in {place}\n", "")
-    file_of(place).write_bytes(file_of(place).read_bytes()[:-1])
-    status, out, _ = run("verify")
-    assert status == 1
-    assert out.startswith(f"{key('a').hash_hex()}: ")
-    assert out.endswith(f"\n1 broken, 0 entries readable, in {place}\n")
-    assert run("verify", "--remove")[0] == 1
-    assert run("verify")[0] == 0
-
-
-@pytest.mark.parametrize("command", ["list", "prune --all", "prune --max-bytes 0", "verify"])
-@pytest.mark.parametrize("exists", [False, True])
-def test_tool_without_entries(place: Path, run: Run, command: str, exists: bool) -> None:
-    if exists:
-        place.mkdir(mode=0o700)
-    status, out, err = run(*command.split())
-    assert (status, err) == (0, "")
-    assert out.startswith(("0 ", "removed 0 "))
-    assert place.exists() == exists
-
-
-def test_tool_says_why_a_cache_is_refused(place: Path, run: Run) -> None:
-    place.mkdir()
-    place.chmod(0o777)
-    status, _, err = run("list")
-    assert (status, err.splitlines()[-1]) == (2, f"  to mend it: chmod 700 {place}")
-
-
-def test_tool_looks_where_the_package_does(place: Path) -> None:
-    DiskCache(place, LARGE).put(key("a"), b"payload")
-    file_of(place).write_bytes(b"broken")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "cache.py"), "verify"],
-        env={**os.environ, "LAZY_BACKEND_CACHE_DIR": str(place)},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.endswith(f"1 broken, 0 entries readable, in {place}\n")
