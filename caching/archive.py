@@ -96,7 +96,7 @@ def new_archive(path: Path, description: dict[str, Any]) -> Iterator[ArchiveWrit
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
             error.filename, error.filename2 = str(path), None
         raise
 

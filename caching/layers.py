@@ -22,13 +22,10 @@ class LoadedEntries:
     """Entries for this process alone, where the user's own cache could not keep them. Thread-safe."""
 
     def __init__(self) -> None:
-        self._reads: dict[str, Read] = {}
+        self._entries: dict[str, tuple[Key, Read]] = {}
 
-    def add(self, hash: str, read: Read) -> None:
-        self._reads[hash] = read
-
-    def has(self, hash: str) -> bool:
-        return hash in self._reads
+    def add(self, key: Key, read: Read) -> None:
+        self._entries[key.hash_hex()] = key, read
 
     def get(self, key: Key) -> bytes | None:
         """The payload for exactly this key. Never raises."""
@@ -43,24 +40,25 @@ class LoadedEntries:
 
     def whole(self, hash: str) -> bytes | None:
         """All bytes of the entry with this hash, checked; None if there is none. Raises `BrokenEntry` and OSError."""
-        read = self._reads.get(hash)
-        return None if read is None else read()
+        found = self._entries.get(hash)
+        return None if found is None else found[1]()
 
     def clear(self) -> None:
-        self._reads.clear()
+        self._entries.clear()
 
     def __len__(self) -> int:
-        return len(self._reads)
+        return len(self._entries)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._reads))
+    def __iter__(self) -> Iterator[tuple[str, Key]]:
+        """The hash and the key of each entry."""
+        return iter([(hash, key) for hash, (key, _) in list(self._entries.items())])
 
 
 class Layers:
     """The caches of a process in the order in which they are asked. `get` and `put` never raise. Thread-safe.
 
-    `asked`: gets the hash of every key that is looked up, so that with what is there later it tells what this process
-    used or made.
+    `folders`: those on disk, the user's own first. `asked`: gets the hash of every key that is looked up; those of them
+    that are there later were used or made by this process.
     """
 
     def __init__(
@@ -69,13 +67,16 @@ class Layers:
         self.own = own
         self.loaded = loaded
         self.shared = tuple(shared)
+        self.first_rejection: str | None = None
+        self.folders = self.shared if own is None else (own, *shared)
+        self._behind: tuple[LoadedEntries | DiskCache, ...] = (loaded, *shared)
         self._asked = asked
         self._counts: Counter[str] = Counter()
         self._lock = threading.RLock()
 
     def is_empty(self) -> bool:
         """Whether nothing can be found or kept here."""
-        return self.own is None and not self.shared and not self.loaded
+        return not self.folders and not self.loaded
 
     def get(self, key: Key) -> bytes | None:
         """The bytes last put for exactly this key, by whomever."""
@@ -84,13 +85,18 @@ class Layers:
         if payload is not None:
             self._count("hits")
             return payload
-        for layer in (self.loaded, *self.shared):
+        for layer in self._behind:
             payload = layer.get(key)
             if payload is not None:
-                self._count("hits", "hits behind")
+                self._count("hits", "behind")
                 return payload
         self._count("misses")
         return None
+
+    def reject(self, reason: str) -> None:
+        """Count a payload that `get` gave and that nothing can be made of."""
+        self.first_rejection = self.first_rejection or reason
+        self._count("rejected")
 
     def put(self, key: Key, payload: bytes) -> bool:
         """Keep `payload` in the user's own cache. Returns whether it was kept."""
@@ -106,18 +112,14 @@ class Layers:
             self.own.count_elsewhere(counts, last_error)
 
     def counts(self) -> Counter[str]:
-        """Fields of `DiskCounts`, summed up, and "hits behind": those that the user's own cache did not have."""
+        """Fields of `DiskCounts`, summed up; of the hits, those "behind" the own cache, and those "rejected"."""
         found: Counter[str] = Counter()
-        for layer in self.folders():
+        for layer in self.folders:
             found.update(asdict(layer.counts()))
         with self._lock:
-            for name in ("hits", "misses", "hits behind"):
+            for name in ("hits", "misses", "behind", "rejected"):
                 found[name] = self._counts[name]
         return found
-
-    def folders(self) -> tuple[DiskCache, ...]:
-        """The caches on disk, the user's own first."""
-        return self.shared if self.own is None else (self.own, *self.shared)
 
     def whole(self, hash: str) -> bytes | None:
         """All bytes of the entry with this hash, from the first that has it whole; None if none has.
@@ -125,7 +127,8 @@ class Layers:
         Raises what the last reading raised, if none has it but one should.
         """
         error: Exception | None = None
-        for layer in (*self.folders(), self.loaded):
+        layers: tuple[LoadedEntries | DiskCache, ...] = (*self.folders, self.loaded)
+        for layer in layers:
             try:
                 entry = layer.whole(hash)
             except (BrokenEntry, CacheRefused, OSError) as failed:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import docs_hooks  # noqa: E402
 from mkdocs.exceptions import PluginError  # noqa: E402
 
-MODULES = ("computation", "debug", "ir_cache", "metrics")
+MODULES = ("cache", "computation", "debug", "ir_cache", "metrics")
 
 
 def anchors(page: Path) -> set[str]:

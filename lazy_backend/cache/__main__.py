@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from lazy_backend.cache.graph_names import describe_graph
 from lazy_backend.cache.reports import bytes_text, count
@@ -44,7 +45,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    settings = {"cache": True, "cache_readonly": False}
+    settings: dict[str, Any] = {"cache": True, "cache_readonly": False}
     if arguments.dir is not None:
         settings |= {"cache_dir": str(arguments.dir), "cache_dirs": ()}
     try:

@@ -85,15 +85,14 @@ def _found(layers: Layers, which: Which) -> Iterator[tuple[str, Key]]:
     """Hash and key of each graph, once."""
     seen: set[str] = set()
     wanted = asked if which == "used" else None
-    for folder in layers.folders():
+    for folder in layers.folders:
         for entry in folder:
             if entry.hash not in seen and (wanted is None or entry.hash in wanted):
                 seen.add(entry.hash)
                 yield entry.hash, entry.key
-    for hash in layers.loaded:
-        entry_bytes = None if hash in seen or (wanted is not None and hash not in wanted) else layers.loaded.whole(hash)
-        if entry_bytes is not None:
-            yield hash, decode_key(split(entry_bytes)[0].key)
+    for hash, key in layers.loaded:
+        if hash not in seen and (wanted is None or hash in wanted):
+            yield hash, key
 
 
 def _add(hash: str, layers: Layers, add: Callable[[bytes], object]) -> str | None:
@@ -102,6 +101,8 @@ def _add(hash: str, layers: Layers, add: Callable[[bytes], object]) -> str | Non
         entry = layers.whole(hash)
     except (BrokenEntry, CacheRefused):
         return _DAMAGED
+    except OSError as error:
+        return f"not readable: {error.strerror}"
     if entry is None:
         return _REMOVED
     add(entry)
@@ -205,7 +206,7 @@ class _Loading:
             self._hold(key, read, "config.cache_readonly is set" if is_readonly else why)
 
     def _hold(self, key: Key, read: Read, why: str | None) -> None:
-        loaded_entries.add(key.hash_hex(), read)
+        loaded_entries.add(key, read)
         self._held += 1
         self._why_held = why
 

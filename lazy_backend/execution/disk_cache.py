@@ -33,6 +33,7 @@ loaded_entries = LoadedEntries()
 asked: dict[str, None] = {}
 
 _expects_hits = False
+_was_told_of_rejection = False
 
 
 def artefact_layers() -> Layers:
@@ -45,16 +46,18 @@ def artefact_layers() -> Layers:
             _told_of.clear()
             _opened = (settings, _open(settings))
         layers = _opened[1]
-    for store in layers.folders():
+    for store in layers.folders:
         if store.first_failure is not None and store not in _told_of:
             _tell_of(store)
+    if layers.first_rejection is not None and _expects_hits:
+        _tell_of_rejection(layers.first_rejection)
     return layers
 
 
 def artefact_store() -> Layers | None:
     """The caches that the settings ask for; None if nothing can be found or kept."""
     layers = artefact_layers()
-    return None if layers.is_empty() else layers
+    return layers if layers.folders or loaded_entries else None
 
 
 def current_store() -> DiskCache | None:
@@ -75,8 +78,8 @@ def expect_hits() -> None:
 
 def forget_loaded() -> None:
     """Forget what was loaded into this process and what was looked up."""
-    global _expects_hits
-    _expects_hits = False
+    global _expects_hits, _was_told_of_rejection
+    _expects_hits = _was_told_of_rejection = False
     loaded_entries.clear()
     asked.clear()
 
@@ -89,6 +92,18 @@ def _tell_of(store: DiskCache) -> None:
         "the next process",
         CacheWarning,
     )
+
+
+def _tell_of_rejection(reason: str) -> None:
+    """Warn once: who loaded graphs would wonder why they are compiled, or interpreted, all the same."""
+    global _was_told_of_rejection
+    if not _was_told_of_rejection:
+        _was_told_of_rejection = True
+        warn_user(
+            f"a compiled graph was found and cannot be used here: {reason}\n  it is compiled again; where it was made, "
+            "the C library or the compiler's may be newer than here",
+            CacheWarning,
+        )
 
 
 def _open(settings: Settings) -> Layers:
@@ -131,7 +146,8 @@ def _counts_of_layers() -> Counter[str]:
     counts = _opened[1].counts()
     return Counter(
         DiskCacheHit=counts["hits"],
-        DiskCacheHitBehind=counts["hits behind"],
+        DiskCacheHitBehind=counts["behind"],
+        DiskCacheRejected=counts["rejected"],
         DiskCacheMiss=counts["misses"],
         DiskCacheWrite=counts["writes"],
         DiskCacheEviction=counts["evictions"],
@@ -163,7 +179,7 @@ def describe() -> dict[str, Any] | None:
     found: dict[str, Any] = {"place": str(store.directory), "limit": store.max_bytes, **asdict(store.counts())}
     counts = layers.counts()
     found |= {name: counts[name] for name in ("hits", "misses", "corrupt", "errors", "refused")}
-    found |= {"behind": [str(folder.directory) for folder in layers.shared], "hits_behind": counts["hits behind"]}
+    found |= {"behind": [str(folder.directory) for folder in layers.shared], "hits_behind": counts["behind"]}
     try:
         return found | {"entries": sum(1 for _ in store), "bytes": store.total_bytes()}
     except (CacheRefused, OSError) as error:

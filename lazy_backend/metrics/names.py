@@ -69,6 +69,7 @@ COUNTERS = (
     Meaning("DestroyLtcTensor", "storages gone; the difference is what is alive", elsewhere=("DestroyXlaTensor",)),
     Meaning("DiskCacheHit", "compiled graphs found on disk", elsewhere=("PersistentCacheHit",)),
     Meaning("DiskCacheHitBehind", "of these, those in a folder of `config.cache_dirs`, or in a file that was loaded"),
+    Meaning("DiskCacheRejected", "of the hits, those that could not be loaded and are compiled again"),
     Meaning("DiskCacheMiss", "compiled graphs that were not there", elsewhere=("PersistentCacheMiss",)),
     Meaning("DiskCacheWrite", "compiled graphs written there"),
     Meaning("DiskCacheEviction", "old ones removed, to stay below `config.cache_bytes`"),

@@ -139,8 +139,9 @@ class PendingCompile:
             return
         try:
             plan = load_graph(data, self.request)
-        except Exception:
-            return  # made by a version with another format: compile again
+        except Exception as error:  # as where the C library is older than where it was compiled: compile again
+            self.policy.store.reject(f"{type(error).__name__}: {error}")
+            return
         self._succeed(plan, "loaded", time.perf_counter() - start)
 
     def _send(self) -> None:

@@ -342,11 +342,13 @@ def test_an_artefact_under_a_false_key_is_never_run(made: Made, tmp_path: Path) 
         return key, payload.replace(b'"torch": "2.', b'"torch": "1.')
 
     assert lazy_backend.cache.load(rewritten(made, tmp_path / "file", change)).graphs == 1
-    config.compile = "background"
     losses, plans = train(3)
     assert not any("optimized" in plan for plan in plans)
     assert losses == pytest.approx(made.losses[:3], rel=1e-4)
-    worker.close()
+    assert metrics.counter_value("DiskCacheRejected") == 1
+    with pytest.warns(CacheWarning, match=r"(?s)cannot be used here: BadArtefact: made for .* compiled again"):
+        disk_cache.artefact_layers()
+    disk_cache.artefact_layers()  # a second warning would be an error
 
 
 # ----- files that are damaged, hostile, or not there
@@ -410,6 +412,14 @@ def test_a_damaged_entry_is_left_out(made: Made, tmp_path: Path) -> None:
     (entry,) = (tmp_path / "cache").glob("*.entry")
     entry.write_bytes(entry.read_bytes()[:-9] + b"\xff" * 9)
     assert lazy_backend.cache.export(tmp_path / "file").skipped == {"damaged": 1}
+
+
+def test_what_cannot_be_read_is_left_out(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy_backend.cache.load(made.file)
+    train(4)
+    monkeypatch.setattr(DiskCache, "whole", full)
+    assert lazy_backend.cache.export(tmp_path / "file").skipped == {"not readable: No space left on device": 1}
+    assert list(transfer.used_entries()) == []
 
 
 def test_ctrl_c_leaves_the_earlier_file(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,8 +519,7 @@ def test_an_artefact_of_the_bundle_that_does_not_fit_is_skipped(made: Made, tmp_
     assert list((tmp_path / "cache").glob("*.entry")) == []
 
 
-def test_the_cache_writes_no_more_than_it_says(made: Made, tmp_path: Path) -> None:
-    """A bundle is made of what this process used: nothing of it is in one of a process that used nothing."""
+def test_a_bundle_has_what_this_process_used(made: Made, tmp_path: Path) -> None:
     assert list(transfer.used_entries()) == []
     lazy_backend.cache.load(made.file)
     assert list(transfer.used_entries()) == []
