@@ -810,7 +810,7 @@ def test_a_file_system_without_locks_is_used(place: Path, monkeypatch: pytest.Mo
 def test_a_system_without_directory_descriptors_is_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # as on Windows
     place.mkdir()
-    monkeypatch.setattr(folder, "_opened", lambda path: folder.Folder(path, None))
+    monkeypatch.setattr(folder, "_opened", lambda path, shared: folder.Folder(path, None))
     clock = Clock()
     cache = DiskCache(place, room_for(2), clock=clock)
     fill(cache, clock, *"abc")
