@@ -26,7 +26,10 @@ MODES = {
     "twice": "a few samples twice: the second time records and compiles nothing new",
     "aot": "one sample, compiled with aot_eager",
     "inductor": "one sample of one entry in four, of every family, compiled with Inductor",
+    "autocast to bfloat16": "every sample, interpreted, bit for bit, in a block of torch.autocast",
+    "autocast to float16": "the same with float16",
 }
+AUTOCAST = {"autocast to bfloat16": torch.bfloat16, "autocast to float16": torch.float16}
 NAMESPACES = ("nn.functional.", "linalg.", "masked.", "fft.", "special.", "signal.")
 INDUCTOR_SHARE = 4  # one entry in so many is compiled with Inductor, which takes seconds each
 
@@ -133,6 +136,12 @@ def _op_cases() -> Iterator[Case]:
             if variant != "errors" and (variant != "gradients" or FIRST_DTYPE in op.supported_backward_dtypes("cpu")):
                 yield Case("op", name, variant, first, "twice")
         yield Case("op", name, "forward", first, "aot")
+        for variant in _op_variants(op):
+            backward = variant == "gradients"
+            if variant in ("forward", "gradients") and FIRST_DTYPE in (
+                op.supported_backward_dtypes("cpu") if backward else op.supported_dtypes("cpu")
+            ):
+                yield from (Case("op", name, variant, _dtype_name(FIRST_DTYPE), mode) for mode in AUTOCAST)
         if name in chosen:
             differentiable = FIRST_DTYPE in op.supported_backward_dtypes("cpu") and op.supports_autograd
             yield Case("op", name, "gradients" if differentiable else "forward", first, "inductor")
@@ -190,6 +199,8 @@ def _module_cases() -> Iterator[Case]:
             if variant != "errors":
                 yield Case("module", name, variant, _dtype_name(FIRST_DTYPE), "twice")
         yield Case("module", name, "train gradients", _dtype_name(FIRST_DTYPE), "aot")
+        for variant in ("train gradients", "eval forward"):
+            yield from (Case("module", name, variant, _dtype_name(FIRST_DTYPE), mode) for mode in AUTOCAST)
         if name in chosen:
             yield Case("module", name, "train gradients", _dtype_name(FIRST_DTYPE), "inductor")
 

@@ -30,6 +30,7 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.lowering.ir.passes import watch_passes
+from lazy_backend.precision.autocast import follow_backing_device
 from lazy_backend.recording import handlers, record
 from lazy_backend.recording.attention import install_attention
 from lazy_backend.recording.recurrent import install_recurrent
@@ -72,7 +73,7 @@ def install() -> None:
     pytorch.keep_parameters_when_moved()
     pytorch.make_uninitialized_on_device()
     pytorch.finish_before_default_dtype_changes(_finish_everything)
-    pytorch.explain_autocast()
+    pytorch.support_autocast()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
@@ -125,6 +126,7 @@ def _prepare() -> None:
     """Prepare for the first lazy device, just before it is made: merely importing this package should cost nothing."""
     record.prepare()
     forgotten_steps.watch()
+    follow_backing_device()
 
 
 def _forget_all_paths() -> None:

@@ -33,9 +33,9 @@ from torch.nn.parameter import (  # type: ignore[attr-defined]
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lazy_backend.errors import DeviceError, LazyBackendError
-from lazy_backend.errors.sites import user_site
+from lazy_backend.errors import DeviceError
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.precision import autocast
 from lazy_backend.tensors.outside import quantized_error
 from lazy_backend.tensors.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor
 from lazy_backend.tensors.tensor import NOT_TRACED, LazyTensor
@@ -137,21 +137,22 @@ def support_generators(make: Callable[[torch.device], torch.Generator]) -> None:
     metaclass.__call__ = call
 
 
-def explain_autocast() -> None:
-    """Make `torch.autocast("lazy")` say what to do instead: PyTorch knows only device types that have a key for it."""
-    original = torch.amp.autocast_mode.autocast.__init__
+def support_autocast() -> None:
+    """Let `torch.autocast` and the functions beside it take the lazy device: PyTorch's list of devices is compiled in.
 
-    @functools.wraps(original)
-    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type == "lazy":
-            raise LazyBackendError(
-                f"torch.autocast does not know the lazy device yet\n  at {user_site()}\n"
-                "  leave it out to compute in float32; or convert the model and its inputs, as in "
-                "model.to('lazy', torch.bfloat16)"
-            )
-        original(self, device_type, *args, **kwargs)
-
-    torch.amp.autocast_mode.autocast.__init__ = __init__  # type: ignore[method-assign]
+    What they do for it is in `precision.autocast`. Without a key of the dispatcher there is no public way.
+    """
+    for replaced in (
+        autocast.is_autocast_enabled,
+        autocast.set_autocast_enabled,
+        autocast.get_autocast_dtype,
+        autocast.set_autocast_dtype,
+        autocast.clear_autocast_cache,
+    ):
+        setattr(torch, replaced.__name__, replaced)
+    torch._C._is_autocast_available = autocast.is_available(torch._C._is_autocast_available)
+    block: Any = torch.amp.autocast_mode.autocast
+    block.__enter__ = autocast.remember_no_block(block.__enter__)
 
 
 def support_fused_optimizers() -> None:

@@ -17,6 +17,7 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import meta_of
+from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.recording.arguments import StandIns, with_leaves
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import new_data, whole_storage
@@ -42,7 +43,8 @@ def run_at_once(
     call = RealCall(context)
     seed = draw_seed_for(op, args, kwargs)
     begin = perf_counter()
-    output = call.run(op, args, kwargs, seed)
+    run = call.run_cast if autocast_state.is_casting() else call.run
+    output = run(op, args, kwargs, seed)
     metrics.observe("EagerOpExecuteTime", perf_counter() - begin)
     return call.to_lazy(output)
 
@@ -77,6 +79,17 @@ class RealCall:
         if seed is not None or op.namespace != "aten" or has_modes():
             return run_clean(self._run, op, args, kwargs, seed)
         return self._run(op, args, kwargs, None)
+
+    def run_cast(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None
+    ) -> Any:
+        """`run` with autocast on: the operator's kernel may call others that autocast has rules for."""
+
+        def run() -> Any:
+            with torch.autocast(self.context.backing.type, autocast_state.lower_dtype(), cache_enabled=False):
+                return self._run(op, args, kwargs, seed)
+
+        return run_clean(run)
 
     def _run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
         to_real = self._to_real

@@ -16,7 +16,10 @@ import torch
 from torch.nn import functional
 
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.precision.autocast_state import autocast_state
+from lazy_backend.precision.casts import cast_to_lower
 from lazy_backend.recording.record import add_handler
+from lazy_backend.tensors.contexts import contexts
 
 aten = torch.ops.aten
 
@@ -129,6 +132,14 @@ def _run_layers(
     return outputs, *(torch.stack(parts, 0) for parts in zip(*last, strict=True))
 
 
+def _casts_all(projected: bool, is_lstm: bool) -> bool:
+    """Whether autocast casts all operands of a call: PyTorch's fused kernels take one dtype."""
+    if not autocast_state.is_casting():
+        return False
+    # on the CPU oneDNN has an LSTM without projection; the other kernels are composed of operators with rules
+    return contexts.backing_type() == "cuda" or (is_lstm and not projected)
+
+
 def _kernel(cell: Cell) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The kernel of `aten::lstm.input` or a similar op: returns what `_run_layers` returns."""
 
@@ -144,8 +155,11 @@ def _kernel(cell: Cell) -> Callable[..., tuple[torch.Tensor, ...]]:
         batch_first: bool,
     ) -> tuple[torch.Tensor, ...]:
         parts = (hx,) if isinstance(hx, torch.Tensor) else tuple(hx)
+        projected = parts[0].shape[2] != parts[-1].shape[2]
+        if _casts_all(projected, is_lstm=cell is _lstm_cell):
+            input, parts, params = cast_to_lower([input, parts, params])
         states = list(zip(*(part.unbind(0) for part in parts), strict=True))
-        weights = _split(params, has_biases, projected=parts[0].shape[2] != parts[-1].shape[2])
+        weights = _split(params, has_biases, projected)
         return _run_layers(cell, input, states, weights, dropout, train, bidirectional, batch_first)
 
     return run

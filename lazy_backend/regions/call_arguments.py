@@ -18,6 +18,7 @@ from lazy_backend.replay.plain_values import is_plain, plain_key
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import describe_autocast
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,7 @@ class CallArguments:
     tensors: list[LazyTensor]
     context: DeviceContext
     key: tuple[Any, ...]
+    autocast: tuple[Any, ...] | None  # as `describe_autocast` returns it
 
     def has_changed(self) -> bool:
         """Whether a list or dict among the arguments holds other values now."""
@@ -45,7 +47,7 @@ class CallArguments:
         leaves = tuple(inner.get(id(leaf), leaf) for leaf in self.leaves)
         args, kwargs = (leaves, {}) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
         tensors: list[Any] = [inner.get(id(tensor), tensor) for tensor in self.tensors]
-        return CallArguments(args, kwargs, leaves, self.spec, tensors, self.context, self.key)
+        return CallArguments(args, kwargs, leaves, self.spec, tensors, self.context, self.key, self.autocast)
 
 
 def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | str:
@@ -77,8 +79,10 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
             key.append((type(leaf), plain_key(leaf)))
         else:
             return f"it got a {type(leaf).__name__}, which may change without being noticed"
-    key.append(torch.get_default_dtype())
-    return CallArguments(args, kwargs, leaves, spec, tensors, context or contexts.get_device_context(None), tuple(key))
+    autocast = describe_autocast()
+    key += [torch.get_default_dtype(), autocast]
+    context = context or contexts.get_device_context(None)
+    return CallArguments(args, kwargs, leaves, spec, tensors, context, tuple(key), autocast)
 
 
 def _is_string(key: Any) -> bool:

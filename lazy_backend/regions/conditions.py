@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 
 from lazy_backend.execution.sync import executor
 from lazy_backend.settings import config
-from lazy_backend.tensors.thread_state import has_further_modes
+from lazy_backend.tensors.thread_state import has_python_modes
 
 # internal, checked on 2.13: the hooks that `saved_tensors_hooks` installs, which act on what a body saves for backward
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -24,13 +24,13 @@ _GLOBAL_HOOKS = (
 
 
 def why_as_written() -> str | None:
-    """Why a captured module runs as written in the current state of the thread, or None."""
+    """Why a captured module or optimizer runs as written in the current state of the thread, or None."""
     if executor.rules.is_refusing():
         return "it is called in a captured function, whose program it is part of"
     if config.eager:
         return "config.eager is on"
-    if has_further_modes():
-        return "a mode is active: autocast, a dispatch or function mode, or a transform of torch.func"
+    if has_python_modes():
+        return "a mode is active: a dispatch or function mode, or a transform of torch.func"
     if _top_hooks(False) is not None:
         return "saved tensors have hooks, as in checkpointing"
     if torch.is_anomaly_enabled():

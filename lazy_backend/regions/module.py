@@ -28,6 +28,8 @@ from lazy_backend.errors import CaptureError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.program import Token
+from lazy_backend.precision.autocast import autocast_as
+from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.regions.accounts import PATIENCE, RETRY, Account
 from lazy_backend.regions.autograd import (
     JumpedCall,
@@ -116,9 +118,9 @@ class CapturedModule:
         arguments = describe(args, kwargs) if reason is None else reason
         if isinstance(arguments, str):
             account.ran_as_written(arguments)
-            return module._call_impl(*args, **kwargs)
+            return _run_body(module, args, kwargs)
         if self._failures >= PATIENCE and account.calls % RETRY > 1:
-            return module._call_impl(*args, **kwargs)
+            return _run_body(module, args, kwargs)
         if not arguments.tensors:
             arguments.context = _context_of(module) or arguments.context
         state = self._state(module)
@@ -126,14 +128,14 @@ class CapturedModule:
         program = signature.program
         is_due = program is not None and signature.replayed and signature.calls >= signature.check_at
         if program is not None and not is_due:
-            replayed = self._replay(module, state, program, arguments, args, kwargs)
+            replayed = self._replay(module, state, program, arguments)
             if replayed is not None:
                 signature.replayed = True
                 account.replays += 1
                 account.seconds += perf_counter() - begin
                 return replayed[0]
         if signature.failures >= PATIENCE and signature.calls % RETRY > 1:
-            return module._call_impl(*args, **kwargs)
+            return _run_body(module, args, kwargs)
         if is_due:
             signature.check_at = 2 * signature.calls if self._verify else 2**62
         return self._write(module, state, signature, arguments, args, kwargs, is_due)
@@ -160,8 +162,6 @@ class CapturedModule:
         state: ModuleState,
         program: Program,
         arguments: CallArguments,
-        args: Any,
-        kwargs: Any,
     ) -> tuple[Any] | None:
         operands = program.operands(arguments.tensors)
         if operands is None:
@@ -185,7 +185,7 @@ class CapturedModule:
                 saved,
                 operands,
                 program.inputs,
-                lambda: self._rebuild(module, state, program, saved, operands, args, kwargs),
+                lambda: self._rebuild(module, state, program, saved, operands, arguments),
                 self._refuse,
             )
             results = list(with_node(call, results, [operands[n] for n in program.inputs], known.saved_results))
@@ -216,8 +216,7 @@ class CapturedModule:
         program: Program,
         saved: Saved,
         operands: Sequence[LazyTensor],
-        args: Any,
-        kwargs: Any,
+        arguments: CallArguments,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The differentiable results and the inputs of a call, with the graph of the body, which runs again.
 
@@ -232,8 +231,8 @@ class CapturedModule:
         try:
             if saved.random is not None:
                 torch.default_generator.set_state(saved.random)
-            with torch.enable_grad():
-                leaves = pytree.tree_leaves(module._call_impl(*args, **kwargs))
+            with torch.enable_grad(), autocast_as(arguments.autocast):
+                leaves = pytree.tree_leaves(module._call_impl(*arguments.args, **arguments.kwargs))
         finally:
             torch.default_generator.set_state(now)
         if written:
@@ -271,7 +270,7 @@ class CapturedModule:
         followed = [(tensor, tensor._version if tensor.requires_grad else -1) for tensor in arguments.tensors]
         with context.lock:
             start = StretchStart(context, _random_state(module))
-        result = module._call_impl(*given.args, **given.kwargs)
+        result = _run_body(module, given.args, given.kwargs)
         leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else pytree.tree_flatten(result)
         del result
         is_changed = given.has_changed()
@@ -391,7 +390,7 @@ class CapturedModule:
                 raise cannot_run_again(f"was changed since ({state.why()})")
             if lesson is None or lesson[2].written or lesson[0].jump.generators:
                 raise cannot_run_again("writes to its buffers or draws random numbers")
-            with torch.enable_grad():
+            with torch.enable_grad(), autocast_as(arguments.autocast):
                 again = pytree.tree_leaves(module._call_impl(*arguments.args, **arguments.kwargs))
             return _differentiable(again), inputs
 
@@ -430,6 +429,14 @@ class CapturedModule:
         signature.failures += 1
         if signature.failures >= PATIENCE:
             self.account.warn(reason)
+
+
+def _run_body(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call the module as written. Its casts of weights are its own: it records the same wherever it is called."""
+    if not torch._C._is_any_autocast_enabled():
+        return module._call_impl(*args, **kwargs)
+    with autocast_state.own_casts():
+        return module._call_impl(*args, **kwargs)
 
 
 def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.Tensor | None]:

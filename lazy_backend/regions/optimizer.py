@@ -39,6 +39,7 @@ from lazy_backend.replay.captured_state import Watch, watches
 from lazy_backend.replay.structure import StructureGuard
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import describe_autocast
 
 # Attributes whose contents `_OptimizerParts` and `OptimizerGuard` compare by themselves.
 _SEEN_HERE = ("param_groups", "state", "step")
@@ -158,7 +159,7 @@ class CapturedOptimizer:
         self._name = type(optimizer).__name__
         self._verify = verify
         self._written = optimizer.__dict__.get("step")  # a scheduler's, which refers weakly to the optimizer
-        self._states: dict[tuple[bool, ...], _StepState] = {}
+        self._states: dict[tuple[Any, ...], _StepState] = {}
         self.account = Account(self._name, "optimizer")
 
     def _forget(self) -> None:
@@ -180,7 +181,7 @@ class CapturedOptimizer:
             account.ran_as_written(reason)
             return self._run(optimizer, args, kwargs)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        pattern = tuple([grad is None for grad in grads])
+        pattern = (describe_autocast(), *[grad is None for grad in grads])
         state = self._state(optimizer, pattern)
         is_due = state.floats is not None and state.calls >= state.check_at
         if state.floats is not None and not is_due and self._replay(optimizer, state, grads):
@@ -203,6 +204,8 @@ class CapturedOptimizer:
             return "step() was given a closure"
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return "it has hooks"
+        if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+            return "a GradScaler has it unscale its gradients"
         if torch_optimizer._global_optimizer_pre_hooks:
             return "hooks of all optimizers are registered"
         hooks = torch_optimizer._global_optimizer_post_hooks
@@ -210,7 +213,7 @@ class CapturedOptimizer:
             return "hooks of all optimizers are registered"
         return None
 
-    def _state(self, optimizer: torch.optim.Optimizer, pattern: tuple[bool, ...]) -> _StepState:
+    def _state(self, optimizer: torch.optim.Optimizer, pattern: tuple[Any, ...]) -> _StepState:
         state = self._states.get(pattern)
         if state is None or not state.parts.hold(optimizer) or state.guard.floats() is None:
             if len(self._states) >= _MAX_STATES:

@@ -20,6 +20,7 @@ from lazy_backend.regions.stretch import NotReplayable, Stretch, tokens_of
 from lazy_backend.replay.plain_values import same_plain
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import describe_autocast
 
 # What batch norm is recorded as, and where it is told whether it trains: then it updates its statistics only.
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit.default
@@ -268,13 +269,14 @@ class BackwardProgram:
         )
 
 
-Pattern = tuple[int | None, ...]
+Pattern = tuple[Any, ...]
 
 
 def pattern_of(grads: Sequence[torch.Tensor | None]) -> Pattern:
-    """Which gradients are given, and which of them are the same tensor."""
+    """Which gradients are given, which of them are the same tensor, and what autocast does meanwhile."""
     first: dict[int, int] = {}
-    return tuple(
+    places = [
         None if grad is None else first.setdefault(id(grad._data), place)  # type: ignore[attr-defined]
         for place, grad in enumerate(grads)
-    )
+    ]
+    return describe_autocast(), *places

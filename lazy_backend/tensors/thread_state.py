@@ -38,10 +38,14 @@ def has_modes() -> bool:
 
 def has_further_modes() -> bool:
     """Whether the thread carries such a mode besides inference mode."""
+    return torch._C._is_any_autocast_enabled() or has_python_modes()
+
+
+def has_python_modes() -> bool:
+    """Whether the thread carries a dispatch or function mode, or a transform of `torch.func`."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._is_any_autocast_enabled()
         or peek_interpreter_stack() is not None
     )
 
@@ -55,11 +59,17 @@ def describe_modes() -> tuple[Any, ...]:
     plain = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     if not has_further_modes():
         return plain
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    autocast = torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
     # internal, checked on 2.13
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-    return *plain, autocast, *((mode.device if type(mode) is DeviceMode else mode) for mode in modes)
+    return *plain, describe_autocast(), *((mode.device if type(mode) is DeviceMode else mode) for mode in modes)
+
+
+def describe_autocast() -> tuple[Any, ...] | None:
+    """A key for what autocast does on the thread, or None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    kinds = [kind for kind in ("lazy", "cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

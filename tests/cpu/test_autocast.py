@@ -1,0 +1,352 @@
+"""`torch.autocast("lazy")` does what `torch.autocast("cpu")` does in eager mode, bit for bit."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same, count
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import lazy_backend
+from lazy_backend import config, metrics
+from lazy_backend.precision.cast_rules import Rule, rules_for
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+
+
+def weight(device: str, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device).requires_grad_()
+
+
+def make_model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.Softmax(-1), nn.Linear(16, 4)
+    return nn.Sequential(*layers).to(device)
+
+
+def train(
+    device: str,
+    dtype: torch.dtype,
+    steps: int = 8,
+    capture: bool = False,
+    block_for: str = "",
+    backward_inside: Callable[[int], bool] = lambda step: False,
+    enabled: Callable[[int], bool] = lambda step: True,
+) -> list[Any]:
+    """Losses and dtypes of some steps, and the weights after them."""
+    model = make_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    parameters = list(model.parameters())
+    if capture:
+        lazy_backend.capture(model)
+        lazy_backend.capture(optimizer)
+    x, y = weight("cpu", 6, 8, seed=1).detach().to(device), torch.arange(6).remainder(4).to(device)
+    seen: list[Any] = []
+    for step in range(steps):
+        with torch.autocast(block_for or device, dtype, enabled=enabled(step)):
+            output = model(x)
+            loss = functional.cross_entropy(output, y)
+            if backward_inside(step):
+                loss.backward()
+        if not backward_inside(step):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lazy_backend.mark_step()
+        seen += [output.dtype, loss.dtype, loss.detach()]
+    return [*seen, *(parameter.detach() for parameter in parameters)]
+
+
+# ----- rules
+
+
+@pytest.mark.parametrize(("backing", "key"), [("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")])
+def test_every_rule_of_pytorch_is_known(backing: str, key: str) -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    registered = {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
+    aten = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
+    assert rules_for(backing).keys() == aten
+
+
+LISTS = {
+    "LOWER_PRECISION_FP": Rule.LOWER,
+    "FP32": Rule.FLOAT32,
+    "FP32_SET_OPT_DTYPE": Rule.FLOAT32_RESULT,
+    "PROMOTE": Rule.WIDEST,
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_rules_for_cuda_are_those_of_its_header(name: str) -> None:
+    body = HEADER.read_text().partition(f"#define AT_FORALL_{name}(_)")[2].split("\n\n")[0]
+    listed = {".".join(match.split(", ")) for match in re.findall(r"_\((\w+(?:, \w+)?)\)", body)}
+    rules = rules_for("cuda")
+    known = {op for op, rule in rules.items() if rule is LISTS[name]} - {
+        "cudnn_convolution",
+        "cudnn_convolution_transpose",
+    }
+    assert listed & rules.keys() == known
+
+
+def test_a_dtype_that_cannot_be_promoted_is_told() -> None:
+    one, other = torch.ones(2, dtype=torch.float16).to("lazy"), torch.ones(2).bfloat16().to("lazy")
+    with torch.autocast("lazy"), pytest.raises(RuntimeError, match=r"cannot promote torch.float16.*\n.*test_autocast"):
+        torch.cat([one, other])
+
+
+# ----- training
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("block_for", ["lazy", "cpu"])
+def test_training_like_eager(dtype: torch.dtype, capture: bool, block_for: str) -> None:
+    assert_same(train("lazy", dtype, capture=capture, block_for=block_for), train("cpu", dtype))
+    assert bool(metrics.counter_value("RegionJump")) is capture
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_blocks_that_come_and_go(capture: bool) -> None:
+    """A captured module and its backward are replayed only as they were learned."""
+    kwargs: dict[str, Any] = {
+        "steps": 20, "backward_inside": lambda step: step % 3 == 1, "enabled": lambda step: step % 5 != 2
+    }  # fmt: skip
+    assert_same(train("lazy", torch.bfloat16, capture=capture, **kwargs), train("cpu", torch.bfloat16, **kwargs))
+
+
+def test_no_cut_and_no_further_compile() -> None:
+    train("lazy", torch.bfloat16)
+    with count("UncachedCompile") as compiles:
+        train("lazy", torch.bfloat16)
+    assert compiles() == 0
+    assert not [name for name in metrics.counter_names() if name.startswith(("GraphCut: aten", "Fallback"))]
+
+
+def test_a_captured_step_enters_its_own_block() -> None:
+    def run(device: str) -> list[Any]:
+        model = make_model(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(device, torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = lazy_backend.capture(step) if device == "lazy" else step
+        return [call(torch.full((3, 8), float(number)).to(device)) for number in range(6)]
+
+    assert_same(run("lazy"), run("cpu"))
+    assert metrics.counter_value("CapturedCall") > 0
+
+
+# ----- blocks
+
+
+def casts(*, enabled_outside: bool = True, block: Callable[[], Any]) -> torch.dtype:
+    a = torch.ones(2, 2).to("lazy")
+    with torch.autocast("lazy", torch.bfloat16, enabled=enabled_outside), block():
+        return (a @ a).dtype
+
+
+def test_nested_blocks() -> None:
+    assert casts(block=lambda: torch.autocast("lazy", enabled=False)) == torch.float32
+    assert casts(block=lambda: torch.autocast("lazy", torch.float16)) == torch.float16
+    assert casts(enabled_outside=False, block=lambda: torch.autocast("lazy", torch.float16)) == torch.float16
+    assert not torch.is_autocast_enabled("lazy")
+
+
+def test_a_block_for_lazy_counts_before_one_for_the_backing_device() -> None:
+    assert casts(block=lambda: torch.autocast("cpu", enabled=False)) == torch.bfloat16
+    assert casts(enabled_outside=False, block=lambda: torch.autocast("cpu", torch.bfloat16)) == torch.float32
+    a = torch.ones(2, 2).to("lazy")
+    with torch.autocast("cpu", torch.float16):
+        assert torch.is_autocast_enabled("lazy")
+        assert torch.get_autocast_dtype("lazy") == torch.float16
+        with torch.autocast("lazy", enabled=False):
+            assert (a @ a).dtype == torch.float32
+        assert (a @ a).dtype == torch.float16
+    assert (a @ a).dtype == torch.float32
+
+
+def test_functions_beside_the_block() -> None:
+    assert torch.amp.is_autocast_available("lazy")
+    assert torch.get_autocast_dtype("lazy") == torch.bfloat16
+    with torch.autocast("lazy", dtype=torch.float16):
+        assert torch.is_autocast_enabled("lazy")
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("lazy") == torch.float16
+    assert torch.get_autocast_dtype("lazy") == torch.bfloat16
+
+
+def test_tensors_on_the_cpu_are_not_cast() -> None:
+    a = torch.ones(2, 2)
+    with torch.autocast("lazy", torch.bfloat16):
+        assert (a @ a).dtype == torch.float32
+        assert functional.linear(a.to("lazy"), a.to("lazy")).dtype == torch.bfloat16
+
+
+def test_decorator() -> None:
+    @torch.autocast("lazy", dtype=torch.bfloat16)
+    def multiply(a: torch.Tensor) -> torch.Tensor:
+        return a @ a
+
+    a = torch.ones(2, 2).to("lazy")
+    assert multiply(a).dtype == torch.bfloat16
+    assert (a @ a).dtype == torch.float32
+
+
+def test_an_unsupported_dtype_turns_the_block_off_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="In LAZY autocast"), torch.autocast("lazy", torch.float64):
+        assert not torch.is_autocast_enabled("lazy")
+
+
+def test_a_thread_starts_outside_all_blocks() -> None:
+    a, found = torch.ones(2, 2).to("lazy"), []
+    with torch.autocast("lazy", torch.bfloat16):
+        thread = threading.Thread(target=lambda: found.append((a @ a).dtype))
+        thread.start()
+        thread.join()
+    assert found == [torch.float32]
+
+
+# ----- casts of weights
+
+
+def recorded(op: str) -> int:
+    return metrics.counter_value(f"aten::{op}")
+
+
+@pytest.mark.parametrize("cache_enabled", [True, False])
+def test_a_weight_is_cast_once_in_a_block(cache_enabled: bool) -> None:
+    def run(device: str) -> list[Any]:
+        w, x = weight(device, 4, 4), weight(device, 4, 4, seed=1).detach()
+        with torch.autocast(device, torch.bfloat16, cache_enabled=cache_enabled):
+            loss = (x @ w @ w).float().sum()
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    assert_same(run("lazy"), run("cpu"))  # with the cache, gradients are added in bfloat16
+
+
+def test_casts_end_with_the_outermost_block() -> None:
+    w = weight("lazy", 4, 4)
+    with torch.autocast("lazy", torch.bfloat16):
+        before = w @ w
+        with torch.no_grad():
+            w.mul_(2)
+        stale = w @ w  # as in eager mode
+    with torch.autocast("lazy", torch.bfloat16):
+        fresh = w @ w
+    assert_same(stale, before.cpu())
+    assert_same(fresh.detach(), (before.detach() * 4).cpu())
+
+
+def test_no_weight_is_kept_alive_after_a_block() -> None:
+    alive = metrics.counter_value("CreateLtcTensor") - metrics.counter_value("DestroyLtcTensor")
+    w = weight("lazy", 4, 4)
+    with torch.autocast("lazy", torch.bfloat16):
+        _ = w @ w
+    del w, _
+    lazy_backend.mark_step()
+    assert metrics.counter_value("CreateLtcTensor") - metrics.counter_value("DestroyLtcTensor") == alive
+
+
+# ----- what else asks autocast
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="lazy")
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="lazy")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return grad @ b.t(), a.t() @ grad
+
+
+class ProductInFloat32(Product):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="lazy", cast_inputs=torch.float32)
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+
+def test_custom_functions() -> None:
+    a, b = weight("lazy", 4, 4), weight("lazy", 4, 4, seed=1)
+    with torch.autocast("lazy", torch.bfloat16):
+        low, full = Product.apply(a, b), ProductInFloat32.apply(a, b.bfloat16())
+    assert (low.dtype, full.dtype) == (torch.bfloat16, torch.float32)
+    low.sum().backward()
+    assert a.grad is not None
+    assert a.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_run_again_in_the_same_block(use_reentrant: bool) -> None:
+    def run(device: str) -> list[Any]:
+        model, x = make_model(device), weight(device, 6, 8, seed=1)
+        with torch.autocast(device, torch.bfloat16):
+            loss = checkpoint(model, x, use_reentrant=use_reentrant).float().square().sum()
+        loss.backward()
+        return [loss.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    assert_same(run("lazy"), run("cpu"))
+
+
+def test_operators_that_run_at_once_are_cast_inside() -> None:
+    """`_trilinear` has no rule, but its kernel calls `bmm`, which has."""
+
+    def run(device: str) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return functional.bilinear(*(weight(device, *shape) for shape in ((4, 3), (4, 5), (2, 3, 5)))).detach()
+
+    assert_same(run("lazy"), run("cpu"))
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    with config.patch(backend="inductor", compile="foreground", num_profiled_runs=0):
+        yield
+
+
+def test_compiled_graphs_keep_the_dtypes_that_were_recorded(compiled: None) -> None:
+    """PyTorch decomposes norms of a bfloat16 input beside float32 weights into ones with statistics in bfloat16."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(5)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.inner:
+                x = layer(x)
+            return x
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = Norms().to(device), weight(device, 2, 3, 5, 5, seed=1)
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        lazy_backend.mark_step()
+        return [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in (x, *model.parameters()))]  # type: ignore[union-attr]
+
+    torch.testing.assert_close(run("lazy"), run("cpu"), rtol=1.6e-2, atol=2e-2)
+    assert metrics.counter_value("CompileFailed") == 0
