@@ -22,6 +22,10 @@ from lazy_backend.lowering.ir.shapes import Size
 
 aten = torch.ops.aten
 
+# Norms that take an input in float16 or bfloat16 beside weights in float32, and then return statistics in float32.
+_NORMS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default))
+_REDUCED = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -107,6 +111,10 @@ class _FxWriter:
         copies = self._copies_of_recast_targets(node) if op.namespace not in ("aten", "prims") else {}
         if copies:
             args, kwargs = fx.node.map_aggregate((args, kwargs), lambda arg: copies.get(arg, arg))
+        is_mixed = not self.signature.numbers and _is_mixed_norm(node)
+        if is_mixed:
+            # PyTorch 2.13 decomposes the call into one whose statistics have the dtype of its input
+            args = (self._cast(args[0], torch.float32), *args[1:])
         call = self.fx_graph.call_function(op, args, kwargs)
         call.meta["site"] = node.site
         for target, copy in copies.items():
@@ -115,6 +123,11 @@ class _FxWriter:
         for place, value in enumerate(node.outputs):
             if value is not None and value not in self.values:
                 self.values[value] = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
+                if is_mixed and value.meta.dtype in _REDUCED:
+                    self.values[value] = self._cast(self.values[value], value.meta.dtype)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> fx.Node:
+        return self.fx_graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
 
     def _copies_of_recast_targets(self, node: Node) -> dict[Any, fx.Node]:
         """Copies of the values that a custom operator writes and whose dtype is not that of their storage's base.
@@ -162,3 +175,12 @@ class _FxWriter:
     def finish(self) -> fx.GraphModule:
         self.fx_graph.output(tuple(self.values[value] for value in self.graph.outputs))
         return fx.GraphModule(torch.nn.Module(), self.fx_graph)
+
+
+def _is_mixed_norm(node: Node) -> bool:
+    """Whether `node` computes statistics in float32 of an input in less."""
+    if node.op not in _NORMS:
+        return False
+    source = node.args[0]
+    dtypes = [value.meta.dtype for value in node.outputs if value is not None]
+    return isinstance(source, Value) and source.meta.dtype in _REDUCED and torch.float32 in dtypes
