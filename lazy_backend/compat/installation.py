@@ -74,6 +74,7 @@ def install() -> None:
     pytorch.make_uninitialized_on_device()
     pytorch.finish_before_default_dtype_changes(_finish_everything)
     pytorch.support_autocast()
+    pytorch.support_grad_scaler()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lazy_backend.errors import DeviceError
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.precision import autocast
+from lazy_backend.precision.grad_scaler import maybe_step
 from lazy_backend.tensors.outside import quantized_error
 from lazy_backend.tensors.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor
 from lazy_backend.tensors.tensor import NOT_TRACED, LazyTensor
@@ -153,6 +154,12 @@ def support_autocast() -> None:
     torch._C._is_autocast_available = autocast.is_available(torch._C._is_autocast_available)
     block: Any = torch.amp.autocast_mode.autocast
     block.__enter__ = autocast.remember_no_block(block.__enter__)
+
+
+def support_grad_scaler() -> None:
+    """Let `torch.amp.GradScaler` skip a step without reading whether it must: it has no extension point for that."""
+    scaler: Any = torch.amp.GradScaler
+    scaler._maybe_opt_step = maybe_step(scaler._maybe_opt_step)
 
 
 def support_fused_optimizers() -> None:

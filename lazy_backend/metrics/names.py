@@ -60,6 +60,11 @@ COUNTERS = (
     Meaning("RegionRecorded", "those that ran as written, to learn from them or because something changed"),
     Meaning("GraphCut", "reads and calls that cut a trace", elsewhere=("EarlySyncLiveTensorsCount",)),
     Meaning("GraphCut: <cause> at <line>", "the same, by cause and line", exported="graph_cut_by_line"),
+    Meaning(
+        "GradScalerRead: <reason>",
+        "steps of a GradScaler that read whether gradients are finite, by why they could not do without",
+        exported="grad_scaler_read",
+    ),
     Meaning("TrimIrGraph", "traces cut because they grew past `config.max_trace_length`"),
     Meaning("Fallback: <op> (<reason>) at <line>", "calls that were not recorded but ran at once", exported="fallback"),
     Meaning("lazy::<op>", "recorded calls", elsewhere=("xla::<op>",), exported="recorded_call"),

@@ -1,10 +1,14 @@
-"""Fused optimizers written as arithmetic.
+"""Fused optimizers written as arithmetic, and an operator that undoes a step.
 
 In: a call of one of the kernels behind `torch.optim`'s `fused=True`. Out: the new values of the tensors it writes.
 Written as arithmetic, a call needs no fake kernel (half of these kernels have none), its floats can be inputs, and a
 compiler fuses the update with the computation of the gradients. The formulas and their order of operations are those of
 Fused{Adam,SGD,Adagrad}Kernel.cpp in aten/src/ATen/native/cpu. As in those kernels, numbers are computed in float64 and
 rounded once to the type the kernel computes in.
+
+`undo_if` is for GradScaler, which skips the steps of an optimizer whose gradients are infinite or NaN: whether they are
+is known only when the graph runs. It is one call for all tensors of an optimizer: recorded one by one, two operators
+for each would cost more than the read that they avoid.
 """
 
 from __future__ import annotations
@@ -18,6 +22,23 @@ import torch
 from lazy_backend.lowering.ir.graph import Constant, Node, Value
 
 aten = torch.ops.aten
+
+
+def _undo_if(tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
+    undone = flag != 0
+    for tensor, value in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(undone, value, tensor))
+
+
+def _define_undo() -> tuple[torch.library.Library, torch._ops.OpOverload]:
+    library = torch.library.Library("lazy_backend", "FRAGMENT")
+    library.define("undo_if_(Tensor(a!)[] tensors, Tensor[] before, Tensor flag) -> ()")
+    library.impl("undo_if_", _undo_if, "CompositeExplicitAutograd")
+    return library, torch.ops.lazy_backend.undo_if_.default
+
+
+# Each of `tensors` gets its value `before` if `flag` is not zero. The library is kept: without it the operator is gone.
+_library, undo_if = _define_undo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +121,7 @@ _RULES: dict[str, Callable[[_Numbers, Mapping[str, Any], Sequence[Any]], list[An
 
 def is_fused_optimizer(op: torch._ops.OpOverload) -> bool:
     """Whether `op` updates lists of parameters in place, with their state, and returns nothing."""
-    return op._schema.name in _RULES
+    return op._schema.name in _RULES or op is undo_if
 
 
 def _lists(node: Node) -> dict[str, tuple[Value, ...]]:
@@ -111,8 +132,8 @@ def _lists(node: Node) -> dict[str, tuple[Value, ...]]:
 
 def can_write_out(node: Node) -> bool:
     """Whether the node is a fused optimizer on operands that its kernel accepts. Other calls are left to the kernel."""
-    if not is_fused_optimizer(node.op):
-        return False
+    if node.op is undo_if or not is_fused_optimizer(node.op):
+        return node.op is undo_if
     lists = _lists(node)
     steps = lists.pop("state_steps", ())
     params = lists["self"]
@@ -132,6 +153,8 @@ def write_out(
 
     `read`, `scalar` and `cast` are as in `scalars.emit_promoted`.
     """
+    if node.op is undo_if:
+        return _undone(node, read)
     kwargs = dict(node.kwargs)
 
     def number(name: str) -> Any:
@@ -164,6 +187,19 @@ def write_out(
                     new = aten.where.self(number("found_inf") == 1, old, new)
                 results[value] = _cast(new, dtype, own, cast)
     return [results.get(value) for value in node.mutates]
+
+
+def _undone(node: Node, read: Callable[[Value], Any]) -> list[Any]:
+    tensors, before, flag = node.args
+    assert isinstance(tensors, tuple)
+    assert isinstance(before, tuple)
+    assert isinstance(flag, Value)
+    undone = aten.ne.Scalar(read(flag), 0)
+    results = {
+        tensor: aten.where.self(undone, read(value), read(tensor))  # type: ignore[arg-type]
+        for tensor, value in zip(tensors, before, strict=True)
+    }
+    return [results[value] for value in node.mutates]
 
 
 def _single(value: Value, read: Callable[[Value], Any], cast: Callable[[Any, torch.dtype], Any]) -> Any:

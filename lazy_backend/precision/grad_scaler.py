@@ -1,0 +1,165 @@
+"""`torch.amp.GradScaler("lazy")`: steps are skipped without reading whether they must be.
+
+In: an optimizer, and a tensor that is not zero if a gradient is infinite or NaN. Out: a step that leaves everything as
+it was in that case.
+
+Note [Skipped steps]
+In eager mode GradScaler reads the flag and calls `step` or does not. The read would cut the graph in the middle of each
+step. So here `step` is always recorded, and one more call, `undo_if`, gives parameters and state their old values back
+if the flag is set. What an optimizer keeps on the host, as Adam does its step counts, cannot wait for the flag: it goes
+on as if the step was taken, and is settled before it is used again, at the next step or when the optimizer's state is
+asked for. By then the step has been run, so that read cuts nothing. Python code that a skipped step must not run, as
+hooks or an optimizer of the user's own, makes us read the flag as in eager mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# torch.optim deletes the attribute `optimizer` that importing the module set
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lazy_backend import metrics
+from lazy_backend.errors import CaptureError
+from lazy_backend.errors.sites import reading_for, user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.ir.optimizers import undo_if
+from lazy_backend.tensors.tensor import LazyTensor
+
+_MaybeStep = Callable[..., Any]
+
+
+def maybe_step(original: _MaybeStep) -> _MaybeStep:
+    """`GradScaler._maybe_opt_step`, which takes a step unless the flags say otherwise."""
+
+    @functools.wraps(original)
+    @hide_internals
+    def _maybe_opt_step(
+        self: torch.amp.GradScaler, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        flags = list(optimizer_state["found_inf_per_device"].values())
+        if not any(isinstance(flag, LazyTensor) for flag in flags):
+            return original(self, optimizer, optimizer_state, *args, **kwargs)
+        for unsettled in _unsettled_steps(optimizer):
+            if executor.rules.is_refusing():
+                raise _not_replayable(optimizer)
+            unsettled(optimizer)
+        reason = _why_read(optimizer, flags, args or kwargs)
+        if reason is None:
+            return _step_or_undo(optimizer, flags[0])
+        metrics.increment(f"GradScalerRead: {reason}")
+        with reading_for("GradScaler.step"):
+            return original(self, optimizer, optimizer_state, *args, **kwargs)
+
+    return _maybe_opt_step
+
+
+def _unsettled_steps(optimizer: Any) -> list[_Unsettled]:
+    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, _Unsettled)]
+
+
+def _why_read(optimizer: Any, flags: list[Any], arguments: Any) -> str | None:
+    """Why the flag must be read before the step, or None."""
+    if arguments:
+        return "step is given arguments"
+    if len(flags) > 1 or any(type(parameter) is not LazyTensor for parameter in _stepped(optimizer)):
+        return "the parameters are not on one lazy device"
+    # what this package registers only counts steps
+    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    own = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    if own or not all(getattr(hook, "__module__", "").startswith("lazy_backend.") for hook in hooks):
+        return "the optimizer has hooks"
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return "the optimizer is not one of torch.optim"
+    if any(parameter.grad.is_sparse for parameter in _stepped(optimizer)):
+        return "a gradient is sparse"
+    return None
+
+
+def _stepped(optimizer: Any) -> Iterator[Any]:
+    """The parameters that a step updates."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter
+
+
+def _step_or_undo(optimizer: Any, flag: torch.Tensor) -> Any:
+    parameters = list(_stepped(optimizer))
+    if not parameters:
+        return optimizer.step()
+    states = [optimizer.state.get(one, {}) for one in parameters]
+    entries = [(state, name) for state in states for name, value in state.items() if isinstance(value, LazyTensor)]
+    unsettled = _Unsettled(parameters, states, flag)
+    with torch.no_grad():
+        before = torch._foreach_clone([*parameters, *(state[name] for state, name in entries)])
+    try:
+        result = optimizer.step()
+    finally:  # an interrupted step too must not leave infinite weights behind
+        with torch.no_grad():
+            undo_if([*parameters, *(state[name] for state, name in entries)], before, flag)
+        unsettled.watch(optimizer)
+    if executor.rules.is_refusing() and unsettled.concerns(optimizer):
+        raise _not_replayable(optimizer)
+    return result
+
+
+def _not_replayable(optimizer: Any) -> CaptureError:
+    return CaptureError(
+        f"a GradScaler steps this {type(optimizer).__name__} in a captured function, and may skip the step: a replay "
+        f"would not know whether to go on with what is kept on the host, as step counts are\n  at {user_site()}\n"
+        "  capture the model and the optimizer instead of the function; or use fused=True; or use capturable=True, "
+        "which SGD does not need, and take two steps before the capture"
+    )
+
+
+class _Unsettled:
+    """What an optimizer keeps on the host, as it was before a step that may be undone.
+
+    While it is unsettled, it is a hook of the optimizer, which settles it before its next step and before its state is
+    asked for or loaded.
+    """
+
+    def __init__(self, parameters: list[Any], states: list[dict[str, Any]], flag: torch.Tensor) -> None:
+        self._flag = flag
+        self._new = [one for one, state in zip(parameters, states, strict=True) if not state]
+        kept = [(state, name, value) for state in states for name, value in state.items()]
+        self._numbers = [one for one in kept if not isinstance(one[2], torch.Tensor)]
+        self._tensors = [
+            value for _, _, value in kept if isinstance(value, torch.Tensor) and value.device.type != "lazy"
+        ]
+        self._values = torch._foreach_clone(self._tensors) if self._tensors else []
+        self._handles: list[Any] = []
+
+    def concerns(self, optimizer: Any) -> bool:
+        """Whether the optimizer has something on the host, or has state since the step."""
+        return bool(self._numbers or self._tensors or any(optimizer.state.get(one) for one in self._new))
+
+    def watch(self, optimizer: Any) -> None:
+        if self.concerns(optimizer):
+            self._handles = [
+                optimizer.register_step_pre_hook(self),
+                optimizer.register_state_dict_pre_hook(self),
+                # what is loaded may be a state_dict that shares these tensors
+                optimizer.register_load_state_dict_pre_hook(self),
+            ]
+
+    def __call__(self, optimizer: Any, *arguments: Any) -> None:
+        """Settle: read the flag of the step, and undo it on the host if it was undone on the device."""
+        with reading_for("GradScaler.step"):
+            is_undone = bool(self._flag.item())
+        for handle in self._handles:
+            handle.remove()
+        if is_undone:
+            for state, name, value in self._numbers:
+                state[name] = value
+            with torch.no_grad():
+                for tensor, value in zip(self._tensors, self._values, strict=True):
+                    tensor.copy_(value)
+            for parameter in self._new:
+                optimizer.state.pop(parameter, None)

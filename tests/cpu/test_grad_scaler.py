@@ -1,0 +1,209 @@
+"""`torch.amp.GradScaler("lazy")`: steps with infinite gradients are skipped as in eager mode, and nothing is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same
+from torch import nn
+
+import lazy_backend
+from lazy_backend import CaptureError, config, metrics
+
+INFINITE = (0, 1, 5, 11, 12)  # steps with an infinite gradient: the first, two in a row, some later
+
+# By default eager updates parameters one by one on the CPU, the lazy device in lists: their last bits may differ.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "foreach": True}),
+    "NAdam": (torch.optim.NAdam, {"foreach": True}),
+    "RAdam": (torch.optim.RAdam, {"foreach": True}),
+    "Rprop": (torch.optim.Rprop, {"foreach": True}),
+    "RMSprop": (torch.optim.RMSprop, {"foreach": True}),
+    "Adagrad": (torch.optim.Adagrad, {"foreach": True}),
+    "Adadelta": (torch.optim.Adadelta, {"foreach": True}),
+    "Adamax": (torch.optim.Adamax, {"foreach": True}),
+}
+
+
+class Training:
+    """A model, an optimizer and a scaler; `step(number)` is one step."""
+
+    def __init__(self, device: str, name: str = "AdamW", clip: bool = False, accumulate: int = 1) -> None:
+        torch.manual_seed(0)
+        self.device, self.clip, self.accumulate = device, clip, accumulate
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+        kind, options = OPTIMIZERS[name]
+        self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), **options)
+        self.scaler = torch.amp.GradScaler(device, init_scale=256.0, growth_interval=3)
+
+    def backward(self, number: int) -> torch.Tensor:
+        numbers = torch.Generator().manual_seed(number)
+        for micro in range(self.accumulate):
+            x = torch.randn(6, 8, generator=numbers)
+            if number in INFINITE and micro == 0:
+                x[0, 0] = float("inf")
+            with torch.autocast(self.device, torch.float16):
+                loss: torch.Tensor = self.model(x.to(self.device)).float().square().mean() / self.accumulate
+            self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def step(self, number: int) -> torch.Tensor:
+        loss = self.backward(number)
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        lazy_backend.mark_step()
+        return loss
+
+    def seen(self) -> list[Any]:
+        state = self.optimizer.state_dict()["state"]
+        entries = [(name, value) for _, entry in sorted(state.items()) for name, value in entry.items()]
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        return [*parameters, *entries, self.scaler.state_dict()]
+
+
+def cuts() -> list[str]:
+    return [name for name in metrics.counter_names() if name.startswith(("GraphCut", "Fallback", "GradScalerRead"))]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["plain", "captured", "captured, clipped, accumulated"])
+def test_skips_what_eager_skips(name: str, way: str) -> None:
+    options: dict[str, Any] = {"clip": True, "accumulate": 2} if "clipped" in way else {}
+    eager, lazy = Training("cpu", name, **options), Training("lazy", name, **options)
+    if way != "plain":
+        lazy_backend.capture(lazy.model)
+        lazy_backend.capture(lazy.optimizer)
+    losses = [lazy.step(number) for number in range(15)]
+    assert not cuts()
+    assert_same(losses, [eager.step(number) for number in range(15)])
+    assert_same(lazy.seen(), eager.seen())
+
+
+def test_state_is_right_after_each_step() -> None:
+    """`state_dict` settles a step count that went on although the step was skipped."""
+    eager, lazy = Training("cpu"), Training("lazy")
+    for number in range(8):
+        eager.step(number)
+        lazy.step(number)
+        assert_same(lazy.seen(), eager.seen())
+
+
+def test_a_step_without_the_scaler_follows_a_skipped_one() -> None:
+    eager, lazy = Training("cpu"), Training("lazy")
+    for training in (eager, lazy):
+        for number in (2, 5):
+            training.step(number)
+        training.backward(3)
+        training.optimizer.step()
+    assert_same(lazy.seen(), eager.seen())
+
+
+def test_loading_forgets_the_step_before() -> None:
+    eager, lazy = Training("cpu"), Training("lazy")
+    for training in (eager, lazy):
+        training.step(2)
+        known = training.optimizer.state_dict()
+        training.step(5)
+        training.optimizer.load_state_dict(known)
+        training.step(3)
+    assert_same(lazy.seen(), eager.seen())
+
+
+def test_hooks_are_not_called_for_a_skipped_step() -> None:
+    calls: dict[str, list[int]] = {"cpu": [], "lazy": []}
+    for device, called in calls.items():
+        training = Training(device)
+        for number in range(8):
+            handle = training.optimizer.register_step_post_hook(lambda *_, c=called, n=number: c.append(n))
+            training.step(number)
+            handle.remove()
+    assert calls["lazy"] == calls["cpu"] == [2, 3, 4, 6, 7]
+    assert metrics.counter_value("GradScalerRead: the optimizer has hooks") == 8
+
+
+def test_an_optimizer_of_ones_own_is_not_called_for_a_skipped_step() -> None:
+    class Counting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self.steps += 1
+            return super().step(closure)
+
+    training = Training("lazy")
+    training.optimizer = Counting(training.model.parameters(), lr=0.1)
+    for number in range(8):
+        training.step(number)
+    assert training.optimizer.steps == 5
+    assert metrics.counter_value("GradScalerRead: the optimizer is not one of torch.optim") == 8
+
+
+def test_two_optimizers() -> None:
+    def run(device: str) -> list[Any]:
+        training = Training(device)
+        first, second = training.model[0], training.model[3]
+        optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2, foreach=True) for part in (first, second)]
+        for number in range(8):
+            training.backward(number)
+            for optimizer in optimizers:
+                training.scaler.step(optimizer)
+            training.scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            lazy_backend.mark_step()
+        return [*training.seen(), *(list(optimizer.state_dict()["state"].values()) for optimizer in optimizers)]
+
+    assert_same(run("lazy"), run("cpu"))
+
+
+def test_a_captured_step_without_a_count_on_the_host() -> None:
+    """SGD keeps nothing on the host, so a whole captured step with a scaler is replayed."""
+    eager, lazy = Training("cpu", "SGD"), Training("lazy", "SGD")
+    for training in (eager, lazy):
+        training.step(2)  # the first step makes state, the second settles whether it was skipped
+        training.step(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("lazy", torch.float16):
+            loss: torch.Tensor = lazy.model(x).float().square().mean()
+        lazy.scaler.scale(loss).backward()
+        lazy.scaler.step(lazy.optimizer)
+        lazy.scaler.update()
+        lazy.optimizer.zero_grad()
+        return loss.detach()
+
+    captured = lazy_backend.capture(step)
+    for number in range(12):
+        eager.step(number)
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(number))
+        if number in INFINITE:
+            x[0, 0] = float("inf")
+        captured(x.to("lazy"))
+    assert_same(lazy.seen(), eager.seen())
+    assert metrics.counter_value("CapturedCall") >= 6
+
+
+def test_a_captured_step_with_a_count_on_the_host_is_refused() -> None:
+    training = Training("lazy", "AdamW")
+    with pytest.raises(CaptureError, match=r"GradScaler steps this AdamW.*\n.*test_grad_scaler.*\n  capture the model"):
+        lazy_backend.capture(training.step)(2)
+
+
+def test_compiled() -> None:
+    with config.patch(backend="inductor", num_profiled_runs=0):
+        eager, lazy = Training("cpu"), Training("lazy")
+        for number in range(7):
+            eager.step(number)
+            lazy.step(number)
+        assert metrics.counter_value("CompileFailed") == 0
+        for found, expected in zip(lazy.seen()[:6], eager.seen()[:6], strict=True):
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
+        assert_same(lazy.seen()[6], eager.seen()[6])  # the first parameter's step count
