@@ -151,7 +151,8 @@ def support_autocast() -> None:
         autocast.clear_autocast_cache,
     ):
         setattr(torch, replaced.__name__, replaced)
-    torch._C._is_autocast_available = autocast.is_available(torch._C._is_autocast_available)
+    internals: Any = torch._C
+    internals._is_autocast_available = autocast.is_available(internals._is_autocast_available)
     block: Any = torch.amp.autocast_mode.autocast
     block.__enter__ = autocast.remember_no_block(block.__enter__)
 

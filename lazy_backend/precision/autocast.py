@@ -78,7 +78,7 @@ def remember_no_block(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
         before = autocast_state.enabled, autocast_state.dtype
         entered = enter(self)
         if self.device == LAZY:
-            self.prev, self.prev_fastdtype = before
+            self.prev, self.prev_fastdtype = before  # type: ignore[assignment]
         return entered
 
     return __enter__

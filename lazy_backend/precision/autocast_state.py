@@ -17,7 +17,7 @@ from lazy_backend.precision.cast_rules import default_dtype
 from lazy_backend.tensors.contexts import contexts
 
 # internal, checked on 2.13: see Note [How autocast reaches lazy tensors]
-KEY = DispatchKey.AutocastIPU
+KEY = DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _DEVICE_OF_KEY = "ipu"
 
 # PyTorch's own functions, which know its own devices: the public ones of these names ask us about the lazy device
