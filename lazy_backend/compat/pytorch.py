@@ -155,6 +155,9 @@ def support_autocast() -> None:
     internals._is_autocast_available = autocast.is_available(internals._is_autocast_available)
     block: Any = torch.amp.autocast_mode.autocast
     block.__enter__ = autocast.remember_no_block(block.__enter__)
+    library: Any = torch.library
+    library.register_autocast = autocast.registered_by_name(library.register_autocast)
+    library.CustomOpDef.register_autocast = autocast.registered_by_method(library.CustomOpDef.register_autocast)
 
 
 def support_grad_scaler() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lazy_backend.precision.autocast_state import AutocastState, autocast_state, dtype_on, is_enabled_on, set_enabled_on
-from lazy_backend.precision.casts import install_casts
+from lazy_backend.precision.casts import custom_casts, install_casts
 from lazy_backend.tensors.contexts import contexts
 
 LAZY = "lazy"
@@ -98,6 +98,31 @@ def autocast_as(described: tuple[Any, ...] | None) -> Iterator[None]:
             stack.enter_context(block)
         stack.enter_context(autocast_state.own_casts())
         yield
+
+
+def registered_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.library.register_autocast`, which also takes "lazy", and tells us of rules for the backing device."""
+
+    @functools.wraps(original)
+    def register_autocast(op: Any, device_type: str, cast_inputs: torch.dtype, /, **options: Any) -> Any:
+        if not isinstance(op, str | torch._ops.OpOverload):  # what `custom_op` returns has a method for it
+            return op.register_autocast(device_type, cast_inputs)
+        # internal, checked on 2.13
+        custom_casts.add(torch._library.utils.lookup_op(op) if isinstance(op, str) else op, device_type, cast_inputs)
+        return None if device_type == LAZY else original(op, device_type, cast_inputs, **options)
+
+    return register_autocast
+
+
+def registered_by_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the method of what `torch.library.custom_op` returns."""
+
+    @functools.wraps(original)
+    def register_autocast(self: Any, device_type: str, cast_inputs: torch.dtype) -> Any:
+        custom_casts.add(self._opoverload, device_type, cast_inputs)
+        return None if device_type == LAZY else original(self, device_type, cast_inputs)
+
+    return register_autocast
 
 
 def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

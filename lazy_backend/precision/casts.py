@@ -16,6 +16,7 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.precision.autocast_state import KEY, autocast_state
 from lazy_backend.precision.cast_rules import Rule, rules_for
+from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.sparse_tensor import LazySparseTensor
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -54,6 +55,39 @@ def _below_autocast(kernel: Kernel) -> Kernel:
             autocast_state.is_in_kernel = outer
 
     return call
+
+
+class CustomCasts:
+    """Custom operators that were given a rule by `torch.library.register_autocast`."""
+
+    def __init__(self) -> None:
+        self._libraries: list[torch.library.Library] = []  # without them the kernels are gone
+        self._dtypes: dict[torch._ops.OpOverload, dict[str, torch.dtype]] = {}  # operator -> device type -> dtype
+
+    def add(self, op: torch._ops.OpOverload, device_type: str, dtype: torch.dtype) -> None:
+        """Cast the lazy operands of `op` to `dtype`, if `device_type` is "lazy" or that of the backing device."""
+        if op not in self._dtypes:
+            self._dtypes[op] = {}
+            library = torch.library.Library(op.namespace, "IMPL")
+            library.impl(op._schema.name.partition("::")[2], hide_internals(self._kernel(op)), KEY.name)
+            self._libraries.append(library)
+        self._dtypes[op][device_type] = dtype
+
+    def _kernel(self, op: torch._ops.OpOverload) -> Kernel:
+        dtypes = self._dtypes[op]
+        cast = _below_autocast(lambda dtype, *args, **kwargs: _call(op, args, kwargs, dtype))
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = dtypes.get("lazy") or dtypes.get(contexts.backing_type())
+            if dtype is not None:
+                return cast(dtype, *args, **kwargs)
+            with _without_key(_KEYS):
+                return op(*args, **kwargs)
+
+        return kernel
+
+
+custom_casts = CustomCasts()
 
 
 # ----- operands

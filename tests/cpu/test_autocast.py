@@ -310,6 +310,29 @@ def test_checkpoints_run_again_in_the_same_block(use_reentrant: bool) -> None:
     assert_same(run("lazy"), run("cpu"))
 
 
+@pytest.mark.parametrize("block_for", ["lazy", "cpu"])
+@pytest.mark.parametrize("registered_for", ["lazy", "cpu"])
+def test_rules_of_custom_operators(registered_for: str, block_for: str) -> None:
+    name = f"lazy_autocast_{registered_for}_{block_for}::twice"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def twice(x: torch.Tensor, by: int) -> torch.Tensor:
+        return x * by
+
+    twice.register_fake(lambda x, by: torch.empty_like(x))
+    x = torch.ones(3).to("lazy")
+    with torch.autocast(block_for, torch.bfloat16):
+        assert twice(x, 2).dtype == torch.float32
+    twice.register_autocast(registered_for, torch.float16)
+    with torch.autocast(block_for, torch.bfloat16):
+        found = twice(x, 2)
+    assert_same(found, torch.full((3,), 2, dtype=torch.float16))
+    torch.library.register_autocast(name, registered_for, torch.bfloat16)
+    with torch.autocast(block_for, torch.bfloat16):
+        assert twice(x, 2).dtype == torch.bfloat16
+    assert twice(x, 2).dtype == torch.float32
+
+
 def test_operators_that_run_at_once_are_cast_inside() -> None:
     """`_trilinear` has no rule, but its kernel calls `bmm`, which has."""
 
