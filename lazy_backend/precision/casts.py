@@ -115,7 +115,8 @@ def _cast(arg: Any, dtype: torch.dtype) -> Any:
     casts = autocast_state.casts
     known = casts.get(id(arg))
     if known is None:
-        known = casts[id(arg)] = arg, aten._to_copy.default(arg, dtype=dtype)
+        with torch.enable_grad():  # within no_grad too: the next use may want gradients
+            known = casts[id(arg)] = arg, aten._to_copy.default(arg, dtype=dtype)
     return known[1]
 
 

@@ -253,6 +253,18 @@ def test_casts_end_with_the_outermost_block() -> None:
     assert_same(fresh.detach(), (before.detach() * 4).cpu())
 
 
+def test_a_cast_without_gradients_serves_one_with() -> None:
+    def run(device: str) -> torch.Tensor | None:
+        w, x = weight(device, 4, 4), weight(device, 4, 4, seed=1).detach()
+        with torch.autocast(device, torch.bfloat16):
+            with torch.no_grad():
+                _ = x @ w
+            (x @ w).float().sum().backward()
+        return w.grad
+
+    assert_same(run("lazy"), run("cpu"))
+
+
 def test_no_weight_is_kept_alive_after_a_block() -> None:
     alive = metrics.counter_value("CreateLtcTensor") - metrics.counter_value("DestroyLtcTensor")
     w = weight("lazy", 4, 4)
@@ -331,6 +343,18 @@ def test_rules_of_custom_operators(registered_for: str, block_for: str) -> None:
     with torch.autocast(block_for, torch.bfloat16):
         assert twice(x, 2).dtype == torch.bfloat16
     assert twice(x, 2).dtype == torch.float32
+
+
+def test_dynamo_traces_what_it_traced() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def ask(x: torch.Tensor) -> Any:
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x @ x
+
+    x = torch.ones(2, 2)
+    assert ask(x)[:2] == (False, torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        enabled, dtype, product = ask(x)
+    assert (enabled, dtype, product.dtype) == (True, torch.float16, torch.float16)
 
 
 def test_operators_that_run_at_once_are_cast_inside() -> None:
