@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lazy_backend.caching.process_locks import process_lock
 from lazy_backend.metrics.names import entry_of, own_name
-from lazy_backend.metrics.snapshots import PERCENTILES, Comparison, Snapshot, Summary, compare, printed
+from lazy_backend.metrics.snapshots import PERCENTILES, Comparison, ScalarWriter, Snapshot, Summary, compare, printed
 
 __all__ = [
     "Comparison",
@@ -34,6 +34,7 @@ __all__ = [
     "snapshot",
     "to_json",
     "to_prometheus",
+    "to_tensorboard",
 ]
 
 _SAMPLES = 1024
@@ -206,6 +207,11 @@ def to_json() -> str:
 def to_prometheus() -> str:
     """All counters and metrics up to now, in the text format that Prometheus scrapes."""
     return snapshot().to_prometheus()
+
+
+def to_tensorboard(writer: ScalarWriter, step: int | None = None) -> None:
+    """Write all counters and metrics up to now to `writer`, a `SummaryWriter`, as scalars for `step`."""
+    snapshot().to_tensorboard(writer, step)
 
 
 def reset() -> None:

@@ -9,11 +9,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lazy_backend.metrics.names import COUNTERS, METRICS, Meaning, entry_of
 
 PERCENTILES = (1, 5, 50, 95, 99)
+
+
+class ScalarWriter(Protocol):
+    """What is asked of a `torch.utils.tensorboard.SummaryWriter`, or another logger with this method."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,20 @@ class Snapshot:
         lines += [line for entry in METRICS for line in self._metric_lines(entry)]
         return "\n".join([*lines, ""])
 
+    def to_tensorboard(self, writer: ScalarWriter, step: int | None = None) -> None:
+        """Write counters, added up over lines and reasons, and the mean of each metric, as scalars for `step`.
+
+        Tags are the names that `to_prometheus` uses, as `lazy_backend/mark_step`; those of metrics end with the unit.
+        """
+        for entry in COUNTERS:
+            found = [value for counter, value in self.counters.items() if _is_of(entry, counter)]
+            if found:
+                writer.add_scalar(_tag(entry), sum(found), step)
+        for entry in METRICS:
+            summary = self.metrics.get(entry.name)
+            if summary is not None:
+                writer.add_scalar(f"{_tag(entry)}_{entry.unit}", summary.mean, step)
+
     def _counter_lines(self, entry: Meaning) -> Iterator[str]:
         name = f"{_exported(entry)}_total"
         samples = []
@@ -102,6 +122,15 @@ class Snapshot:
 
 def _exported(entry: Meaning) -> str:
     return "lazy_backend_" + (entry.exported or re.sub(r"(?<!^)(?=[A-Z])", "_", entry.name).lower())
+
+
+def _tag(entry: Meaning) -> str:
+    return _exported(entry).replace("lazy_backend_", "lazy_backend/", 1)
+
+
+def _is_of(entry: Meaning, counter: str) -> bool:
+    found = entry_of(counter)
+    return found is not None and found[0] is entry
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -229,6 +229,33 @@ def test_prometheus_parses_the_export() -> None:
     assert runs["lazy_backend_execute_time_seconds_count"].value == data.count
 
 
+class Scalars:
+    """A `SummaryWriter` that remembers."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[float, int | None]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+        assert tag not in self.written
+        self.written[tag] = scalar_value, global_step
+
+
+def test_tensorboard_gets_each_counter_once() -> None:
+    total().item()
+    total().item()  # cuts at two lines
+    assert len([name for name in metrics.counter_names() if name.startswith("GraphCut: ")]) == 2
+    writer = Scalars()
+    metrics.to_tensorboard(writer, 7)
+    assert writer.written["lazy_backend/graph_cut"] == (2, 7)
+    assert writer.written["lazy_backend/graph_cut_by_line"] == (2, 7)
+    assert writer.written["lazy_backend/recorded_call"][0] == sum(
+        value for name, value in metrics.counters().items() if name.startswith("lazy::")
+    )
+    seconds = metrics.metric_data("ExecuteTime")
+    assert seconds is not None
+    assert writer.written["lazy_backend/execute_time_seconds"] == (seconds.mean, 7)
+
+
 def test_the_export_leaves_nothing_out() -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     total().item()
