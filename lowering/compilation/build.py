@@ -15,10 +15,7 @@ import ast
 import builtins
 import contextlib
 import marshal
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +23,7 @@ from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import pack
 from lazy_backend.lowering.artefacts.runner_source import NotExpressible, runner_source
+from lazy_backend.lowering.compilation.cpp_units import RUNNER, build_units
 from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.input_copies import with_copies_of_overwritten_inputs
 
@@ -52,12 +50,12 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
             types = {name: kinds for unit in units for name, (kinds, _) in unit.items()}
             runner = runner_source(_call_of(module), types, len(examples.symbols), "".join(sources.values()))
             header |= {"kind": "native", "functions": runner.functions}
-            return pack(header, _build({_RUNNER: runner.text, **sources}))
+            return pack(header, build_units({RUNNER: runner.text, **sources}))
         except NotExpressible as reason:
             externs = {name: _path_of_extern(name) for name in _extern_names(module)}
             code = compile(ast.Module(module, []), "<compiled graph>", "exec", dont_inherit=True)
             header |= {"kind": "light", "externs": externs, "reason": str(reason)}
-            return pack(header, [marshal.dumps(code), *_build(sources)])
+            return pack(header, [marshal.dumps(code), *build_units(sources)])
     except NotLight as reason:
         bundled = _compile(make_module(), examples).serialize()
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
@@ -227,7 +225,6 @@ def _path_of_extern(name: str) -> str:
 
 # ----- the kernels as extension modules
 
-_RUNNER = "runner"
 # Kernels per translation unit: a limit bounds the C++ compiler's memory, and units are built in parallel.
 _MAX_UNIT = 64
 
@@ -319,34 +316,3 @@ def _argument(kind: str, place: int) -> str:
     if kind not in _NUMBERS:
         raise NotLight(f"a kernel's argument of type {kind}")
     return _NUMBERS[kind].format(f"args[{place}]")
-
-
-def _build(sources: Mapping[str, str]) -> list[bytes]:
-    """One shared object per source. Raises whatever inductor raises if there is no C++ compiler."""
-    from torch._inductor.config import decide_compile_threads
-
-    folders = tempfile.TemporaryDirectory()  # in this process's scratch folder
-    with folders as folder, ThreadPoolExecutor(decide_compile_threads()) as pool:
-        return list(pool.map(lambda name: _build_unit(Path(folder), name, sources[name]), sources))
-
-
-def _build_unit(folder: Path, name: str, text: str) -> bytes:
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-    from torch._inductor.exc import CppCompileError
-
-    source = folder / f"{name}.cpp"
-    source.write_text(text)
-    # internal, checked on 2.13: the options that `CppPythonBindingsCodeCache` asks for. A runner only calls: optimised
-    # as kernels are, it takes three times as long to build
-    flags = ("-O1", "-g0") if name == _RUNNER else ()
-    options = CppTorchDeviceOptions(
-        vec_isa=pick_vec_isa(), include_pytorch=False, shared=True, device_type="cpu", extra_flags=flags
-    )
-    builder = CppBuilder(name=name, sources=str(source), BuildOption=options, output_dir=str(folder))
-    try:
-        builder.build()
-    except CppCompileError:
-        # retry: the compiler may have been killed for lack of memory; if its front end was, the message does not say so
-        builder.build()
-    return Path(builder.get_target_file_path()).read_bytes()
