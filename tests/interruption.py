@@ -64,9 +64,10 @@ def interrupt(call: Callable[[], Any], place: Place, time: int, action: Callable
             left -= 1
             if not left:
                 reached = True
+                sys.settrace(None)
                 action()
 
-    with _traced(see, instructions=place[2] >= 0):
+    with _traced(see, instructions=place[2] >= 0, only=place):
         call()
     return reached
 
@@ -76,10 +77,12 @@ def raise_interrupted() -> None:
 
 
 @contextmanager
-def _traced(see: Callable[[Place], None], instructions: bool) -> Iterator[None]:
+def _traced(see: Callable[[Place], None], instructions: bool, only: Place | None = None) -> Iterator[None]:
+    """Within this block, `see` is called at every place; with `only`, at least at that one, which takes a third."""
+
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(_FOLDERS):
+        if not code.co_filename.startswith(_FOLDERS) or (only is not None and not _has(code, only)):
             return None
         if instructions:
             return trace_instructions(frame)
@@ -108,6 +111,15 @@ def _traced(see: Callable[[Place], None], instructions: bool) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+def _has(code: CodeType, place: Place) -> bool:
+    return code.co_filename == place[0] and place[1] in _lines_of(code)
+
+
+@functools.cache
+def _lines_of(code: CodeType) -> frozenset[int]:
+    return frozenset(line for _, _, line in code.co_lines() if line is not None)
 
 
 @functools.cache
