@@ -54,6 +54,12 @@ def without_fake_writing(x: Tensor) -> Tensor:
     return x * 2
 
 
+@torch.library.custom_op("lazy_ops::reverse_into", mutates_args={"out"})
+def reverse_into(x: Tensor, out: Tensor) -> None:
+    for place in range(len(x)):
+        out[-1 - place] = x[place]
+
+
 @torch.library.custom_op("lazy_ops::positive", mutates_args=())
 def positive(x: Tensor) -> Tensor:
     return x[x > 0].clone()
@@ -244,6 +250,8 @@ def test_inductor_calls_custom_ops() -> None:
         x = fresh(device)
         shift_(x, 0.5)
         made = [scale(x + 1, 0.5), *mixed(x, 2, "a", True, [0]), shifted_and_doubled(x), x]
+        made.append(torch.ones(4, device=device).cumsum(0))
+        reverse_into(made[-1].clone(), made[-1])
         if device == "lazy":
             lazy_backend.mark_step()
         return made

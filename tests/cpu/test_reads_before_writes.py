@@ -1,0 +1,256 @@
+"""Operators that write a tensor while another operand is a copy, a view or a function of it, compiled by Inductor.
+
+Each program is a graph, so that many cases cost one compile. Inductor 2.13 by itself gets most of them wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import assert_same
+from torch import Tensor
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import lazy_backend
+from lazy_backend import metrics
+from lazy_backend.lowering.compilation import build
+from lazy_backend.lowering.compilation.examples import Examples
+from lazy_backend.lowering.compilation.reads_before_writes import reads_before_writes
+
+aten = torch.ops.aten
+# longer than what one vector holds: within it, all reads come before all writes
+N = 40
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def backwards(device: object) -> Tensor:
+    return torch.arange(N - 1, -1, -1, device=device)
+
+
+def twice_each(device: object) -> Tensor:
+    """The places of the second half, which are read only after they were written."""
+    return N // 2 + torch.arange(N, device=device) // 2
+
+
+Case = tuple[Callable[[], list[Tensor]], Callable[..., object]]
+
+BY_PLACES: dict[str, Case] = {
+    "index_add_": (lambda: [floats(N)], lambda x: x.index_add_(0, twice_each(x.device), x.clone())),
+    "index_add_ of a transpose": (
+        lambda: [floats(N, N)],
+        lambda x: x.index_add_(0, twice_each(x.device), x.t().clone()),
+    ),
+    "index_add_ in bfloat16": (
+        lambda: [floats(N).bfloat16()],
+        lambda x: x.index_add_(0, twice_each(x.device), x.clone()),
+    ),
+    "index_add_ of complex numbers": (
+        lambda: [floats(N).to(torch.complex64)],
+        lambda x: x.index_add_(0, twice_each(x.device), x.clone()),
+    ),
+    "index_add_ to no dimension": (
+        lambda: [torch.tensor(2.0)],
+        lambda x: x.index_add_(0, x.new_zeros(1, dtype=torch.int64), x.clone()),
+    ),
+    "index_put_": (lambda: [floats(N)], lambda x: x.index_put_((backwards(x.device),), x.clone())),
+    "index_put_ that adds": (
+        lambda: [floats(N)],
+        lambda x: x.index_put_((twice_each(x.device),), x.clone(), accumulate=True),
+    ),
+    "index_put_ of a cast": (
+        lambda: [floats(N)],
+        lambda x: x.index_put_((backwards(x.device),), x.double().float()),
+    ),
+    "index_put_ of a function": (lambda: [floats(N)], lambda x: x.index_put_((backwards(x.device),), x * 2 + 1)),
+    "index_put_ by itself": (
+        lambda: [torch.arange(N).flip(0)],
+        lambda x: x.index_put_((x.clone(),), x.new_zeros(()) + torch.arange(N, device=x.device) * 3 % N),
+    ),
+    "index_put_ by a function": (
+        lambda: [torch.arange(N).flip(0)],
+        lambda x: x.index_put_(((x + 1) % N,), torch.arange(N, device=x.device) * 3 % N),
+    ),
+    "index_put_ by a mask": (
+        lambda: [floats(N) - 20],
+        lambda x: x.index_put_((x.flip(0) > 0,), torch.zeros((), device=x.device)),
+    ),
+    "_unsafe_index_put": (
+        lambda: [floats(N)],
+        lambda x: x.copy_(aten._unsafe_index_put(x, [backwards(x.device)], x)),
+    ),
+    "index_copy_": (lambda: [floats(N)], lambda x: x.index_copy_(0, backwards(x.device), x.clone())),
+    "index_fill_": (lambda: [torch.arange(N) // 2], lambda x: x.index_fill_(0, x.clone(), 7)),
+    "index_reduce_": (
+        lambda: [floats(N)],
+        lambda x: x.index_reduce_(0, twice_each(x.device), x.clone(), "amax"),
+    ),
+    "scatter_": (lambda: [floats(N)], lambda x: x.scatter_(0, backwards(x.device), x.clone())),
+    "scatter_ by itself": (
+        lambda: [torch.arange(N).flip(0)],
+        lambda x: x.scatter_(0, x.clone(), torch.arange(N, device=x.device) * 3 % N),
+    ),
+    "scatter_add_": (lambda: [floats(N)], lambda x: x.scatter_add_(0, twice_each(x.device), x.clone())),
+    "scatter_reduce_": (
+        lambda: [floats(N)],
+        lambda x: x.scatter_reduce_(0, twice_each(x.device), x.clone(), "amin"),
+    ),
+    "put_": (lambda: [floats(N)], lambda x: x.put_(twice_each(x.device), x.clone(), accumulate=True)),
+    "masked_scatter_": (lambda: [floats(N) - 20], lambda x: x.masked_scatter_(x > 3, x.clone())),
+    "masked_fill_": (lambda: [floats(N) - 20], lambda x: x.masked_fill_(x.flip(0) > 0, 0.5)),
+}
+
+
+def fill(x: Tensor) -> None:
+    x.index_fill_(0, x.new_zeros(1, dtype=torch.int64), 3.0)
+
+
+def swap(a: Tensor, b: Tensor) -> None:
+    old = a.clone()
+    a.copy_(b)
+    b.copy_(old)
+
+
+def rotate(a: Tensor, b: Tensor, c: Tensor) -> None:
+    old = a.clone()
+    a.copy_(b)
+    b.copy_(c.flip(0))
+    c.copy_(old)
+
+
+def keep_a_part(a: Tensor, b: Tensor) -> None:
+    b.copy_(a[:5])
+    fill(a)
+    a.add_(1)
+
+
+def shift(x: Tensor) -> None:
+    x[1:] = x[:-1].clone()
+
+
+def shift_twice(x: Tensor) -> None:
+    x[1:] = x[:-1].clone()
+    x[:-1] = x[1:] * 2
+
+
+def move_rows(x: Tensor) -> None:
+    x[0] = x[1]
+    x[:, 3] = x[:, 2]
+    x[2:, 1:5] = x[:-2, 1:5].clone()
+
+
+def after_filling(write: Callable[..., object]) -> Callable[[Tensor], None]:
+    """Memory that is written twice: `fill`, then `write`."""
+
+    def both(x: Tensor) -> None:
+        fill(x)
+        write(x)
+
+    return both
+
+
+BY_COPIES: dict[str, Case] = {
+    "shift": (lambda: [floats(N)], shift),
+    "shift of complex numbers": (lambda: [floats(N).to(torch.complex64)], shift),
+    "shift to and fro": (lambda: [floats(N)], shift_twice),
+    "rows and columns": (lambda: [floats(N, 8)], move_rows),
+    "diagonal": (lambda: [floats(N, N)], lambda x: x.diagonal().copy_(x.diagonal().flip(0))),
+    "transpose": (lambda: [floats(N, N)], lambda x: x.copy_(x.t().clone())),
+    "flip": (lambda: [floats(N)], lambda x: x.copy_(x.flip(0))),
+    "swap": (lambda: [floats(N), floats(N) * 2], swap),
+    "rotate": (lambda: [floats(N), floats(N) * 2, floats(N) * 3], rotate),
+    "part": (lambda: [floats(N), floats(5)], keep_a_part),
+    "fill, then shift": (lambda: [floats(N)], after_filling(shift)),
+    "fill, then shift to and fro": (lambda: [floats(N)], after_filling(shift_twice)),
+    "fill, then flip": (lambda: [floats(N)], after_filling(lambda x: x.add_(x.flip(0)))),
+    "fill, then transpose": (lambda: [floats(N, N)], after_filling(lambda x: x.sub_(x.t() * 2))),
+    "fill, then repeat a row": (
+        lambda: [floats(N, 4)],
+        after_filling(lambda x: x.copy_((x[0] * 2).expand(N, 4))),
+    ),
+    "fill, then index_add_": (
+        lambda: [floats(N)],
+        after_filling(lambda x: x.index_add_(0, backwards(x.device), x.clone())),
+    ),
+    "fill, then index_add_ of a flip": (
+        lambda: [floats(N)],
+        after_filling(lambda x: x.index_add_(0, twice_each(x.device), x.flip(0))),
+    ),
+}
+
+PAIR = [1.0, 2.0]
+
+
+def pair() -> list[Tensor]:
+    return [floats(N) * factor for factor in PAIR]
+
+
+BY_LISTS: dict[str, Case] = {
+    "copies, crossed": (pair, lambda a, b: torch._foreach_add_([a, b], [b.clone(), a.clone()])),
+    "functions, crossed": (pair, lambda a, b: torch._foreach_mul_([a, b], [b * 2, a * 2])),
+    "flips": (pair, lambda a, b: torch._foreach_add_([a, b], [a.flip(0), b.flip(0)])),
+    "foreach_copy_": (pair, lambda a, b: torch._foreach_copy_([a, b], [b.clone(), a.clone()])),
+    "fill, then flips": (
+        pair,
+        lambda a, b: (fill(a), fill(b), torch._foreach_add_([a, b], [a.flip(0), a + b])),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("cases", [BY_PLACES, BY_COPIES, BY_LISTS], ids=["places", "copies", "lists"])
+def test_operands_are_read_before_they_are_overwritten(cases: dict[str, Case]) -> None:
+    def run(device: str) -> dict[str, list[Tensor]]:
+        made = {name: [x.to(device, copy=True) for x in make()] for name, (make, _) in cases.items()}
+        lazy_backend.mark_step()
+        for name, (_, write) in cases.items():
+            write(*made[name])
+        lazy_backend.mark_step()
+        return {name: [x.cpu() for x in tensors] for name, tensors in made.items()}
+
+    lazy_backend.config.backend = "inductor"
+    expected = run("cpu")
+    for _ in range(3):
+        assert differing(run("lazy"), expected) == []
+    assert metrics.counter_value("Compile") >= 1
+    assert (metrics.counter_value("CompileFailed"), metrics.counter_value("CompileDeclined")) == (0, 0)
+
+
+def differing(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> list[str]:
+    def differs(name: str) -> bool:
+        try:
+            assert_same(found[name], expected[name])
+        except AssertionError:
+            return True
+        return False
+
+    return [name for name in expected if differs(name)]
+
+
+def test_what_needs_no_copy_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: Tensor, y: Tensor, z: Tensor, i: Tensor) -> None:
+        x.index_add_(0, i, y[:3])  # from another tensor
+        y.copy_(y.clamp(min=0))  # element by element
+        y.mul_(y + 1)
+        z[0] = z[1]  # apart from what is read
+        z[3:5].copy_(z[6:8])
+
+    with FakeTensorMode() as mode:
+        arguments = [mode.from_tensor(made) for made in (*(floats(10, 8) for _ in range(3)), torch.arange(3))]
+    sources: list[str] = []
+    monkeypatch.setattr(GraphLowering, "save_output_code", sources.append)
+    for context in (reads_before_writes, contextlib.nullcontext):
+        monkeypatch.setattr(build, "reads_before_writes", context)
+        module = make_fx(step)(*arguments)
+        module.graph.output_node().args = ((),)
+        with build._kernels_not_built():
+            build._compile(module, Examples(arguments, mode, []))
+    ours, inductors = (source.split("def call")[1].count("empty_strided_cpu(") for source in sources)
+    assert ours == inductors
