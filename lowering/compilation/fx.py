@@ -25,6 +25,13 @@ aten = torch.ops.aten
 # Norms that take an input in float16 or bfloat16 beside weights in float32, and then return statistics in float32.
 _NORMS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default))
 _REDUCED = (torch.float16, torch.bfloat16)
+# Operators that put their third operand into the first one, by places.
+_PUTS = frozenset(
+    (
+        aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default,
+        aten._index_put_impl_.default,
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,8 @@ class _FxWriter:
         if node.seed is not None:
             args, kwargs = (*seeded_arguments(op, args, kwargs), self.seeds, node.seed), {}
             op = seeded_op(op)
+        if op in _PUTS and not self.signature.numbers:
+            args = self._with_values_cast(node, args)
         copies = self._copies_of_recast_targets(node) if op.namespace not in ("aten", "prims") else {}
         if copies:
             args, kwargs = fx.node.map_aggregate((args, kwargs), lambda arg: copies.get(arg, arg))
@@ -128,6 +137,18 @@ class _FxWriter:
 
     def _cast(self, value: Any, dtype: torch.dtype) -> fx.Node:
         return self.fx_graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+
+    def _with_values_cast(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an `index_put` with its values in the dtype of what they are put into.
+
+        `x[mask] = value` casts one value, and Inductor of 2.13 stores its bits as they are.
+        """
+        target, value = node.args[0], node.args[2]
+        assert isinstance(target, Value)
+        assert isinstance(value, Value)
+        if value.meta.dtype is target.meta.dtype:
+            return args
+        return (*args[:2], self._cast(args[2], target.meta.dtype), *args[3:])
 
     def _copies_of_recast_targets(self, node: Node) -> dict[Any, fx.Node]:
         """Copies of the values that a custom operator writes and whose dtype is not that of their storage's base.

@@ -82,6 +82,10 @@ BY_PLACES: dict[str, Case] = {
         lambda: [floats(N) - 20],
         lambda x: x.index_put_((x.flip(0) > 0,), torch.zeros((), device=x.device)),
     ),
+    "index_put_ of another dtype by a mask": (
+        lambda: [torch.arange(N)],
+        lambda x: x.index_put_((x > 3,), torch.tensor(2.5, device=x.device)),
+    ),
     "_unsafe_index_put": (
         lambda: [floats(N)],
         lambda x: x.copy_(aten._unsafe_index_put(x, [backwards(x.device)], x)),
