@@ -153,7 +153,7 @@ def support_autocast() -> None:
         setattr(torch, replaced.__name__, replaced)
     for asked in (autocast.is_autocast_enabled, autocast.get_autocast_dtype):
         # as `torch._dynamo.assume_constant_result` does: Dynamo guards autocast, and takes these answers as constant
-        asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        asked._dynamo_marked_constant = True  # type: ignore[union-attr]
     internals: Any = torch._C
     internals._is_autocast_available = autocast.is_available(internals._is_autocast_available)
     block: Any = torch.amp.autocast_mode.autocast
