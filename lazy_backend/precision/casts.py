@@ -108,6 +108,7 @@ def _cast(arg: Any, dtype: torch.dtype) -> Any:
         and arg.is_leaf
         and not arg._is_view()
         and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()  # its tensors could not serve a later use that wants gradients
         and dtype == autocast_state.lower_dtype()
     )
     if not is_weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -261,6 +262,26 @@ def test_a_cast_without_gradients_serves_one_with() -> None:
                 _ = x @ w
             (x @ w).float().sum().backward()
         return w.grad
+
+    assert_same(run("lazy"), run("cpu"))
+
+
+def test_casts_in_inference_mode_are_not_kept() -> None:
+    """A kept one would be an inference tensor, which no backward can use, and hide that a weight has changed."""
+
+    def run(device: str) -> list[Any]:
+        w, x = weight(device, 4, 4), weight(device, 4, 4, seed=1).detach()
+        results: list[Any] = []
+        for modes in itertools.product([torch.inference_mode, torch.no_grad], repeat=3):
+            with torch.autocast(device, torch.bfloat16):
+                for mode in modes:
+                    with mode():
+                        results.append(x @ w)
+                    with torch.no_grad():
+                        w.add_(1)
+                (x @ w).float().sum().backward()
+            results.append(w.grad)
+        return results
 
     assert_same(run("lazy"), run("cpu"))
 
