@@ -142,6 +142,8 @@ class _Unsettled:
 
     def watch(self, optimizer: Any) -> None:
         if self.concerns(optimizer):
+            # scaler.update() adds the flags of other optimizers to that of the first
+            self._flag = self._flag.clone()
             self._handles = [
                 optimizer.register_step_pre_hook(self),
                 optimizer.register_state_dict_pre_hook(self),

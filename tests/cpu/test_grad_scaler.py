@@ -146,6 +146,31 @@ def test_an_optimizer_of_ones_own_is_not_called_for_a_skipped_step() -> None:
     assert metrics.counter_value("GradScalerRead: the optimizer is not one of torch.optim") == 8
 
 
+@pytest.mark.parametrize("infinite", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+def test_an_optimizer_skips_its_own_steps_only(infinite: tuple[int, ...]) -> None:
+    """`scaler.update` adds up the flags of all optimizers in the first one."""
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        models = [nn.Linear(4, 4).to(device) for _ in range(2)]
+        optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True) for model in models]
+        scaler = torch.amp.GradScaler(device, init_scale=256.0)
+        for number in range(6):
+            for place, model in enumerate(models):
+                is_infinite = number in (1, 3) and place in infinite
+                x = torch.full((2, 4), float("inf") if is_infinite else 1.0).to(device)
+                scaler.scale(model(x).square().mean()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            lazy_backend.mark_step()
+        return [[list(one.state_dict()["state"].values()) for one in optimizers], [*models[0].parameters()]]
+
+    assert_same(run("lazy"), run("cpu"))
+
+
 def test_two_optimizers() -> None:
     def run(device: str) -> list[Any]:
         training = Training(device)
