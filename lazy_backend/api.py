@@ -17,6 +17,7 @@ from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import closures, reads
+from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.plans import profiling
 from lazy_backend.settings import config
@@ -35,10 +36,7 @@ def mark_step(device: Device = "", wait: bool = False) -> None:
     if an earlier run failed and its error was not raised yet, and the error of a step closure. Named after
     `torch._lazy.mark_step`.
     """
-    metrics.increment("MarkStep")
-    executor.sync_live_tensors_graph(_devices(device), wait, "mark_step")
-    history.steps += 1
-    closures.runner.run()
+    step_ends.end(_devices(device), wait)
 
 
 sync = mark_step

@@ -113,6 +113,12 @@ FLAGS: dict[str, Flag] = {
         "teams would share the cores and runs take twice as long.",
         "LAZY_BACKEND_RUN_IN_BACKGROUND",
     ),
+    "mark_step_on_optimizer_step": Flag(
+        False,
+        _boolean,
+        "Whether each optimizer's step() ends a step, as mark_step() does: for loops that you cannot change.",
+        "LAZY_BACKEND_MARK_STEP_ON_OPTIMIZER_STEP",
+    ),
     "first_sight": Flag(
         "run",
         _choice("run", "record"),

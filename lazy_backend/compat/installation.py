@@ -26,6 +26,7 @@ from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
 from lazy_backend.execution import closures, disk_cache
 from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.interpreter.task import forget_current_task
@@ -77,6 +78,7 @@ def install() -> None:
     pytorch.support_grad_scaler()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
+    config.watch("mark_step_on_optimizer_step", step_ends.watch)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     _wire()
     atexit.register(worker.close)
@@ -93,6 +95,7 @@ def reset() -> None:
     ir_cache.reset()
     executor.reset()
     forgotten_steps.stop()
+    step_ends.watch()
     outside.data_cache.clear()
     disk_cache.forget_loaded()
     closures.runner.forget()
@@ -128,6 +131,7 @@ def _prepare() -> None:
     record.prepare()
     forgotten_steps.watch()
     follow_backing_device()
+    step_ends.watch()
 
 
 def _forget_all_paths() -> None:

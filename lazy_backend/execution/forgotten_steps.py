@@ -63,7 +63,7 @@ class ForgottenSteps:
     def _see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or executor.rules.is_refusing():  # a captured function is a step by itself
             return
-        parameter = _lazy_parameter(optimizer)
+        parameter = lazy_parameter(optimizer)
         if parameter is None:
             return
         trace = parameter._data.context.trace
@@ -86,7 +86,7 @@ class ForgottenSteps:
         )
 
 
-def _lazy_parameter(optimizer: torch.optim.Optimizer) -> LazyTensor | None:
+def lazy_parameter(optimizer: torch.optim.Optimizer) -> LazyTensor | None:
     """A lazy parameter of the optimizer: the first of one of its groups. Checking all would cost more with each."""
     for group in optimizer.param_groups:
         first = next(iter(group["params"]), None)

@@ -27,6 +27,7 @@ from lazy_backend.errors import CaptureError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, ProgramRun, Stale, follow
 from lazy_backend.floats.hyperparameters import OptimizerGuard
@@ -173,6 +174,14 @@ class CapturedOptimizer:
 
     @hide_internals
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not step_ends.is_watching:
+            return self._step(optimizer, args, kwargs)
+        with step_ends.held():  # what ends the step must come after what is learnt from it
+            result = self._step(optimizer, args, kwargs)
+        step_ends.see(optimizer)
+        return result
+
+    def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin = perf_counter()
         account = self.account
         account.calls += 1
@@ -200,7 +209,7 @@ class CapturedOptimizer:
         return type(optimizer).step(optimizer, *args, **kwargs)
 
     def _why_as_written(self, optimizer: Any, args: Any, kwargs: Any) -> str | None:
-        if args or kwargs:
+        if any(value is not None for value in (*args, *kwargs.values())):
             return "step() was given a closure"
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return "it has hooks"
@@ -209,7 +218,7 @@ class CapturedOptimizer:
         if torch_optimizer._global_optimizer_pre_hooks:
             return "hooks of all optimizers are registered"
         hooks = torch_optimizer._global_optimizer_post_hooks
-        if len(hooks) > forgotten_steps.is_watching:
+        if len(hooks) > forgotten_steps.is_watching + step_ends.is_watching:
             return "hooks of all optimizers are registered"
         return None
 
