@@ -183,7 +183,10 @@ def support_capturable_optimizers() -> None:
     original = optimizer._get_capturable_supported_devices
 
     def supported(supports_xla: bool = True) -> list[str]:
-        return [*original(supports_xla), "lazy"]
+        # torch.distributed.optim compiles this with TorchScript, which has no [*names, "lazy"]
+        names = original(supports_xla)
+        names.append("lazy")
+        return names
 
     # every optimizer's module imports the function by name
     for name, module in list(sys.modules.items()):

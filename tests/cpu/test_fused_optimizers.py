@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -83,3 +84,11 @@ def test_a_rate_that_changes_after_the_compile_compiles_once_more() -> None:
             optimizer.zero_grad()
             lazy_backend.mark_step()
     assert compiles() == 2
+
+
+def test_torchscript_takes_what_was_changed() -> None:
+    """`torch.distributed.optim`, and with it Ignite, compiles the functions of optimizers when it is imported."""
+    changed: Any = sys.modules["torch.optim.adadelta"]  # torch.optim deletes the attribute
+    names = changed._get_capturable_supported_devices
+    assert "lazy" in torch.jit.script(names)()
+    assert "lazy" in names()
