@@ -23,11 +23,14 @@ _MAX_REASONS = 32
 
 
 class Account:
-    """The calls of one captured object. `seconds`: in replays of its calls, without backwards."""
+    """The calls of one captured object. `seconds`: in replays of its calls, without backwards.
+
+    `warns`: whether the user asked for the capture, and is warned of calls that cannot be replayed.
+    """
 
     __slots__ = ("name", "kind", "site", "calls", "replays", "seconds", "reasons", "_warned", "__weakref__")
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, name: str, kind: str, warns: bool = True) -> None:
         self.name = name
         self.kind = kind
         self.site = user_site()
@@ -35,7 +38,7 @@ class Account:
         self.replays = 0
         self.seconds = 0.0
         self.reasons: Counter[str] = Counter()  # why calls ran as written
-        self._warned = False
+        self._warned = not warns
         _accounts[id(self)] = self
 
     def ran_as_written(self, reason: str) -> None:

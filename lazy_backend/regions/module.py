@@ -60,7 +60,7 @@ _keep_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def capture_module(module: torch.nn.Module, verify: bool = True) -> torch.nn.Module:
+def capture_module(module: torch.nn.Module, verify: bool = True, warns: bool = True) -> torch.nn.Module:
     """Let `module` replay its calls. Returns it; its parameters, its `state_dict` and its class stay as they are."""
     known = module._compiled_call_impl
     if known is not None and not isinstance(known, _ModuleEntry):
@@ -69,7 +69,7 @@ def capture_module(module: torch.nn.Module, verify: bool = True) -> torch.nn.Mod
             "  capture it instead: what it records is compiled as part of its step"
         )
     # where `Module.compile` puts its function: copies and pickles of the module leave it out
-    module._compiled_call_impl = _ModuleEntry(CapturedModule(module, verify))  # type: ignore[assignment]
+    module._compiled_call_impl = _ModuleEntry(CapturedModule(module, verify, warns))  # type: ignore[assignment]
     return module
 
 
@@ -90,7 +90,7 @@ class CapturedModule:
 
     __slots__ = ("_name", "_verify", "_states", "_failures", "account", "_reference", "__weakref__")
 
-    def __init__(self, module: torch.nn.Module, verify: bool) -> None:
+    def __init__(self, module: torch.nn.Module, verify: bool, warns: bool) -> None:
         forget = weakref.WeakMethod(self._forget)
         # states refer to the module's attributes, and these to us: that cycle ends with the module
         self._reference = weakref.ref(module, lambda _: (method := forget()) and method())
@@ -98,7 +98,7 @@ class CapturedModule:
         self._verify = verify
         self._states: list[ModuleState] = []  # the latest first
         self._failures = 0  # calls, one after another, that changed the module itself
-        self.account = Account(self._name, "module")
+        self.account = Account(self._name, "module", warns)
 
     def _forget(self) -> None:
         self._states.clear()

@@ -114,18 +114,23 @@ class _StepState:
     name: object = field(default_factory=object)
 
 
-def capture_optimizer(optimizer: torch.optim.Optimizer, verify: bool = True) -> torch.optim.Optimizer:
+def capture_optimizer(
+    optimizer: torch.optim.Optimizer, verify: bool = True, warns: bool = True
+) -> torch.optim.Optimizer:
     """Let `optimizer` replay its steps. Returns it; its state, its groups and its `state_dict` stay as they are."""
     if isinstance(optimizer.__dict__.get("step"), _StepEntry):
         return optimizer
-    optimizer.step = _StepEntry(CapturedOptimizer(optimizer, verify))  # type: ignore[method-assign, assignment]
+    before = optimizer.step
+    optimizer.step = _StepEntry(CapturedOptimizer(optimizer, verify, warns))  # type: ignore[method-assign, assignment]
+    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler warns unless it sees that its wrapper is called
+        optimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return optimizer
 
 
 class _StepEntry:
     """Stands for the method `step` of a captured optimizer."""
 
-    __slots__ = ("_captured",)
+    __slots__ = ("_captured", "_wrapped_by_lr_sched")
     __name__ = "step"
 
     def __init__(self, captured: CapturedOptimizer) -> None:
@@ -153,7 +158,7 @@ class CapturedOptimizer:
 
     __slots__ = ("_name", "_verify", "_written", "_states", "account", "_reference", "__weakref__")
 
-    def __init__(self, optimizer: torch.optim.Optimizer, verify: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, verify: bool, warns: bool) -> None:
         forget = weakref.WeakMethod(self._forget)
         # states refer to the optimizer's attributes, and these to us: that cycle ends with the optimizer
         self._reference = weakref.ref(optimizer, lambda _: (method := forget()) and method())
@@ -161,7 +166,7 @@ class CapturedOptimizer:
         self._verify = verify
         self._written = optimizer.__dict__.get("step")  # a scheduler's, which refers weakly to the optimizer
         self._states: dict[tuple[Any, ...], _StepState] = {}
-        self.account = Account(self._name, "optimizer")
+        self.account = Account(self._name, "optimizer", warns)
 
     def _forget(self) -> None:
         self._states.clear()
@@ -174,12 +179,34 @@ class CapturedOptimizer:
 
     @hide_internals
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = self._closure(optimizer, args, kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (), {}
         if not step_ends.is_watching:
-            return self._step(optimizer, args, kwargs)
-        with step_ends.held():  # what ends the step must come after what is learnt from it
             result = self._step(optimizer, args, kwargs)
-        step_ends.see(optimizer)
-        return result
+        else:
+            with step_ends.held():  # what ends the step must come after what is learnt from it
+                result = self._step(optimizer, args, kwargs)
+            step_ends.see(optimizer)
+        return result if closure is None else loss
+
+    def _closure(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The closure that this step was given, if all that the step does with it is to call it once, before the rest.
+
+        So do the optimizers of PyTorch, all but LBFGS.
+        """
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not callable(given[0]) or kwargs.keys() - {"closure"}:
+            return None
+        is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
+            optimizer, torch.optim.LBFGS
+        )
+        if not is_known or why_as_written() or self._why_as_written(optimizer, (), {}):
+            return None
+        return given[0]
 
     def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin = perf_counter()

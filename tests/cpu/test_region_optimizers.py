@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import count
+from harness import assert_same, count
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
@@ -214,6 +214,47 @@ def test_a_scheduler_made_before_or_after() -> None:
             before.step()
             after.step()
             mark_step()
+
+
+def test_a_schedule_made_before_the_capture_does_not_warn() -> None:
+    model = make_model().to("lazy")
+    optimizer = optim.AdamW(model.parameters())
+    schedule = lr_scheduler.StepLR(optimizer, 1)
+    capture(optimizer)
+    for _ in range(3):  # warnings are errors in the tests
+        model(torch.randn(4, 3).to("lazy")).sum().backward()
+        optimizer.step()
+        schedule.step()
+        mark_step()
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_a_closure_that_is_called_once_does_not_keep_a_step_from_being_replayed(as_keyword: bool) -> None:
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = make_model().to(device)
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        if device == "lazy":
+            capture(optimizer)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3).to(device)).square().mean()
+            loss.backward()
+            return loss
+
+        losses = []
+        for _ in range(8):
+            with torch.no_grad():  # a closure runs with gradients all the same
+                loss = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+            losses.append(loss.detach())
+            mark_step()
+        return [loss.cpu() for loss in losses]
+
+    with count("RegionJump") as jumps:
+        losses = train("lazy")
+    assert jumps() >= 5
+    assert_same(losses, train("cpu"))
 
 
 def test_a_closure_is_called() -> None:
