@@ -95,7 +95,7 @@ def reset() -> None:
     ir_cache.reset()
     executor.reset()
     forgotten_steps.stop()
-    step_ends.watch()
+    step_ends.reset()
     outside.data_cache.clear()
     disk_cache.forget_loaded()
     closures.runner.forget()

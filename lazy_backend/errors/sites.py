@@ -84,6 +84,16 @@ def further_frames() -> tuple[str, ...]:
     return tuple(found)
 
 
+def packages_on_the_stack() -> frozenset[str]:
+    """The top-level packages whose code is running, ours and PyTorch among them."""
+    found: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found.add(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+        frame = frame.f_back
+    return frozenset(found)
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Issue a warning at the user's line, once per line and text, as Python does by default."""
     frame = _user_frame()

@@ -3,6 +3,7 @@
 In: PyTorch's hook after each optimizer step. Out: one warning, with both lines.
 Only an optimizer that steps twice within one trace causes the warning, not several optimizers in one step, as in a GAN,
 nor gradients accumulated over several batches. Costs 2 µs per `optimizer.step()` until the warning was given.
+Trainers of other packages read values in each step, which ends traces too: there, two steps without `mark_step` do.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lazy_backend.diagnostics.history import history
 from lazy_backend.errors import GraphCutWarning
-from lazy_backend.errors.sites import user_site, warn_user
+from lazy_backend.errors.sites import packages_on_the_stack, user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.sync import executor
 from lazy_backend.tensors.state import Epoch
 from lazy_backend.tensors.tensor import LazyTensor
+
+# What to do where another package owns the loop, by its name. A trainer calls accelerate, so trainers come first.
+_ADVICE = {
+    "transformers": "take lazy_backend.integrations.transformers.LazyTrainingArguments in place of TrainingArguments",
+    "lightning": "import lazy_backend.integrations.lightning, and take Trainer(accelerator='lazy')",
+    "ignite": "take create_supervised_trainer of lazy_backend.integrations.ignite, or attach its LazySteps",
+    "accelerate": "take Accelerator of lazy_backend.integrations.accelerate",
+}
 
 
 class ForgottenSteps:
@@ -27,6 +37,8 @@ class ForgottenSteps:
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[weakref.ref[Epoch], str]]
         self._last = weakref.WeakKeyDictionary()
+        # by optimizer of another package's loop: steps of the device before its first one; None once they went on
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int | None] = weakref.WeakKeyDictionary()
         self._hook: Any = None
         self._is_done = False
 
@@ -37,17 +49,21 @@ class ForgottenSteps:
 
     def reset(self) -> None:
         """Start over, as if no optimizer had stepped and no warning had been given."""
-        self._last.clear()
+        self._forget()
         self._is_done = False
         self.watch()
 
     def stop(self) -> None:
         """Stop watching optimizer steps, as after a warning."""
-        self._last.clear()
+        self._forget()
         self._is_done = True
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def _forget(self) -> None:
+        self._last.clear()
+        self._steps.clear()
 
     @property
     def is_watching(self) -> bool:
@@ -66,6 +82,9 @@ class ForgottenSteps:
         parameter = lazy_parameter(optimizer)
         if parameter is None:
             return
+        if self._is_forgotten_by_package(optimizer):
+            self._warn(optimizer, "", user_site())
+            return
         trace = parameter._data.context.trace
         if trace.is_empty():  # in eager mode, or after a read in the step itself
             return
@@ -75,15 +94,44 @@ class ForgottenSteps:
         if epoch is not None and epoch() is trace.epoch:
             self._warn(optimizer, before, site)
 
+    def _is_forgotten_by_package(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this is the second step of an optimizer in a loop of another package, and no step ended between."""
+        before = self._steps.get(optimizer, -1)
+        if before is None:
+            return False
+        if before == -1:
+            self._steps[optimizer] = None if _package() is None else history.steps
+            return False
+        self._steps[optimizer] = None
+        return before == history.steps
+
     def _warn(self, optimizer: torch.optim.Optimizer, before: str, site: str) -> None:
         self.stop()
+        what = (
+            f"both steps, and all that follow, are recorded as one graph\n  first at {before}\n  then at {site}"
+            if before
+            else f"its values are read in the midst of steps\n  at {site}"
+        )
         warn_user(
-            f"{type(optimizer).__name__}.step() was called twice without a mark_step() between: both steps, and all "
-            f"that follow, are recorded as one graph\n  first at {before}\n  then at {site}\n"
-            "  call lazy_backend.mark_step() once per step, after optimizer.step(); ignore this if several updates are "
-            "meant to be one graph",
+            f"{type(optimizer).__name__}.step() was called twice without a mark_step() between: {what}\n  {_advice()}",
             GraphCutWarning,
         )
+
+
+def _package() -> str | None:
+    """The package that owns the loop, if it is one that is known."""
+    packages = packages_on_the_stack()
+    return next((package for package in _ADVICE if package in packages), None)
+
+
+def _advice() -> str:
+    package = _package()
+    if package is not None:
+        return f"{_ADVICE[package]}; or set lazy_backend.config.mark_step_on_optimizer_step = True"
+    return (
+        "call lazy_backend.mark_step() once per step, after optimizer.step(); ignore this if several updates are meant "
+        "to be one graph"
+    )
 
 
 def lazy_parameter(optimizer: torch.optim.Optimizer) -> LazyTensor | None:

@@ -1,4 +1,6 @@
-"""Steps that end by themselves: with each optimizer step, under `config.mark_step_on_optimizer_step`.
+"""Steps that end by themselves: with each step of an optimizer.
+
+Those of all optimizers under `config.mark_step_on_optimizer_step`, else those that an integration has named.
 
 In: PyTorch's hook after each optimizer step. Out: the sync, the count and the step closures of a `mark_step()`.
 Gradients that accumulate over several batches, and the closures of an optimizer such as LBFGS, belong to one step; of
@@ -33,17 +35,30 @@ class StepEnds:
 
     def __init__(self) -> None:
         self._hook: Any = None
+        self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._held = threading.local()
         # by device, the trace that began when a step ended by itself
         self._fresh: weakref.WeakKeyDictionary[DeviceContext, weakref.ref[Epoch]] = weakref.WeakKeyDictionary()
 
     def watch(self) -> None:
-        """Follow `config.mark_step_on_optimizer_step`."""
-        if config.mark_step_on_optimizer_step and self._hook is None:
+        """Have a hook if there is an optimizer whose steps end steps: after `config.mark_step_on_optimizer_step`."""
+        is_needed = config.mark_step_on_optimizer_step or len(self._followed) > 0
+        if is_needed and self._hook is None:
             self._hook = register_optimizer_step_post_hook(self._see_step)
-        elif not config.mark_step_on_optimizer_step and self._hook is not None:
+        elif not is_needed and self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on, the steps of `optimizer` end steps, whatever the setting is."""
+        self._followed.add(optimizer)
+        self.watch()
+
+    def reset(self) -> None:
+        """As after the import."""
+        self._followed.clear()
+        self._fresh.clear()
+        self.watch()
 
     @property
     def is_watching(self) -> bool:
@@ -89,6 +104,8 @@ class StepEnds:
     def _see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if getattr(self._held, "is_held", False) or torch.compiler.is_compiling() or executor.rules.is_refusing():
             return  # a captured function is a step by itself
+        if not config.mark_step_on_optimizer_step and optimizer not in self._followed:
+            return
         if lazy_parameter(optimizer) is not None:
             self.end_by_itself()
 

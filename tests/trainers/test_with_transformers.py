@@ -1,0 +1,189 @@
+"""transformers.Trainer: eager's losses, one cut per logged step, three compiles; checkpoints; what users do wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import count
+
+import lazy_backend
+from lazy_backend import GraphCutWarning, LazyBackendError, config
+from lazy_backend.execution.forgotten_steps import forgotten_steps
+
+STEPS, LOGGED = 30, 6
+TOKENS = torch.randint(64, (64, 12), generator=torch.Generator().manual_seed(0))
+
+
+def gpt() -> tuple[Any, list[dict[str, Any]]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # dropout draws other numbers than on the CPU
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 16}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **still, bos_token_id=0, eos_token_id=0))
+    return model, [{"input_ids": row, "labels": row} for row in TOKENS]
+
+
+def bert() -> tuple[Any, list[dict[str, Any]]]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForSequenceClassification(BertConfig(**sizes, **still, vocab_size=64, max_position_embeddings=16))
+    mask = torch.ones_like(TOKENS[0])
+    mask[8:] = 0
+    return model, [{"input_ids": row, "labels": int(row[0]) % 2, "attention_mask": mask} for row in TOKENS]
+
+
+def t5() -> tuple[Any, list[dict[str, Any]]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=0.0))
+    mask = torch.ones_like(TOKENS[0])
+    return model, [{"input_ids": row, "labels": row[:6], "attention_mask": mask} for row in TOKENS]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[tuple[int, float, float]]  # step, loss, norm of the gradients
+    evaluations: list[float]
+
+
+def train(make: Callable[[], Any], device: str, precision: str = "fp32", **options: Any) -> Trained:
+    import transformers
+
+    from lazy_backend.integrations.transformers import LazySeq2SeqTrainingArguments, LazyTrainingArguments
+
+    transformers.set_seed(0)
+    model, rows = make()
+    theirs = transformers.Seq2SeqTrainingArguments if make is t5 else transformers.TrainingArguments
+    ours = LazySeq2SeqTrainingArguments if make is t5 else LazyTrainingArguments
+    common: dict[str, Any] = {"max_steps": STEPS, "logging_steps": STEPS // LOGGED, "per_device_train_batch_size": 4}
+    common |= {"save_strategy": "no", "disable_tqdm": True, "report_to": [], "bf16": precision == "bf16"}
+    arguments = (
+        ours("run", **common, **options) if device == "lazy" else theirs("run", use_cpu=True, **common, **options)
+    )
+    trainer_of = transformers.Seq2SeqTrainer if make is t5 else transformers.Trainer
+    trainer = trainer_of(model, arguments, train_dataset=rows, eval_dataset=rows[:12])
+    trainer.train()
+    assert next(trainer.model.parameters()).device.type == device
+    history = trainer.state.log_history
+    return Trained(
+        [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry],
+        [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+    )
+
+
+eager = functools.cache(functools.partial(train, device="cpu"))
+
+
+@pytest.mark.parametrize("make", [gpt, bert, t5])
+def test_losses_are_those_of_eager(make: Callable[[], Any]) -> None:
+    with count("GraphCut") as cuts, count("Compile") as compiles, count("MarkStep") as steps:
+        trained = train(make, "lazy")
+    assert cuts() <= LOGGED
+    assert compiles() <= 3
+    assert steps() <= STEPS + LOGGED + 1  # what is set to zero after a log is a step of its own
+    assert trained == eager(make)
+    assert len(trained.losses) == LOGGED
+
+
+def test_evaluation_and_accumulation_cut_nothing() -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 10, "gradient_accumulation_steps": 2}
+    with count("GraphCut") as cuts, count("RegionJump") as jumps:
+        trained = train(gpt, "lazy", **options)
+    assert cuts() <= LOGGED
+    assert jumps() > 4 * STEPS  # forward and backward of two batches, and the optimizer's step
+    assert trained == eager(gpt, **options)
+
+
+def test_a_model_is_trained_without_being_captured() -> None:
+    with count("RegionJump") as jumps:
+        trained = train(bert, "lazy", lazy_capture="never")
+    assert jumps() == 0
+    assert trained == eager(bert)
+
+
+def test_a_model_of_the_users_is_captured_when_asked() -> None:
+    class Users(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = bert()[0]
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+            return {"loss": self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels).loss}
+
+    def make() -> tuple[Any, Any]:
+        return Users(), bert()[1]
+
+    jumps = {}
+    for choice in ("auto", "always"):
+        with count("RegionJump") as counted:
+            trained = train(make, "lazy", lazy_capture=choice)
+        jumps[choice] = counted()
+        assert trained == eager(make)
+    assert jumps["auto"] < STEPS < 2 * STEPS < jumps["always"]  # the optimizer alone, and all
+
+
+def test_generation_in_an_evaluation() -> None:
+    options = {"predict_with_generate": True, "generation_max_length": 4, "eval_strategy": "steps", "eval_steps": 30}
+    assert train(t5, "lazy", **options) == eager(t5, **options)
+
+
+def test_the_example_goes_on_from_a_checkpoint() -> None:
+    import with_transformers
+
+    def losses(**options: Any) -> dict[int, float]:
+        history = with_transformers.train("run", **options).state.log_history
+        return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+    whole = losses()
+    assert len(whole) == LOGGED
+    resumed = losses(resume="run/checkpoint-15")  # its history begins with the checkpoint's
+    assert resumed == whole
+
+
+def test_compiled_losses_are_close_to_those_of_eager() -> None:
+    config.backend = "inductor"
+    with count("Compile") as compiles:
+        trained = train(gpt, "lazy", logging_first_step=True)
+    expected = eager(gpt, logging_first_step=True)
+    assert compiles() <= 3
+    for (step, loss, norm), (other_step, other_loss, other_norm) in zip(trained.losses, expected.losses, strict=True):
+        assert step == other_step
+        assert loss == pytest.approx(other_loss, rel=1e-4)
+        assert norm == pytest.approx(other_norm, rel=1e-3)
+
+
+# ----- what users do wrong
+
+
+@pytest.mark.parametrize("option", ["use_cpu", "torch_compile", "fp16"])
+def test_an_argument_that_does_not_work_is_told(option: str) -> None:
+    from lazy_backend.integrations.transformers import LazyTrainingArguments
+
+    with pytest.raises(LazyBackendError, match=rf"LazyTrainingArguments\({option}=True\) does not work"):
+        LazyTrainingArguments("run", **{option: True})
+
+
+@pytest.mark.parametrize("reads_each_loss", [False, True])
+def test_a_trainer_that_ends_no_steps_is_told(reads_each_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer, TrainingArguments, trainer
+
+    monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", trainer.DEFAULT_CALLBACKS[:1])  # as before our import
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "lazy")
+    forgotten_steps.reset()
+    model, rows = gpt()
+    options: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    options |= {"dataloader_pin_memory": False, "logging_nan_inf_filter": reads_each_loss}
+    arguments = TrainingArguments("run", max_steps=2, **options)
+    with pytest.warns(GraphCutWarning, match="take lazy_backend.integrations.transformers.LazyTrainingArguments"):
+        Trainer(model, arguments, train_dataset=rows).train()
+    lazy_backend.mark_step()
