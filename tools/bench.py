@@ -6,7 +6,8 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold` and `--diagnostics` measure something else: the first steps of a process, and what `config.explain` costs.
+`--cold`, `--diagnostics` and `--trainers` measure something else: the first steps of a process, what `config.explain`
+costs, and the loops of other packages' trainers.
 See docs/benchmarks.md.
 """
 
@@ -30,6 +31,7 @@ import cold
 import compile_time
 import diagnostics
 import torch
+import trainer_loops
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
 from tables import Result, make_tables, render
 from workloads import WORKLOADS
@@ -236,6 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
+    parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print markdown")
@@ -272,6 +275,10 @@ def main() -> None:
         return
     if arguments.compile_time:
         compile_time.main(arguments.threads, "markdown" if arguments.markdown else "text")
+        return
+    if arguments.trainers:
+        rounds = arguments.rounds or (1 if arguments.quick else 3)
+        trainer_loops.main(arguments.threads, rounds, "markdown" if arguments.markdown else "text")
         return
     shown = render["markdown" if arguments.markdown else "text"]
     if arguments.diagnostics:
