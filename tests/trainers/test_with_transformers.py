@@ -162,6 +162,48 @@ def test_compiled_losses_are_close_to_those_of_eager() -> None:
         assert norm == pytest.approx(other_norm, rel=1e-3)
 
 
+# ----- without the integration
+
+
+@pytest.mark.parametrize("make", [gpt, bert])  # the first ties its output weights to its embedding
+@pytest.mark.parametrize("size", ["5GB", "5KB"])
+def test_a_model_is_saved_and_loaded(make: Callable[[], Any], size: str) -> None:
+    model = make()[0].to("lazy")
+    model.save_pretrained("saved", max_shard_size=size)
+    for device in ("lazy", "cpu"):
+        loaded = type(model).from_pretrained("saved", device_map=device)
+        ours, theirs = model.state_dict(), loaded.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(x.device.type == device for x in theirs.values())
+        assert all(torch.equal(ours[name].cpu(), theirs[name].cpu()) for name in ours)
+
+
+def test_a_trainer_with_a_callback_of_the_users_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed, trainer
+
+    class MarkStep(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            lazy_backend.mark_step()
+
+    def losses(resume: str | None) -> dict[int, float]:
+        set_seed(0)
+        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 32}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))  # with dropout
+        options: dict[str, Any] = {"max_steps": 8, "save_steps": 4, "logging_steps": 1, "report_to": []}
+        options |= {"per_device_train_batch_size": 4, "dataloader_pin_memory": False, "disable_tqdm": True}
+        arguments = TrainingArguments("run", **options)
+        made = Trainer(model, arguments, train_dataset=gpt()[1], callbacks=[MarkStep()])
+        assert made.model.lm_head.weight.is_lazy
+        made.train(resume_from_checkpoint=resume)
+        return {entry["step"]: entry["loss"] for entry in made.state.log_history if "loss" in entry}
+
+    monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", trainer.DEFAULT_CALLBACKS[:1])
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "lazy")
+    whole = losses(None)
+    assert len(whole) == 8
+    assert losses("run/checkpoint-4") == whole
+
+
 # ----- what users do wrong
 
 
