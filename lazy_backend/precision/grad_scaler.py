@@ -27,6 +27,7 @@ from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
 from lazy_backend.errors.sites import reading_for, user_site
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.optimizers import undo_if
 from lazy_backend.tensors.tensor import LazyTensor
@@ -51,7 +52,10 @@ def maybe_step(original: _MaybeStep) -> _MaybeStep:
             unsettled(optimizer)
         reason = _why_read(optimizer, flags, args or kwargs)
         if reason is None:
-            return _step_or_undo(optimizer, flags[0])
+            with step_ends.held():  # a step that ends by itself must not end before it is undone
+                result = _step_or_undo(optimizer, flags[0])
+            step_ends.see(optimizer)
+            return result
         metrics.increment(f"GradScalerRead: {reason}")
         with reading_for("GradScaler.step"):
             return original(self, optimizer, optimizer_state, *args, **kwargs)

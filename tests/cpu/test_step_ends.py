@@ -180,6 +180,30 @@ def test_a_captured_optimizer_ends_its_steps_too(capture_model: bool) -> None:
     assert_same(losses, run("cpu"))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_scaled_step_ends_after_it_was_undone(captured: bool) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        model, optimizer = made(device, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True))
+        if captured and device == "lazy":
+            lazy_backend.capture(optimizer)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0)
+        losses = []
+        for number in range(12):
+            optimizer.zero_grad()
+            loss = loss_of(model, device) * (float("inf") if number in (0, 6, 7) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+        return [loss.cpu() for loss in losses]
+
+    with count("MarkStep") as steps, count("GraphCut") as cuts, count("SyncTensorsGraph") as syncs:
+        losses = run("lazy")
+    assert (steps(), cuts()) == (12, 0)
+    assert syncs() <= 13  # the scale's last update is pending when the losses are fetched
+    assert_same(losses, run("cpu"))
+
+
 def test_a_captured_function_is_one_step() -> None:
     def run(device: str) -> list[torch.Tensor]:
         model, optimizer = made(device)

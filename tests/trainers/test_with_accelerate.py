@@ -80,9 +80,9 @@ def eager(**options: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_losses_are_those_of_eager(backend: str) -> None:
-    expected = eager()
+@pytest.mark.parametrize(("backend", "precision"), [("eager", "no"), ("eager", "bf16"), ("inductor", "no")])
+def test_losses_are_those_of_eager(backend: str, precision: str) -> None:
+    expected = eager(mixed_precision=precision)
     config.backend = backend
     is_replayed = backend == "eager"
     with (
@@ -91,7 +91,7 @@ def test_losses_are_those_of_eager(backend: str) -> None:
         count("MarkStep") as steps,
         count("RegionJump") as jumps,
     ):
-        losses = train(ours(capture=is_replayed))
+        losses = train(ours(capture=is_replayed, mixed_precision=precision))
     assert (jumps() > BATCHES / 2 - 5) if is_replayed else (jumps() == 0)
     assert cuts() == 0
     assert compiles() == 1

@@ -35,15 +35,16 @@ def eager(dtype: torch.dtype | None = None) -> tuple[list[float], float]:
     return losses, evaluator.run(data).metrics["error"]
 
 
-def test_the_example_has_the_losses_and_metrics_of_eager() -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_example_has_the_losses_and_metrics_of_eager(dtype: torch.dtype | None) -> None:
     import with_ignite
 
     with count("GraphCut") as cuts, count("Compile") as compiles, count("MarkStep") as steps:
-        losses, error = with_ignite.train()
+        losses, error = with_ignite.train(dtype)
     assert steps() == 30 + 10
     assert cuts() <= 1  # the metric, at its end
     assert compiles() <= 3
-    expected, expected_error = eager()
+    expected, expected_error = eager(dtype)
     assert losses == expected
     assert error == pytest.approx(expected_error, rel=1e-6)  # sums of floats on the device are not Python's
 

@@ -33,17 +33,32 @@ def fit(accelerator: Any, module: Any = None, resume: str | None = None, **optio
     return trainer, [loss.item() for loss in watch.losses]
 
 
-def test_losses_are_those_of_eager() -> None:
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_losses_are_those_of_eager(precision: str) -> None:
     with count("GraphCut") as cuts, count("MarkStep") as steps, count("RegionJump") as jumps:
-        trainer, losses = fit("lazy")
+        trainer, losses = fit("lazy", precision=precision)
     assert len(losses) == STEPS
     assert cuts() == 3  # the mean of each validation
     assert jumps() >= STEPS - 5  # the optimizer, though it is given a closure
     assert steps() <= STEPS + 32 + 9  # batches of validation; what is set to zero before an epoch
-    other, expected = fit("cpu")
+    other, expected = fit("cpu", precision=precision)
     assert losses == expected
     assert trainer.callback_metrics == other.callback_metrics
     assert {"loss", "validation"} <= trainer.callback_metrics.keys()
+
+
+def test_half_precision_is_scaled_on_the_device() -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    options: dict[str, Any] = {"precision": "16-mixed", "limit_val_batches": 0}
+    with count("GraphCut") as cuts, count("MarkStep") as steps:
+        trainer, losses = fit("lazy", **options)
+    assert trainer.precision_plugin.scaler.is_enabled()
+    assert cuts() == 0
+    assert steps() <= STEPS + 3
+    # Lightning takes bfloat16 for "16-mixed" on a CPU, unless it is given the plugin
+    on_cpu = MixedPrecision("16-mixed", "cpu")
+    assert losses == fit("cpu", plugins=on_cpu, limit_val_batches=0)[1]
 
 
 def test_steps_of_training_are_one_program_and_never_cut() -> None:

@@ -84,15 +84,27 @@ def train(make: Callable[[], Any], device: str, precision: str = "fp32", **optio
 eager = functools.cache(functools.partial(train, device="cpu"))
 
 
+def assert_close(trained: Trained, expected: Trained, tolerance: float) -> None:
+    for (step, loss, norm), (other_step, other_loss, other_norm) in zip(trained.losses, expected.losses, strict=True):
+        assert step == other_step
+        assert loss == pytest.approx(other_loss, rel=tolerance)
+        assert norm == pytest.approx(other_norm, rel=10 * tolerance)  # of a difference of near gradients
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", [gpt, bert, t5])
-def test_losses_are_those_of_eager(make: Callable[[], Any]) -> None:
+def test_losses_are_those_of_eager(make: Callable[[], Any], precision: str) -> None:
     with count("GraphCut") as cuts, count("Compile") as compiles, count("MarkStep") as steps:
-        trained = train(make, "lazy")
+        trained = train(make, "lazy", precision)
     assert cuts() <= LOGGED
     assert compiles() <= 3
     assert steps() <= STEPS + LOGGED + 1  # what is set to zero after a log is a step of its own
-    assert trained == eager(make)
     assert len(trained.losses) == LOGGED
+    expected = eager(make, precision=precision) if precision == "bf16" else eager(make)
+    if precision == "fp32":
+        assert trained == expected
+    else:  # a mask that masks nothing is left out in eager, which rounds sums to bfloat16 at other places
+        assert_close(trained, expected, 2e-3)
 
 
 def test_evaluation_and_accumulation_cut_nothing() -> None:
@@ -137,11 +149,12 @@ def test_generation_in_an_evaluation() -> None:
     assert train(t5, "lazy", **options) == eager(t5, **options)
 
 
-def test_the_example_goes_on_from_a_checkpoint() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_example_goes_on_from_a_checkpoint(precision: str) -> None:
     import with_transformers
 
     def losses(**options: Any) -> dict[int, float]:
-        history = with_transformers.train("run", **options).state.log_history
+        history = with_transformers.train("run", precision, **options).state.log_history
         return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
 
     whole = losses()
@@ -150,16 +163,14 @@ def test_the_example_goes_on_from_a_checkpoint() -> None:
     assert resumed == whole
 
 
+@pytest.mark.slow  # half a minute of compiling
 def test_compiled_losses_are_close_to_those_of_eager() -> None:
     config.backend = "inductor"
     with count("Compile") as compiles:
-        trained = train(gpt, "lazy", logging_first_step=True)
-    expected = eager(gpt, logging_first_step=True)
+        trained = train(gpt, "lazy")
+    expected = eager(gpt)
     assert compiles() <= 3
-    for (step, loss, norm), (other_step, other_loss, other_norm) in zip(trained.losses, expected.losses, strict=True):
-        assert step == other_step
-        assert loss == pytest.approx(other_loss, rel=1e-4)
-        assert norm == pytest.approx(other_norm, rel=1e-3)
+    assert_close(trained, expected, 1e-4)
 
 
 # ----- without the integration
