@@ -8,20 +8,22 @@ In eager mode GradScaler reads the flag and calls `step` or does not. The read w
 step. So here `step` is always recorded, and one more call, `undo_if`, gives parameters and state their old values back
 if the flag is set. What an optimizer keeps on the host, as Adam does its step counts, cannot wait for the flag: it goes
 on as if the step was taken, and is settled before it is used again, at the next step or when the optimizer's state is
-asked for. By then the step has been run, so that read cuts nothing. Python code that a skipped step must not run, as
+looked at. By then the step has been run, so that read cuts nothing. Python code that a skipped step must not run, as
 hooks or an optimizer of the user's own, makes us read the flag as in eager mode.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 
 # torch.optim deletes the attribute `optimizer` that importing the module set
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
@@ -49,7 +51,7 @@ def maybe_step(original: _MaybeStep) -> _MaybeStep:
         for unsettled in _unsettled_steps(optimizer):
             if executor.rules.is_refusing():
                 raise _not_replayable(optimizer)
-            unsettled(optimizer)
+            unsettled.forget(optimizer)
         reason = _why_read(optimizer, flags, args or kwargs)
         if reason is None:
             with step_ends.held():  # a step that ends by itself must not end before it is undone
@@ -108,7 +110,7 @@ def _step_or_undo(optimizer: Any, flag: torch.Tensor) -> Any:
         with torch.no_grad():
             undo_if([*parameters, *(state[name] for state, name in entries)], before, flag)
         unsettled.watch(optimizer)
-    if executor.rules.is_refusing() and unsettled.concerns(optimizer):
+    if executor.rules.is_refusing() and unsettled.is_watching():
         raise _not_replayable(optimizer)
     return result
 
@@ -126,11 +128,12 @@ class _Unsettled:
     """What an optimizer keeps on the host, as it was before a step that may be undone.
 
     While it is unsettled, it is a hook of the optimizer, which settles it before its next step and before its state is
-    asked for or loaded.
+    asked for or loaded; and the optimizer's `state` is an `_UnsettledState`, for code that looks there, as copies and
+    pickles of the optimizer do.
     """
 
     def __init__(self, parameters: list[Any], states: list[dict[str, Any]], flag: torch.Tensor) -> None:
-        self._flag = flag
+        self._flag: torch.Tensor | None = flag  # None once settled
         self._new = [one for one, state in zip(parameters, states, strict=True) if not state]
         kept = [(state, name, value) for state in states for name, value in state.items()]
         self._numbers = [one for one in kept if not isinstance(one[2], torch.Tensor)]
@@ -138,29 +141,54 @@ class _Unsettled:
             value for _, _, value in kept if isinstance(value, torch.Tensor) and value.device.type != "lazy"
         ]
         self._values = torch._foreach_clone(self._tensors) if self._tensors else []
-        self._handles: list[Any] = []
+        self._state: Any = None  # the optimizer's own
+        self._handles: list[RemovableHandle] = []
 
-    def concerns(self, optimizer: Any) -> bool:
+    def _concerns(self, optimizer: Any) -> bool:
         """Whether the optimizer has something on the host, or has state since the step."""
         return bool(self._numbers or self._tensors or any(optimizer.state.get(one) for one in self._new))
 
+    def is_watching(self) -> bool:
+        return bool(self._handles)
+
     def watch(self, optimizer: Any) -> None:
-        if self.concerns(optimizer):
-            # scaler.update() adds the flags of other optimizers to that of the first
-            self._flag = self._flag.clone()
-            self._handles = [
-                optimizer.register_step_pre_hook(self),
-                optimizer.register_state_dict_pre_hook(self),
-                # what is loaded may be a state_dict that shares these tensors
-                optimizer.register_load_state_dict_pre_hook(self),
-            ]
+        if not self._concerns(optimizer):
+            return
+        assert self._flag is not None
+        # scaler.update() adds the flags of other optimizers to that of the first
+        self._flag = self._flag.clone()
+        self._state = optimizer.state
+        optimizer.state = _UnsettledState(self)
+        self._handles = [
+            optimizer.register_step_pre_hook(self),
+            optimizer.register_state_dict_pre_hook(self),
+            # what is loaded may be a state_dict that shares these tensors
+            optimizer.register_load_state_dict_pre_hook(self),
+        ]
 
     def __call__(self, optimizer: Any, *arguments: Any) -> None:
-        """Settle: read the flag of the step, and undo it on the host if it was undone on the device."""
-        with reading_for("GradScaler.step"):
-            is_undone = bool(self._flag.item())
+        """Settle, and stop watching."""
+        state = self.settled_state()
+        if isinstance(optimizer.state, _UnsettledState) and optimizer.state.unsettled is self:
+            optimizer.state = state
+        for handle in self._handles:
+            # PyTorch may be going through these hooks, of which only the last can be removed meanwhile
+            if next(reversed(handle.hooks_dict_ref() or {}), None) == handle.id:
+                handle.remove()
+
+    def forget(self, optimizer: Any) -> None:
+        """Settle, and stop watching, where PyTorch goes through no hooks."""
+        self(optimizer)
         for handle in self._handles:
             handle.remove()
+
+    def settled_state(self) -> Any:
+        """The optimizer's state, after the flag was read and the step undone on the host if it was on the device."""
+        if self._flag is None:
+            return self._state
+        with reading_for("GradScaler.step"):
+            is_undone = bool(self._flag.item())
+        self._flag = None
         if is_undone:
             for state, name, value in self._numbers:
                 state[name] = value
@@ -168,4 +196,52 @@ class _Unsettled:
                 for tensor, value in zip(self._tensors, self._values, strict=True):
                     tensor.copy_(value)
             for parameter in self._new:
-                optimizer.state.pop(parameter, None)
+                self._state.pop(parameter, None)
+        return self._state
+
+
+class _UnsettledState(MutableMapping[Any, Any]):
+    """Stands for the `state` of an optimizer, and settles it when it is looked at."""
+
+    def __init__(self, unsettled: _Unsettled) -> None:
+        self.unsettled = unsettled
+
+    @property
+    def settled(self) -> Any:
+        return self.unsettled.settled_state()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.settled[key]  # which makes what is missing
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.settled
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.settled.get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self.settled.pop(key, *default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.settled[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.settled[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.settled)
+
+    def __len__(self) -> int:
+        return len(self.settled)
+
+    def __repr__(self) -> str:
+        return repr(self.settled)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self.settled)
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.settled, known)
+
+    def __reduce__(self) -> Any:
+        return self.settled.__reduce__()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,6 +98,56 @@ def test_state_is_right_after_each_step() -> None:
         eager.step(number)
         lazy.step(number)
         assert_same(lazy.seen(), eager.seen())
+
+
+def host_counts(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [[name, value] for entry in optimizer.state.values() for name, value in entry.items() if name == "step"]
+
+
+LOOKS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "state": host_counts,
+    "state of a parameter": lambda one: dict(one.state.get(one.param_groups[0]["params"][0], {})).get("step"),
+    "number of states": lambda one: len(one.state),
+    "deepcopy": lambda one: host_counts(copy.deepcopy(one)),
+    "pickle": lambda one: host_counts(pickle.loads(pickle.dumps(one))),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_skipped_step_is_not_seen(look: str, capture: bool) -> None:
+    eager, lazy = Training("cpu"), Training("lazy")
+    if capture:
+        lazy_backend.capture(lazy.optimizer)
+    for number in range(14):
+        eager.step(number)
+        lazy.step(number)
+        assert_same(LOOKS[look](lazy.optimizer), LOOKS[look](eager.optimizer))
+    assert_same(lazy.seen(), eager.seen())
+
+
+def test_hooks_registered_after_a_skipped_step() -> None:
+    """PyTorch goes through an optimizer's hooks while a step is settled, and must not find them changed."""
+    calls: list[str] = []
+    eager, lazy = Training("cpu"), Training("lazy")
+    for training in (eager, lazy):
+        for number in (2, 5):
+            training.step(number)
+        optimizer = training.optimizer
+        handles = [
+            optimizer.register_state_dict_pre_hook(lambda *_: calls.append("state_dict")),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("load")),
+            optimizer.register_step_pre_hook(lambda *_: calls.append("step")),
+        ]
+        optimizer.load_state_dict(optimizer.state_dict())
+        training.backward(3)
+        optimizer.step()
+        for handle in handles:
+            handle.remove()
+        training.step(6)
+    assert calls == 2 * ["state_dict", "load", "step"]
+    assert_same(lazy.seen(), eager.seen())
+    assert not lazy.optimizer._optimizer_step_pre_hooks
 
 
 def test_a_step_without_the_scaler_follows_a_skipped_one() -> None:
