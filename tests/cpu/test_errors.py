@@ -499,13 +499,6 @@ def test_force_fallback_stays_where_nothing_may_run() -> None:
     assert_same(z, torch.arange(3.0) * 2 + 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"enabled": False}])
-def test_autocast_says_what_to_do_instead(options: dict[str, object]) -> None:
-    with pytest.raises(lazy_backend.LazyBackendError, match=r"yet\n  at .*test_errors\.py:") as raised:
-        torch.autocast("lazy", **options)
-    assert "model.to('lazy', torch.bfloat16)" in str(raised.value)
-
-
 def test_autocast_of_other_devices_is_pytorchs() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

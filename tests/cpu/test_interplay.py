@@ -141,12 +141,15 @@ def test_a_function_mode_sees_calls() -> None:
     assert functions.seen[-3:] == ["mul", "relu", "sum"]
 
 
-def test_runs_under_autocast_keep_their_dtype(background) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for _ in range(3):
-            y = grid("lazy", 4, 4) @ grid("lazy", 4, 4)
+def test_runs_under_autocast_compute_what_was_recorded(background) -> None:
+    x = grid("lazy", 4, 4)
+    for _ in range(3):
+        y = x @ x  # before the block, which must not act on it
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = x @ x
             lazy_backend.mark_step()
-    assert_same(y, grid("cpu", 4, 4) @ grid("cpu", 4, 4))
+        assert_same(y, grid("cpu", 4, 4) @ grid("cpu", 4, 4))
+        assert_same(z, grid("cpu", 4, 4).bfloat16() @ grid("cpu", 4, 4).bfloat16())
 
 
 def test_runs_under_a_fake_mode_are_real(background) -> None:

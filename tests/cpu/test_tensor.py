@@ -572,7 +572,7 @@ def test_autocast_for_the_cpu_does_not_reach_into_a_run(backend: str, where: str
     lazy_backend.config.backend = "eager" if backend == "interpreted" else backend
     x = grid("cpu", 2, 2)
     for _ in range(3):
+        made = x.to("lazy") @ x.to("lazy")
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            made = x.to("lazy") @ x.to("lazy")
             lazy_backend.mark_step()
         assert_same(made, x @ x)
