@@ -21,6 +21,7 @@ import torch
 from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.variables import torch as torch_variables
 from torch._guards import Source
 
 from lazy_backend.compat.pytorch import let_dynamo_trace
@@ -82,3 +83,7 @@ _guards = (GuardBuilder.TENSOR_SUBCLASS_METADATA_MATCH, Source.get_value)
 let_dynamo_trace(_traces_for_us, frozenset(function.__module__ for function in _guards))
 for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.caching"):
     trace_rules.add(_name)  # or Dynamo would trace the recorder after a graph break
+# PyTorch's functions that are ours since are still constants to Dynamo, which guards autocast
+for _asked in (torch.is_autocast_enabled, torch.get_autocast_dtype):
+    trace_rules.get_torch_obj_rule_map()[_asked] = torch_variables.TorchInGraphFunctionVariable
+    torch_variables.constant_fold_functions[_asked] = None

@@ -1,4 +1,4 @@
-"""An Accelerate loop on the lazy device: lazy_backend's Accelerator in place of accelerate's, and nothing else."""
+"""An Accelerate loop on the lazy device: lazy_backend's Accelerator in place of accelerate's."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Ignite on the lazy device: lazy_backend's trainer and evaluator in place of Ignite's; metrics on the lazy device."""
+"""Ignite on the lazy device: lazy_backend's trainer and evaluator in place of Ignite's; lazy metrics."""
 
 import torch
 from ignite.engine import Engine, Events

@@ -31,6 +31,7 @@ def data() -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
 
 
 if __name__ == "__main__":
-    trainer = lightning.Trainer(accelerator="lazy", precision="bf16-mixed", max_epochs=3, log_every_n_steps=5)
+    options = {"precision": "bf16-mixed", "max_epochs": 3, "log_every_n_steps": 5}
+    trainer = lightning.Trainer(accelerator="lazy", **options)
     trainer.fit(Regression(), data(), data())
     print(lazy_backend.metrics.short_report())

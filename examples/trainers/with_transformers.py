@@ -1,4 +1,4 @@
-"""transformers.Trainer on the lazy device: LazyTrainingArguments in place of TrainingArguments, and nothing else."""
+"""transformers.Trainer on the lazy device: LazyTrainingArguments in place of TrainingArguments."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, set_seed

@@ -366,7 +366,11 @@ def test_rules_of_custom_operators(registered_for: str, block_for: str) -> None:
     assert twice(x, 2).dtype == torch.float32
 
 
-def test_dynamo_traces_what_it_traced() -> None:
+@pytest.mark.parametrize("with_backend", [False, True])
+def test_dynamo_traces_what_it_traced(with_backend: bool) -> None:
+    if with_backend:  # which has Dynamo leave the package's code alone
+        torch.compile(lambda x: x + 1, backend="lazy")(torch.ones(2).to("lazy"))
+
     @torch.compile(backend="eager", fullgraph=True)
     def ask(x: torch.Tensor) -> Any:
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x @ x
