@@ -86,4 +86,4 @@ for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.caching"):
 # PyTorch's functions that are ours since are still constants to Dynamo, which guards autocast
 for _asked in (torch.is_autocast_enabled, torch.get_autocast_dtype):
     trace_rules.get_torch_obj_rule_map()[_asked] = torch_variables.TorchInGraphFunctionVariable
-    torch_variables.constant_fold_functions[_asked] = None
+    torch_variables.constant_fold_functions[_asked] = None  # type: ignore[call-overload]
