@@ -126,7 +126,17 @@ FLAGS: dict[str, Flag] = {
         "while it is recorded. 'record': it is deferred like any other, after inferring what it will give.",
         "LAZY_BACKEND_FIRST_SIGHT",
     ),
-    "num_profiled_runs": Flag(1, _count, "Interpreted runs of a graph before it is compiled."),
+    "num_profiled_runs": Flag(
+        1, _count, "Interpreted runs of a graph before it is compiled; with 0, nothing is asked of its size either."
+    ),
+    "compile_after_operators": Flag(
+        32,
+        _count,
+        "Operators that the runs of a graph have called before it is compiled, each 64 KiB of results counted as "
+        "one more. So a loop's main program is compiled at its second run, and small ones between steps only if they "
+        "run often.",
+        "LAZY_BACKEND_COMPILE_AFTER_OPERATORS",
+    ),
     "max_specializations": Flag(4, _positive, "Compiled plans per graph, for floats that cannot be inputs."),
     "max_static_shapes": Flag(
         1,

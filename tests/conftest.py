@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # and programs that tests start keep out of the user's own cache
     os.environ["LAZY_BACKEND_CACHE_DIR"] = os.path.join(folder.name, "lazy_backend")
     config.add_cleanup(folder.cleanup)
+    # most programs of tests are small, and are to be compiled all the same
+    os.environ["LAZY_BACKEND_COMPILE_AFTER_OPERATORS"] = "0"
     # programs that tests start keep their byte code: without, each compiles the package anew, 0.7 s
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -36,6 +36,7 @@ def reset_state() -> None:
     config.check_graphs = True
     config.first_sight = "record"  # more is deferred; test_first_sight.py runs the tables the other way
     config.compile = "foreground"
+    config.compile_after_operators = 0
     config.cache = False
     config.run_in_background = "always"  # the harder case; a few files run in both
     installation.reset()  # also stops the warning about forgotten steps: many programs leave out mark_step on purpose

@@ -80,7 +80,8 @@ def run_blocks() -> Iterator[RunBlocks]:
 
 def environment() -> dict[str, str]:
     settings = {"LAZY_BACKEND_BACKEND": "eager", "LAZY_BACKEND_COMPILE": "foreground", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **settings}
+    small = lazy_backend.settings.FLAGS["compile_after_operators"]
+    return {**os.environ, **settings, str(small.env): str(small.default)}
 
 
 def blocks(page: Path) -> list[str]:

@@ -13,6 +13,7 @@ from lazy_backend.execution.bindings import bindings_of
 from lazy_backend.execution.rules import per_thread
 from lazy_backend.execution.run import SyncTensorCollection
 from lazy_backend.lowering.artefacts.environment import Environment
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.profiling import ExecutionPlan
@@ -93,5 +94,6 @@ class SyncRecords:
         finally:
             per_thread.record = None
         cursor = collection.cursor
-        note_plan(record, cursor, bound.computation, plan.kind, was_optimized, collection.is_new)
+        kind = PlanKind.INTERPRETED_AS_SMALL if chooser.is_small else plan.kind
+        note_plan(record, cursor, bound.computation, kind, was_optimized, collection.is_new)
         return plan

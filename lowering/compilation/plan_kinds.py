@@ -13,6 +13,7 @@ class PlanKind(Enum):
 
     AS_RECORDED = "as recorded"  # each call ran when it was recorded; there is no plan yet
     INTERPRETED = "interpreted"
+    INTERPRETED_AS_SMALL = "interpreted, as it is small"  # it recurs, and may be compiled if it goes on to
     COMPILED = "compiled"
     COMPILED_FOR_SHAPES = "compiled for many shapes"
 

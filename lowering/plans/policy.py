@@ -49,6 +49,7 @@ class CompilePolicy:
     max_specializations: int
     max_compiled_nodes: int
     background: bool = False
+    compile_after_operators: int = 0  # see Note [Small graphs wait]; not asked if no run is profiled
     store: ArtefactStore | None = None
     expects_hits: bool = False  # whether graphs are likely to be in `store`, and so looked for at once
     strategy: FusionStrategy = FusionStrategy()

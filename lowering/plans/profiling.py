@@ -13,6 +13,14 @@ of a GPT's whole step. To see which programs it is related to, to look for it on
 takes another 8. So where a compile happens in the background, the run for which the graph was made does not ask for
 it; the next ones do, a piece each (`PendingCompile.advance`). Only if the disk is likely to have it, as after
 `lazy_backend.cache.load`, that run looks there at once: to run compiled, it saves more than the search costs.
+
+Note [Small graphs wait]
+Around the steps of a loop lie small programs: gradients set to zero before the first step, the mean of a few losses, a
+metric's update. A compile costs one or two seconds of a core whatever the size, and saves such a run some microseconds,
+so that loops of trainers paid for six compiles where two mattered. So a graph is compiled once its runs have called as
+many operators as `CompilePolicy.compile_after_operators`. Large results count like operators, since fusing saves their
+way through memory. The count is made of the graph alone, not of clocks: what is compiled must not vary between runs of
+one program.
 """
 
 from __future__ import annotations
@@ -60,7 +68,7 @@ class GraphExecutorState:
     """What `get_debug_state` shows."""
 
     runs: int
-    plan: str  # "profiling", "compiling", "optimized" or "fallback"
+    plan: str  # "profiling", "small", "compiling", "optimized" or "fallback"
     compiles: int
     promoted_scalars: int
     specialized_plans: int
@@ -88,6 +96,8 @@ class ProfilingGraphExecutor:
         self._membership: tuple[Family, Member] | None = None
         self._compiler = GraphCompiler(self.stored, report, key)
         self._is_new = True
+        self.is_small = False  # whether the latest run was interpreted for that; see Note [Small graphs wait]
+        self._work: int | None = None  # of one run, once it was needed
         self._declined: NotFunctional | None = None
         self._is_checked = False  # whether `_declined` has been determined
         self._due: tuple[tuple[float, ...], CompilePolicy] | None = None  # see Note [No step pays twice]
@@ -110,7 +120,9 @@ class ProfilingGraphExecutor:
             self.runs += 1
             self._compiler.observe(constants)
             plan: ExecutionPlan | None = None
-            if policy.enabled and self.runs > policy.num_profiled_runs and self.stored.num_nodes:
+            recurs = policy.enabled and self.stored.num_nodes > 0 and self.runs > policy.num_profiled_runs
+            self.is_small = recurs and self._is_small(policy)
+            if recurs and not self.is_small:
                 if self._is_new and _postpones(policy) and compiles_elsewhere(policy.backend, self.stored.device):
                     self._due = tuple(constants), policy
                 else:
@@ -131,6 +143,14 @@ class ProfilingGraphExecutor:
                 if not self.stored.is_set_aside():
                     self._release_when_due()
             return plan
+
+    def _is_small(self, policy: CompilePolicy) -> bool:
+        """Whether the runs so far have called too few operators for a compile. See Note [Small graphs wait]."""
+        if not policy.num_profiled_runs or self.runs * self.stored.num_nodes >= policy.compile_after_operators:
+            return False
+        if self._work is None:
+            self._work = _work_of(self.stored.get())
+        return self.runs * self._work < policy.compile_after_operators
 
     def _compiled(self, constants: Sequence[float], policy: CompilePolicy) -> ExecutionPlan | None:
         if self._declines(policy):
@@ -223,8 +243,8 @@ class ProfilingGraphExecutor:
             family, member = self._membership
             error = family.error() or member.limited
         plan = "optimized" if self.is_optimized() else "fallback" if error else "profiling"
-        if plan == "profiling" and self.is_compiling():
-            plan = "compiling"
+        if plan == "profiling":
+            plan = "compiling" if self.is_compiling() else "small" if self.is_small else plan
         promoted = plans[-1].signature.scalars if plans else ()
         text = None if error is None else str(error)
         released = self.stored.is_set_aside()
@@ -239,12 +259,23 @@ class ProfilingGraphExecutor:
                 family.forget(member)
             self._profiling_plan = self._ready = self._release_at = self._due = None
             self._latest = "profiling"
+            self.is_small = False
             self.runs = 0
 
     def _interpreted(self) -> SerialGraphExecutor:
         if self._profiling_plan is None:
             self._profiling_plan = SerialGraphExecutor(self.stored.get())
         return self._profiling_plan
+
+
+# What an interpreted call costs (10 µs), in bytes that a core writes in that time.
+_BYTES_PER_OPERATOR = 1 << 16
+
+
+def _work_of(graph: Graph) -> int:
+    """The operators of one run, and those that the bytes of their results stand for."""
+    results = {value for node in graph.nodes for value in node.outputs if value is not None}
+    return len(graph.nodes) + sum(value.meta.nbytes for value in results) // _BYTES_PER_OPERATOR
 
 
 def _postpones(policy: CompilePolicy) -> bool:

@@ -425,6 +425,22 @@ def test_more_profiled_runs_can_be_asked_for() -> None:
     assert Runs(scaled()[0]).kinds(*[1.0] * 4, policy=later) == ["interpreted"] * 3 + ["compiled"]
 
 
+def test_a_small_graph_is_compiled_once_its_runs_have_called_enough() -> None:
+    policy = replace(POLICY, compile_after_operators=4)
+    runs = Runs(scaled()[0])  # of one operator
+    assert runs.kinds(*[1.0] * 3, policy=policy) == ["interpreted"] * 3
+    assert runs.executor.get_debug_state().plan == "small"
+    assert runs.kinds(1.0, policy=policy) == ["compiled"]
+    assert Runs(scaled()[0]).kinds(1.0, policy=replace(policy, num_profiled_runs=0)) == ["compiled"]
+
+
+def test_large_results_count_like_operators() -> None:
+    program = Program()
+    made = program.call(aten.neg.default, program.input(torch.ones(1 << 16)))  # 256 KiB
+    policy = replace(POLICY, compile_after_operators=10)
+    assert Runs(program.graph(made)).kinds(1.0, 1.0, policy=policy) == ["interpreted", "compiled"]
+
+
 def test_a_compiler_that_fails_is_asked_once() -> None:
     def broken(module, inputs):
         raise ValueError("no compiler today")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lazy_backend import config
+from lazy_backend.settings import FLAGS
 
 EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples" / "trainers")
 NEEDS = {"transformers": "transformers", "accelerate": "accelerate", "lightning": "lightning", "ignite": "ignite"}
@@ -35,7 +36,8 @@ def as_users_have_it(fresh_state: None, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     _forget_device()
-    with config.patch(first_sight="run", run_in_background="auto"):
+    as_users = {"first_sight": "run", "run_in_background": "auto"}
+    with config.patch(**as_users, compile_after_operators=FLAGS["compile_after_operators"].default):
         yield
     _forget_device()
 

@@ -35,9 +35,15 @@ def fit(accelerator: Any, module: Any = None, resume: str | None = None, **optio
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_losses_are_those_of_eager(precision: str) -> None:
-    with count("GraphCut") as cuts, count("MarkStep") as steps, count("RegionJump") as jumps:
+    with (
+        count("GraphCut") as cuts,
+        count("MarkStep") as steps,
+        count("RegionJump") as jumps,
+        count("Compile") as compiles,
+    ):
         trainer, losses = fit("lazy", precision=precision)
     assert len(losses) == STEPS
+    assert compiles() <= 3
     assert cuts() == 3  # the mean of each validation
     assert jumps() >= STEPS - 5  # the optimizer, though it is given a closure
     assert steps() <= STEPS + 32 + 9  # batches of validation; what is set to zero before an epoch

@@ -107,6 +107,14 @@ def test_losses_are_those_of_eager(make: Callable[[], Any], precision: str) -> N
         assert_close(trained, expected, 2e-3)
 
 
+@pytest.mark.parametrize("make", [gpt, bert, t5])
+def test_evaluation_is_a_program_or_two_of_its_own(make: Callable[[], Any]) -> None:
+    with count("Compile") as compiles:
+        trained = train(make, "lazy", eval_strategy="steps", eval_steps=10)
+    assert compiles() <= 3  # a step, and the first and the further batches of an evaluation, whose losses are collected
+    assert trained == eager(make, eval_strategy="steps", eval_steps=10)
+
+
 def test_evaluation_and_accumulation_cut_nothing() -> None:
     options = {"eval_strategy": "steps", "eval_steps": 10, "gradient_accumulation_steps": 2}
     with count("GraphCut") as cuts, count("RegionJump") as jumps:
