@@ -2,6 +2,15 @@
 
 In: a graph, the values of its constants, and which of them become inputs. Out: an `fx.GraphModule` of aten calls.
 Mutating and view ops are emitted as they are: AOTAutograd functionalises them, and writes inputs back in place.
+
+Note [Strides of decompositions]
+A graph was recorded with eager's strides, and asks for views that these allow. Compilers replace operators by
+decompositions whose results may lie otherwise: that of `cat` in PyTorch 2.13 keeps the strides of its only operand that
+is not empty, where eager's result is contiguous. Then a `view` that was possible is refused, as with the keys of a
+Hugging Face model, which its cache concatenates with nothing; and `as_strided` would read other elements. So a `view`
+is emitted as `reshape`, which is the same view if it is possible. Where the storage is written, a copy would miss the
+write, so that the view stays one and a refusal is the compiler's error. What `as_strided` reads is laid out as
+recorded when it is made: a copy, unless the compiler finds that it lies so.
 """
 
 from __future__ import annotations
@@ -15,7 +24,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.compilation.scalars import emit_promoted
-from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, constants_of, map_arg
+from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, constants_of, extent, map_arg
 from lazy_backend.lowering.ir.optimizers import can_write_out
 from lazy_backend.lowering.ir.rng import seeded_arguments, seeded_op
 from lazy_backend.lowering.ir.shapes import Size
@@ -25,6 +34,7 @@ aten = torch.ops.aten
 # Norms that take an input in float16 or bfloat16 beside weights in float32, and then return statistics in float32.
 _NORMS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default))
 _REDUCED = (torch.float16, torch.bfloat16)
+_VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
 # Operators that put their third operand into the first one, by places.
 _PUTS = frozenset(
     (
@@ -79,6 +89,8 @@ class _FxWriter:
         self.base_dtypes: dict[int, torch.dtype] = {}
         for value in (*graph.inputs, *made):
             self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # a storage's first value is its base
+        self.written = {value.storage for node in graph.nodes for value in node.mutates}
+        self.strided = {node.inputs()[0].storage for node in graph.nodes if node.op is aten.as_strided.default}
         self.signature = signature
         self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
         self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
@@ -112,6 +124,8 @@ class _FxWriter:
         args = tuple(self._read(arg) for arg in node.args)
         kwargs = {name: self._read(arg) for name, arg in node.kwargs}
         op = node.op
+        if op in _VIEWS and not self.signature.numbers and node.inputs()[0].storage not in self.written:
+            op = aten.reshape.default  # see Note [Strides of decompositions]
         if node.seed is not None:
             args, kwargs = (*seeded_arguments(op, args, kwargs), self.seeds, node.seed), {}
             op = seeded_op(op)
@@ -131,9 +145,23 @@ class _FxWriter:
         single = len(node.outputs) == 1 and not node.returns_list
         for place, value in enumerate(node.outputs):
             if value is not None and value not in self.values:
-                self.values[value] = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
+                made = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
                 if is_mixed and value.meta.dtype in _REDUCED:
-                    self.values[value] = self._cast(self.values[value], value.meta.dtype)
+                    made = self._cast(made, value.meta.dtype)
+                self.values[value] = self._laid_out(made, value, node)
+
+    def _laid_out(self, made: fx.Node, value: Value, maker: Node) -> fx.Node:
+        """`made`, which is `value`, laid out as recorded if that matters. See Note [Strides of decompositions]."""
+        is_view = any(operand.storage == value.storage for operand in maker.inputs())  # of what lies as recorded
+        has_gaps = extent(value.meta) != value.meta.numel  # uninitialised then, like what `empty_strided` makes
+        if value.storage not in self.strided or self.signature.numbers or is_view or has_gaps:
+            return made
+        stride = value.meta.stride
+        outermost_first = sorted(range(len(stride)), key=lambda place: stride[place], reverse=True)
+        back = sorted(range(len(stride)), key=lambda place: outermost_first[place])
+        made = self.fx_graph.call_function(aten.permute.default, (made, outermost_first))
+        made = self.fx_graph.call_function(aten.clone.default, (made,), {"memory_format": torch.contiguous_format})
+        return self.fx_graph.call_function(aten.permute.default, (made, back))
 
     def _cast(self, value: Any, dtype: torch.dtype) -> fx.Node:
         return self.fx_graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
@@ -191,7 +219,7 @@ class _FxWriter:
         else:
             for output, result in zip(node.outputs, results, strict=True):
                 assert output is not None
-                self.values[output] = result.node
+                self.values[output] = self._laid_out(result.node, output, node)
 
     def finish(self) -> fx.GraphModule:
         self.fx_graph.output(tuple(self.values[value] for value in self.graph.outputs))

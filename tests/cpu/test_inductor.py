@@ -110,6 +110,31 @@ def test_what_is_made_of_an_overwritten_tensor_keeps_its_own_memory() -> None:
     assert metrics.counter_value("CompileFailed") == 0
 
 
+def laid_out(device: str) -> list[torch.Tensor]:
+    """Views that eager's strides allow, of results that inductor 2.13 by itself lays out otherwise."""
+    odd = torch.arange(128.0).reshape(2, 8, 4, 2).to(device).transpose(1, 2)
+    joined = torch.cat([torch.empty(0, device=device), odd])  # contiguous; as its decomposition has it, as `odd` is
+    permuted = joined.permute(3, 0, 1, 2).clone()
+    scaled = torch.cat([torch.empty(0, device=device), odd * 3]) * 0.5
+    return [
+        (joined.transpose(-2, -1) * 2).view(8, 2, 8),
+        joined.sin().as_strided((3, 5), (7, 2), 3) + 1,
+        permuted.as_strided((3, 5), (7, 2), 3) * 2,
+        scaled.as_strided((2, 64), (64, 1)).cos(),
+    ]
+
+
+def test_views_see_memory_as_it_was_recorded() -> None:
+    expected = laid_out("cpu")
+    for _ in range(3):
+        results = laid_out("lazy")
+        lazy_backend.mark_step()
+        for one, other in zip(results, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other)
+    assert metrics.counter_value("Compile") >= 1
+    assert metrics.counter_value("CompileFailed") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lazy_backend.CompileWarning")
 def test_chains_of_views_equal_eager() -> None:
