@@ -173,8 +173,8 @@ class CapturedModule:
             return None
         known, made, saved = taken
         metrics.increment("RegionJump")
-        if program.written:
-            written = [operands[place] for place in program.written]
+        if program.versioned:
+            written = [operands[place] for place in program.versioned]
             torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
         wrappers = known.jump.wrappers
         results: list[torch.Tensor] = [wrap_with(wrappers[place], made[place]) for place in program.differentiable]

@@ -62,12 +62,14 @@ class Program:
     """How to replay the calls of one signature.
 
     `places`: for each operand, in the order of first use, the number of a tensor argument or a member. `flags`: which
-    operands require gradients. `written`: the operands that a call writes. `name`: identifies the program's jumps.
+    operands require gradients. `written`: the operands that a call writes; `versioned`: those of them whose version
+    counters it raises. `name`: identifies the program's jumps.
     """
 
     places: tuple[int | MemberPlace, ...]
     flags: list[bool]
     written: tuple[int, ...]
+    versioned: tuple[int, ...]
     leaves: tuple[Leaf, ...]
     spec: pytree.TreeSpec | None
     can_run_again: bool = True  # whether what it writes is only written: then it gives the same once more
@@ -124,8 +126,14 @@ def learn_program(
     tokens: list[Token] = []
     leaves = [_leaf(leaf, stretch, arguments, argument_data, tokens) for leaf in result]
     _check_separate(stretch, result, tokens)
-    again = _only_updates(stretch)
-    return Program(tuple(places), flags, tuple(written), tuple(leaves), spec, again), tokens
+    again, raised = _only_updates(stretch), _raised_versions(stretch)
+    versioned = [number for number in written if stretch.operands[number] in raised]
+    return Program(tuple(places), flags, tuple(written), tuple(versioned), tuple(leaves), spec, again), tokens
+
+
+def _raised_versions(stretch: Stretch) -> set[Token]:
+    """What the calls write openly: a batch norm updates its statistics unseen by autograd, which may keep them."""
+    return {stretch.root(token) for call in stretch.calls if call.op is not _BATCH_NORM for token in call.mutates}
 
 
 def _only_updates(stretch: Stretch) -> bool:

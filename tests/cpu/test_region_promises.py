@@ -302,6 +302,27 @@ def test_a_loss_over_one_of_two_heads_at_times(draws: bool) -> None:
     assert jumps() >= 8
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_batch_norm_that_is_called_twice_before_a_backward(retain: bool) -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        torch.manual_seed(0)
+        layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)
+        critic, values = wrap(nn.Sequential(*layers).to(device)), []
+        for number in range(12):
+            critic.zero_grad()
+            real, made = (torch.full((5, 3), number + x).to(device).cumsum(0) for x in (0.5, 1.5))
+            loss = critic(real).sum() - critic(made).square().sum()
+            loss.backward(retain_graph=retain)
+            if retain:
+                loss.backward()
+            values += [loss, *(p.grad.clone() for p in critic.parameters() if p.grad is not None)]
+            values += [b.clone() for b in critic.buffers()]
+            mark_step()
+        return values
+
+    check(program, num_jumps=0 if retain else 30)  # what a retained graph kept is not learned
+
+
 def test_nested_captures_over_many_steps() -> None:
     def program(device: str, wrap: Wrap) -> list[Any]:
         inner = wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device))
