@@ -1,7 +1,7 @@
 """accelerate: `Accelerator` on the lazy device. Tested with accelerate 1.15.
 
 In: this module's `Accelerator` in place of accelerate's. Out: a loop whose steps end by themselves, at each step of an
-optimizer that was prepared, and whose optimizers are replayed.
+optimizer that was prepared, and whose models and optimizers are replayed where that is known to be sound.
 
     from lazy_backend.integrations.accelerate import Accelerator
 
@@ -19,10 +19,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.step_ends import step_ends
-from lazy_backend.integrations.replaying import replay_steps, unwrapped
+from lazy_backend.integrations.replaying import replay_known_parts, replay_steps, unwrapped
 from lazy_backend.integrations.versions import check_version
 
 check_version("accelerate")
@@ -46,7 +48,11 @@ def device_of_accelerate() -> Iterator[None]:
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's `Accelerator`, on the lazy device. `capture`: whether optimizers of PyTorch are replayed."""
+    """accelerate's `Accelerator`, on the lazy device.
+
+    `capture`: whether optimizers of PyTorch are replayed, and models, or parts of them, that are made of modules of
+    PyTorch or transformers.
+    """
 
     def __init__(self, *args: Any, capture: bool = True, **kwargs: Any) -> None:
         self._captures = capture
@@ -59,6 +65,13 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerate is on {self.device} already, as chosen for its first Accelerator or TrainingArguments",
                 "make this Accelerator first, without cpu=True",
             )
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """As in accelerate."""
+        prepared: torch.nn.Module = super().prepare_model(model, *args, **kwargs)
+        if self._captures and prepared is model:  # not one that was compiled
+            replay_known_parts(model)
+        return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As in accelerate; the steps of the optimizer end steps."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lazy_backend.execution.step_ends import step_ends
-from lazy_backend.integrations.replaying import replay_steps
+from lazy_backend.integrations.replaying import replay_known_parts, replay_steps
 from lazy_backend.integrations.versions import check_version
 
 check_version("pytorch-ignite")
@@ -48,8 +48,8 @@ def create_supervised_trainer(
     """Ignite's function of this name, for a model on the lazy device; `kwargs` are its other arguments.
 
     `amp_dtype`: compute the model and the loss under `torch.autocast` with this dtype. `capture`: whether an optimizer
-    of PyTorch is replayed. The engine's output is the loss, unless `output_transform` says otherwise: as a tensor,
-    which is read by whoever logs it.
+    of PyTorch is replayed, and the model, or those parts of it that are made of PyTorch's modules. The engine's output
+    is the loss, unless `output_transform` says otherwise: as a tensor, which is read by whoever logs it.
     """
     kwargs.setdefault("device", "lazy")
     kwargs.setdefault("output_transform", lambda x, y, y_pred, loss: loss.detach())
@@ -57,6 +57,7 @@ def create_supervised_trainer(
     engine = ignite.engine.create_supervised_trainer(model, optimizer, _autocast(loss_fn, amp_dtype), **kwargs)
     step_ends.follow(optimizer)
     if capture:
+        replay_known_parts(model)
         replay_steps(optimizer)
     return engine
 

@@ -19,7 +19,7 @@ import torch
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.step_ends import step_ends
-from lazy_backend.integrations.replaying import replay_steps
+from lazy_backend.integrations.replaying import replay_known_parts, replay_steps
 from lazy_backend.integrations.versions import changed_inside, check_version
 from lazy_backend.tensors.contexts import contexts
 
@@ -85,7 +85,10 @@ class LazyMixedPrecision(MixedPrecision):
 
 
 class LazyStrategy(SingleDeviceStrategy):
-    """One lazy device, whose steps end by themselves. `capture`: whether optimizers of PyTorch are replayed."""
+    """One lazy device, whose steps end by themselves.
+
+    `capture`: whether optimizers of PyTorch are replayed, and parts of the module that are made of PyTorch's modules.
+    """
 
     strategy_name = "lazy"
 
@@ -116,8 +119,10 @@ class LazyStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        for optimizer in self.optimizers if self._captures else ():
-            replay_steps(optimizer)
+        if self._captures:
+            replay_known_parts(self.lightning_module)
+            for optimizer in self.optimizers:
+                replay_steps(optimizer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._is_between_steps:  # such as the sums of an epoch that are set to zero: no part of the next step

@@ -5,8 +5,10 @@ that cannot be replayed run as written, without the warning that a `capture` of 
 
 Note [Captured without being asked]
 A replay checks all that a module or an optimizer is made of, but not other Python values that its code reads, such as a
-global number or Python's own random numbers (docs/limits.md). Optimizers of PyTorch read none; nor do the models of
-transformers, which draw random numbers from PyTorch, or upload them, and both are seen. A class of the user's may.
+global number or Python's own random numbers (docs/limits.md). Optimizers of PyTorch read none; nor do its modules and
+the models of transformers and torchvision, which draw random numbers from PyTorch, or upload them, and both are seen. A
+class of the user's may. So of a user's model the largest parts are captured that are made of known classes alone, such
+as a `Sequential`. A part of few layers is left as it is: to record some calls costs less than to replay them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,15 @@ import torch
 from lazy_backend.regions.module import capture_module
 from lazy_backend.regions.optimizer import capture_optimizer
 
+# Packages of modules whose calls read nothing but their own state and their arguments.
+_KNOWN = ("torch.nn.modules.", "transformers.", "torchvision.models.", "torchvision.ops.")
+
+# Layers, each of one to three calls of operators, from which on replaying costs less than recording.
+_MIN_LAYERS = 4
+_LARGE_LAYERS = (torch.nn.RNNBase, torch.nn.MultiheadAttention)  # dozens of calls each
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # which are not called
+
 
 def replay_steps(optimizer: torch.optim.Optimizer) -> None:
     """Capture `optimizer` if its class is PyTorch's."""
@@ -25,10 +36,45 @@ def replay_steps(optimizer: torch.optim.Optimizer) -> None:
         capture_optimizer(optimizer, warns=False)
 
 
-def replay_calls(module: torch.nn.Module) -> None:
-    """Capture a module whose class is known to read nothing but its own state and arguments."""
-    if module._compiled_call_impl is None:
-        capture_module(module, warns=False)
+def replay_known_parts(module: torch.nn.Module) -> None:
+    """Capture `module` if its class is known, or else its largest parts that are known and worth it."""
+    _Parts().visit(module)
+
+
+class _Parts:
+    """Captures parts of one model, each only once."""
+
+    def __init__(self) -> None:
+        self._is_known: dict[torch.nn.Module, bool] = {}
+
+    def visit(self, module: torch.nn.Module) -> None:
+        if module._compiled_call_impl is not None:
+            return
+        if self._knows(module) and not isinstance(module, _LISTS):
+            if _num_layers(module) >= _MIN_LAYERS:
+                capture_module(module, warns=False)
+            return
+        for part in module.children():
+            self.visit(part)
+
+    def _knows(self, module: torch.nn.Module) -> bool:
+        """Whether all that `module` calls is of known classes, and nothing within was compiled or captured."""
+        known = self._is_known.get(module)
+        if known is None:
+            self._is_known[module] = False  # for a module that contains itself
+            is_alone = _is_known(type(module)) and module._compiled_call_impl is None and "forward" not in vars(module)
+            known = self._is_known[module] = is_alone and all(map(self._knows, module.children()))
+        return known
+
+
+def _is_known(kind: type[torch.nn.Module]) -> bool:
+    return f"{kind.__module__}.".startswith(_KNOWN)
+
+
+def _num_layers(module: torch.nn.Module) -> int:
+    is_layer = [next(part.children(), None) is None for part in module.modules()]
+    is_large = [isinstance(part, _LARGE_LAYERS) for part in module.modules()]
+    return sum(is_layer) + _MIN_LAYERS * sum(is_large)
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -26,7 +26,7 @@ from lazy_backend.capturing import capture
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.integrations.accelerate import device_of_accelerate
-from lazy_backend.integrations.replaying import replay_calls, replay_steps, unwrapped
+from lazy_backend.integrations.replaying import replay_known_parts, replay_steps, unwrapped
 from lazy_backend.integrations.versions import changed_inside, check_version
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.tensor import LazyTensor
@@ -48,8 +48,8 @@ class LazyCallback(TrainerCallback):
         replay_steps(unwrapped(kwargs["optimizer"]))
         if choice == "always":
             capture(kwargs["model"])
-        elif type(kwargs["model"]).__module__.startswith("transformers.models."):
-            replay_calls(kwargs["model"])
+        else:
+            replay_known_parts(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _end_step(args)  # gradients are gone by then: they need not be kept
@@ -81,7 +81,8 @@ class LazyArguments:
         default="auto",
         metadata={
             "help": "Whether the model's and the optimizer's calls are replayed, as by lazy_backend.capture: 'auto' "
-            "captures optimizers of PyTorch and models of transformers, 'always' any model, 'never' nothing.",
+            "captures optimizers of PyTorch, models of transformers and parts made of PyTorch's modules, 'always' any "
+            "model, 'never' nothing.",
             "choices": ["auto", "always", "never"],
         },
     )

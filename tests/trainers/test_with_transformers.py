@@ -131,7 +131,7 @@ def test_a_model_is_trained_without_being_captured() -> None:
     assert trained == eager(bert)
 
 
-def test_a_model_of_the_users_is_captured_when_asked() -> None:
+def test_a_model_of_the_users_is_captured_in_parts_or_when_asked_whole() -> None:
     class Users(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -143,13 +143,11 @@ def test_a_model_of_the_users_is_captured_when_asked() -> None:
     def make() -> tuple[Any, Any]:
         return Users(), bert()[1]
 
-    jumps = {}
     for choice in ("auto", "always"):
-        with count("RegionJump") as counted:
+        with count("RegionJump") as jumps:
             trained = train(make, "lazy", lazy_capture=choice)
-        jumps[choice] = counted()
+        assert jumps() > 2 * STEPS
         assert trained == eager(make)
-    assert jumps["auto"] < STEPS < 2 * STEPS < jumps["always"]  # the optimizer alone, and all
 
 
 def test_generation_in_an_evaluation() -> None:
