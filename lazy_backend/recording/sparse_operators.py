@@ -136,13 +136,17 @@ def _mark_coalesced(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _mm_reduce(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.sparse.mm(a, b, reduce)`: the kernel saves what gradients need only if an operand requires grad."""
+    """`torch.sparse.mm(a, b, reduce)`: the kernel saves what gradients need only if an operand requires grad.
+
+    And only in grad mode, which a run with autocast turns off; autocast has no rule for what the kernel calls.
+    """
     real = args[0]._real
     if not (args[0].requires_grad or args[1].requires_grad):
         return _run(op, args, kwargs)
     real.requires_grad_()
     try:
-        return _run(op, args, kwargs)
+        with torch.autocast("lazy", enabled=False):
+            return _run(op, args, kwargs)
     finally:
         real.requires_grad_(False)
 

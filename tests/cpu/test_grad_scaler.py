@@ -91,6 +91,27 @@ def test_skips_what_eager_skips(name: str, way: str) -> None:
     assert_same(lazy.seen(), eager.seen())
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_hundred_steps(captures: bool) -> None:
+    """Scales grow, overflow float16 by themselves and fall back; what is planted comes on top."""
+    eager, lazy = Training("cpu"), Training("lazy")
+    if captures:
+        lazy_backend.capture(lazy.model)
+        lazy_backend.capture(lazy.optimizer)
+    outcomes = []
+    for training in (lazy, eager):
+        steps = [
+            (training.step(number), training.scaler.scale(torch.ones((), device=training.device)))
+            for number in range(100)
+        ]
+        outcomes.append([torch.stack(values) for values in zip(*steps, strict=True)])
+        if training is lazy:
+            assert not cuts()
+    assert_same(*outcomes)
+    assert_same(lazy.seen(), eager.seen())
+    assert len(outcomes[1][1].unique()) > 4  # scales: they fell more often than by what was planted
+
+
 def test_state_is_right_after_each_step() -> None:
     """`state_dict` settles a step count that went on although the step was skipped."""
     eager, lazy = Training("cpu"), Training("lazy")

@@ -398,12 +398,14 @@ def test_gradients_of_a_product() -> None:
     assert_as_eager(products("lazy"), products("cpu"))
 
 
+@pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
-def test_gradients_of_a_reduced_product(reduce: str) -> None:
+def test_gradients_of_a_reduced_product(reduce: str, casts: bool) -> None:
     results = []
     for device in ("lazy", "cpu"):
         left, right = sparse(device, "csr").requires_grad_(), grid(device, 4, 2).requires_grad_()
-        torch.sparse.mm(left, right, reduce).sum().backward()
+        with torch.autocast(device, torch.bfloat16, enabled=casts):
+            torch.sparse.mm(left, right, reduce).sum().backward()
         assert left.grad is not None
         results.append([left.grad.to_dense(), right.grad])
     assert_as_eager(*results)
