@@ -11,6 +11,8 @@ import pytest
 import torch
 from harness import assert_same, run_python
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import lazy_backend
 
@@ -146,6 +148,41 @@ def test_the_old_file_format_resumes() -> None:
     resumed = Training("lazy", "adam", seed=9)
     resumed.load(torch.load(file, map_location="lazy"))
     assert_same(resumed.run(SAVED_AFTER, STEPS), expected)
+
+
+def parts(training: Training) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves and loads in place."""
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    schedule, random = training.schedule.state_dict(), torch.get_rng_state()
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "random": random}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own: no process group
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw_fused"])
+def test_a_distributed_checkpoint_resumes(optimizer: str, tmp_path: Path) -> None:
+    whole = Training("lazy", optimizer)
+    whole.run(0, SAVED_AFTER)
+    checkpoint.save(parts(whole), checkpoint_id=tmp_path)
+    expected = whole.run(SAVED_AFTER, STEPS)
+    resumed = Training("lazy", optimizer, seed=9)
+    state = parts(resumed)
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    saved_of = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(resumed.model, resumed.optimizer, **saved_of)
+    resumed.schedule.load_state_dict(state["schedule"])
+    torch.set_rng_state(state["random"])
+    assert_same(resumed.run(SAVED_AFTER, STEPS), expected)
+    code = """
+import sys, torch
+from torch.distributed import checkpoint
+state = {"model": {"0.weight": torch.zeros(8, 4)}}
+checkpoint.load(state, checkpoint_id=".")
+print(state["model"]["0.weight"].sum().item(), "lazy_backend" in sys.modules)
+"""
+    saved_weight = Training("lazy", optimizer)
+    saved_weight.run(0, SAVED_AFTER)
+    found = run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert found == f"{saved_weight.model[0].weight.sum().item()} False\n"
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
