@@ -22,7 +22,14 @@ Record = dict[str, Any]
 
 VARIANTS_OF = {"op": OP_VARIANTS, "module": MODULE_VARIANTS, "optim": OPTIM_VARIANTS}
 DATABASE_NAMES = {"op": "op_db", "module": "module_db", "optim": "optim_db"}
-MODES_BESIDE = ("twice", "aot", "inductor")
+# modes other than "interpreted": the head of a column, and a text
+MODES_BESIDE = {
+    "twice": ("twice", "repeated: nothing new is recorded or compiled"),
+    "aot": ("aot", "compiled, `aot_eager`"),
+    "inductor": ("inductor", "compiled, `inductor` (a sample)"),
+    "autocast to bfloat16": ("bfloat16", "autocast to bfloat16"),
+    "autocast to float16": ("float16", "autocast to float16"),
+}
 CUT_VARIANTS = ("forward", "gradients", "in-place", "out")
 # the out variant also tries tensors of the wrong size, which every operator has to resize
 RESIZES = "(it resizes an operand)"
@@ -171,19 +178,14 @@ def _percent(part: int, whole: int) -> str:
 
 def _other_modes(report: Report) -> Table:
     rows = []
-    for mode in MODES_BESIDE:
+    for mode, (_, text) in MODES_BESIDE.items():
         for database in DATABASES:
             entries = [e for e in report.own if e.case.mode == mode and e.case.database == database]
             passed = sum(entry.passed for entry in entries)
             if entries:
-                rows.append([f"{_mode_text(mode)}, {DATABASE_NAMES[database]}", str(len(entries)), str(passed),
+                rows.append([f"{text}, {DATABASE_NAMES[database]}", str(len(entries)), str(passed),
                              _percent(passed, len(entries))])  # fmt: skip
     return Table("Other modes", ["mode", "cases", "pass", "%"], rows)
-
-
-def _mode_text(mode: str) -> str:
-    return {"twice": "repeated: nothing new is recorded or compiled", "aot": "compiled, `aot_eager`",
-            "inductor": "compiled, `inductor` (a sample)"}[mode]  # fmt: skip
 
 
 def _rounding(report: Report) -> str:
@@ -288,7 +290,8 @@ def _escaped(text: str) -> str:
 
 _LEGEND = """\
 `✓` every case passes, `≈` passes within rounding, `✗` does not pass (perhaps for one dtype only), `·` nothing to try.
-`twice`: repeated, nothing new is recorded or compiled. `aot`, `inductor`: compiled."""
+`twice`: repeated, nothing new is recorded or compiled. `aot`, `inductor`: compiled. `bfloat16`,
+`float16`: forward and gradients in a block of `torch.autocast`, as eager in one."""
 
 
 def _per_entry(report: Report) -> str:
@@ -299,7 +302,7 @@ def _per_entry(report: Report) -> str:
             if entry.case.database == database:
                 entries[entry.case.name].append(entry)
         if entries:
-            head = [DATABASE_NAMES[database], *variants, *MODES_BESIDE]
+            head = [DATABASE_NAMES[database], *variants, *(head for head, _ in MODES_BESIDE.values())]
             rows = [[_code(name), *_symbols(found, variants)] for name, found in sorted(entries.items())]
             parts.append(Table(DATABASE_NAMES[database], head, rows).markdown())
     return "\n\n".join(parts)
