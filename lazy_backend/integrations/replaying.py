@@ -38,10 +38,10 @@ def replay_steps(optimizer: torch.optim.Optimizer) -> None:
 
 def replay_known_parts(module: torch.nn.Module) -> None:
     """Capture `module` if its class is known, or else its largest parts that are known and worth it."""
-    _Parts().visit(module)
+    _KnownParts().visit(module)
 
 
-class _Parts:
+class _KnownParts:
     """Captures parts of one model, each only once."""
 
     def __init__(self) -> None:

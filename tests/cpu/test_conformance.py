@@ -18,7 +18,8 @@ PAGE = ROOT / "docs" / "op_support.md"
 # unary, binary, reduction, view, random, linear algebra, list, index, data-dependent shape, factory, module, optimizer
 NAMES = ("exp", "add", "sum", "transpose", "nn.functional.dropout", "linalg.solve", "_foreach_mul", "gather", "nonzero",
          "zeros", "nn.Linear", "SGD: default")  # fmt: skip
-SUBSET = ("--ops", f"^({'|'.join(NAMES)})$", "--modes", "interpreted,twice")
+SUBSET_MODES = "interpreted,twice,autocast to bfloat16,autocast to float16"
+SUBSET = ("--ops", f"^({'|'.join(NAMES)})$", "--modes", SUBSET_MODES)
 
 
 def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,13 @@ from lazy_backend import config
 from lazy_backend.settings import FLAGS
 
 EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples" / "trainers")
-NEEDS = {"transformers": "transformers", "accelerate": "accelerate", "lightning": "lightning", "ignite": "ignite"}
+NEEDS = {
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "ignite": "ignite",
+    "generation": "transformers",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
