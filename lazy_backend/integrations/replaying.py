@@ -7,12 +7,14 @@ Note [Captured without being asked]
 A replay checks all that a module or an optimizer is made of, but not other Python values that its code reads, such as a
 global number or Python's own random numbers (docs/limits.md). Optimizers of PyTorch read none; nor do its modules and
 the models of transformers and torchvision, which draw random numbers from PyTorch, or upload them, and both are seen. A
-class of the user's may. So of a user's model the largest parts are captured that are made of known classes alone, such
-as a `Sequential`. A part of few layers is left as it is: to record some calls costs less than to replay them.
+class of the user's may, and so may an activation or a `forward` that the user gave to a known one. So of a user's
+model the largest parts are captured that are made of known code alone, such as a `Sequential`. A part of few layers is
+left as it is: to record some calls costs less than to replay them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from lazy_backend.regions.optimizer import capture_optimizer
 
 # Packages of modules whose calls read nothing but their own state and their arguments.
 _KNOWN = ("torch.nn.modules.", "transformers.", "torchvision.models.", "torchvision.ops.")
+
+# Where functions that they keep as attributes come from, such as an activation.
+_KNOWN_FUNCTIONS = ("torch.", "transformers.", "torchvision.", "builtins.")
 
 # Layers, each of one to three calls of operators, from which on replaying costs less than recording.
 _MIN_LAYERS = 4
@@ -62,13 +67,24 @@ class _KnownParts:
         known = self._is_known.get(module)
         if known is None:
             self._is_known[module] = False  # for a module that contains itself
-            is_alone = _is_known(type(module)) and module._compiled_call_impl is None and "forward" not in vars(module)
+            is_alone = _comes_from_known(type(module)) and module._compiled_call_impl is None
+            is_alone = is_alone and all(map(_is_inert, vars(module).values()))
             known = self._is_known[module] = is_alone and all(map(self._knows, module.children()))
         return known
 
 
-def _is_known(kind: type[torch.nn.Module]) -> bool:
-    return f"{kind.__module__}.".startswith(_KNOWN)
+def _comes_from_known(definition: Any) -> bool:
+    return f"{definition.__module__}.".startswith(_KNOWN)
+
+
+def _is_inert(value: Any) -> bool:
+    """Whether an attribute's calls, if it can be called, are known: not those of a user's activation or `forward`."""
+    if isinstance(value, functools.partial):
+        value = value.func
+    if not callable(value) or isinstance(value, torch.nn.Module | torch.Tensor):
+        return True
+    named = value if hasattr(value, "__module__") else type(value)
+    return named.__module__ is None or f"{named.__module__}.".startswith(_KNOWN_FUNCTIONS)
 
 
 def _num_layers(module: torch.nn.Module) -> int:

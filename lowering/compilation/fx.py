@@ -9,8 +9,8 @@ decompositions whose results may lie otherwise: that of `cat` in PyTorch 2.13 ke
 is not empty, where eager's result is contiguous. Then a `view` that was possible is refused, as with the keys of a
 Hugging Face model, which its cache concatenates with nothing; and `as_strided` would read other elements. So a `view`
 is emitted as `reshape`, which is the same view if it is possible. Where the storage is written, a copy would miss the
-write, so that the view stays one and a refusal is the compiler's error. What `as_strided` reads is laid out as
-recorded when it is made: a copy, unless the compiler finds that it lies so.
+write, so that the view stays one and a refusal is the compiler's error. What `as_strided` and its like read is laid out
+as recorded when it is made: a copy, unless the compiler finds that it lies so.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ aten = torch.ops.aten
 _NORMS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default))
 _REDUCED = (torch.float16, torch.bfloat16)
 _VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
+# Operators that name places in their first operand's storage.
+_STRIDED = frozenset(
+    (
+        aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default,
+        aten._reshape_alias.default,
+    )
+)  # fmt: skip
 # Operators that put their third operand into the first one, by places.
 _PUTS = frozenset(
     (
@@ -90,7 +97,7 @@ class _FxWriter:
         for value in (*graph.inputs, *made):
             self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # a storage's first value is its base
         self.written = {value.storage for node in graph.nodes for value in node.mutates}
-        self.strided = {node.inputs()[0].storage for node in graph.nodes if node.op is aten.as_strided.default}
+        self.strided = {node.inputs()[0].storage for node in graph.nodes if node.op in _STRIDED}
         self.signature = signature
         self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
         self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
@@ -138,7 +145,7 @@ class _FxWriter:
         if is_mixed:
             # PyTorch 2.13 decomposes the call into one whose statistics have the dtype of its input
             args = (self._cast(args[0], torch.float32), *args[1:])
-        call = self.fx_graph.call_function(op, args, kwargs)
+        call = self._call(op, args, kwargs)
         call.meta["site"] = node.site
         for target, copy in copies.items():
             self.fx_graph.call_function(aten.copy_.default, (target, copy))
@@ -149,6 +156,15 @@ class _FxWriter:
                 if is_mixed and value.meta.dtype in _REDUCED:
                     made = self._cast(made, value.meta.dtype)
                 self.values[value] = self._laid_out(made, value, node)
+
+    def _call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        if op is aten.as_strided_copy.default and not self.signature.numbers:
+            # inductor 2.13 reads other places if the operand is computed in the same kernel
+            window = self.fx_graph.call_function(aten.as_strided.default, args, kwargs)
+            return self.fx_graph.call_function(
+                aten.clone.default, (window,), {"memory_format": torch.contiguous_format}
+            )
+        return self.fx_graph.call_function(op, args, kwargs)
 
     def _laid_out(self, made: fx.Node, value: Value, maker: Node) -> fx.Node:
         """`made`, which is `value`, laid out as recorded if that matters. See Note [Strides of decompositions]."""

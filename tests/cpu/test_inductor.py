@@ -121,6 +121,9 @@ def laid_out(device: str) -> list[torch.Tensor]:
         joined.sin().as_strided((3, 5), (7, 2), 3) + 1,
         permuted.as_strided((3, 5), (7, 2), 3) * 2,
         scaled.as_strided((2, 64), (64, 1)).cos(),
+        torch.as_strided_copy(scaled * 2, (3, 5), (7, 2), 3),
+        torch.as_strided_scatter(scaled.exp(), odd[0, 0, :3, :2], (3, 2), (7, 2), 3),
+        torch.ops.aten._reshape_alias(joined.neg(), [8, 16], [16, 1]),
     ]
 
 

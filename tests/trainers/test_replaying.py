@@ -54,6 +54,12 @@ def test_what_a_user_has_changed_is_not() -> None:
     assert captured(model) == ["parts.2.0", "parts.2.1"]  # the first of them compiled
 
 
+def test_an_activation_of_the_users_may_read_what_nobody_checks() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, activation=lambda x: x)
+    assert captured(layer) == ["self_attn"]
+    assert captured(nn.TransformerEncoderLayer(4, 2, activation=nn.functional.gelu)) == [""]
+
+
 def test_known_kinds_of_modules() -> None:
     torchvision = pytest.importorskip("torchvision")
     assert captured(torchvision.models.resnet18()) == [""]
