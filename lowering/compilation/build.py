@@ -25,7 +25,7 @@ from lazy_backend.lowering.artefacts.artefact import pack
 from lazy_backend.lowering.artefacts.runner_source import NotExpressible, runner_source
 from lazy_backend.lowering.compilation.cpp_units import RUNNER, build_units
 from lazy_backend.lowering.compilation.examples import Examples
-from lazy_backend.lowering.compilation.reads_before_writes import reads_before_writes
+from lazy_backend.lowering.compilation.inductor_defects import without_defects
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -65,7 +65,7 @@ def _compile(module: fx.GraphModule, examples: Examples) -> Any:
     from torch._inductor.standalone_compile import standalone_compile
 
     shapes: Any = "from_tracing_context" if examples.symbols else "from_graph"
-    with torch.no_grad(), examples.tracing(), reads_before_writes():
+    with torch.no_grad(), examples.tracing(), without_defects():
         return standalone_compile(
             module, examples.arguments, dynamic_shapes=shapes, options={}, aot=True, donate_graph_module=True
         )

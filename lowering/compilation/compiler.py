@@ -20,8 +20,8 @@ from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import boxed, load
 from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
-from lazy_backend.lowering.compilation.reads_before_writes import reads_before_writes
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest
 from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.ir.graph import Graph, Node
@@ -194,7 +194,7 @@ def _inductor_here() -> Iterator[None]:
     import torch._inductor.config as inductor_config
 
     threads = torch.get_num_threads() if inductor_config.cpp.threads < 1 else inductor_config.cpp.threads
-    with reads_before_writes(), inductor_config.patch({"cpp.threads": threads}):
+    with without_defects(), inductor_config.patch({"cpp.threads": threads}):
         yield
 
 

@@ -5,11 +5,10 @@ In: a graph. Out: the reason why it must be interpreted, with the user line resp
 Note [Writes that compilers get wrong]
 AOTAutograd has no writes: it replaces a written view by a new value, and inverts the view operators to compute a new
 value for the base (`FunctionalInverses.cpp` of 2.13). This is right only if the inverse loses nothing. The result is
-wrong, without an error, where a view covers an element twice, where the view was made by `expand` (its inverse is a
-sum, which loses the sign of -0.0 even if nothing is repeated), where the view leaves gaps that its inverse fills with
-zeros (`unfold`), where a call reads elements that it also writes in another position, and where `as_strided` is applied
-to a base whose memory layout has changed since a write. Geometry decides these cases exactly, so the checks here
-compare geometries.
+wrong, without an error, where a view covers an element twice, where the view was made by `expand` or `unfold` (their
+inverses are sums, which lose the sign of -0.0 even if nothing is repeated, and that of `unfold` fills gaps with zeros),
+where a call reads elements that it also writes in another position, and where `as_strided` is applied to a base whose
+memory layout has changed since a write. What is not told by the operator is decided by geometry, exactly.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ def _lossy_views(target: Value, makers: dict[Value, Node]) -> Iterator[str]:
         source = next(value for value in maker.inputs() if value.storage == target.storage)
         if maker.op is aten.expand.default:
             yield "a write through expand"
-        if maker.op is aten.unfold.default and target.meta.numel < source.meta.numel:
-            yield "a write through windows with gaps"
+        if maker.op is aten.unfold.default:
+            yield "a write through unfold"
         target = source
 
 

@@ -788,6 +788,12 @@ def unfold_with_gaps(device: str) -> torch.Tensor:
     return x
 
 
+def unfold_negated(device: str) -> torch.Tensor:
+    x = grid(device, 4, 2) * 0
+    x.unfold(0, 2, 2).neg_()
+    return x
+
+
 def expanded_zeroed(device: str) -> torch.Tensor:
     y = grid(device, 1, 3) + 1
     y.expand(2, 3).zero_()
@@ -820,7 +826,8 @@ def strided_after_transposed_write(device: str) -> torch.Tensor:
 
 
 DECLINED = {
-    unfold_with_gaps: "windows with gaps",
+    unfold_with_gaps: "through unfold",
+    unfold_negated: "through unfold",
     expanded_zeroed: "a view that has elements twice",
     row_of_expanded: "a view that has elements twice",
     shifted_in_place: "reads memory that it writes as other elements",

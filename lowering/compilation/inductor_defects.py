@@ -1,7 +1,13 @@
-"""Have inductor read what an operator reads before it writes that operator's result over it.
+"""Have inductor compile right what it gets wrong.
 
 In: a block in which inductor compiles. Within it, inductor runs the pass of `input_copies`, and the functions here
 stand before inductor's own. Internal, checked on 2.13.
+
+Note [Transposed sums into memory]
+Where inductor's C++ vectorises in two dimensions and adds to memory atomically (`index_add`, the backward of an
+embedding), it adds the offset within the tile to the place once for the tile and once more for the vector, and so
+writes past the end of the memory: silently wrong, or a crash later (pytorch/pytorch#191837). `_store_once` leaves the
+first one out.
 
 Note [Reads before writes]
 Inductor gets functional graphs, in which a result never shares memory with an operand, and makes some results in place
@@ -35,12 +41,12 @@ from lazy_backend.lowering.ir.overlap import overlap
 aten = torch.ops.aten
 
 # Whether inductor compiles for us in this thread. What is put in place below does nothing otherwise.
-_is_ours: ContextVar[bool] = ContextVar("reads_before_writes", default=False)
+_is_ours: ContextVar[bool] = ContextVar("without_defects", default=False)
 
 
 @contextlib.contextmanager
-def reads_before_writes() -> Iterator[None]:
-    """See Note [Reads before writes]."""
+def without_defects() -> Iterator[None]:
+    """See Note [Reads before writes] and Note [Transposed sums into memory]."""
     from torch._inductor import config
 
     _put_in_place()
@@ -72,6 +78,7 @@ def _copying_pass() -> Any:
 @functools.cache
 def _put_in_place() -> None:
     from torch._inductor import inductor_prims, lowering, scheduler
+    from torch._inductor.codegen import cpp
 
     # the operators that inductor's passes make of functional ones, and no others, write into memory that is still read
     in_place = (aten.index_put_.default, inductor_prims._unsafe_index_put_, aten.copy_.default)
@@ -79,6 +86,8 @@ def _put_in_place() -> None:
         lowering.lowerings[op] = _lowering_that_reads_first(op, lowering.lowerings[op])
     Scheduler: Any = scheduler.Scheduler
     Scheduler.fusable_weak_dep = _fusable(Scheduler.fusable_weak_dep)
+    TileKernel: Any = cpp.CppTile2DKernel
+    TileKernel.store = _store_once(TileKernel.store)
 
 
 # ----- the lowering
@@ -180,3 +189,21 @@ def _reads_where_it_writes(scheduler: Any, written: str, reader: Any, writer: An
         for read in reads
     )
     return at_its_places and sum(map(bool, reads_by_node)) <= 1
+
+
+# ----- the code of a loop
+
+
+def _store_once(store: Callable[..., None]) -> Callable[..., None]:
+    """See Note [Transposed sums into memory]."""
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppVecKernel
+
+    @functools.wraps(store)
+    def store_once(kernel: Any, name: str, index: Any, value: Any, mode: str | None = None) -> None:
+        is_atomic = mode == "atomic_add" and (config.cpp.dynamic_threads or kernel.num_threads != 1)
+        if not (_is_ours.get() and is_atomic) or kernel.need_vec_transpose(kernel.rename_indexing(index)):
+            return store(kernel, name, index, value, mode)
+        return CppVecKernel.store(kernel, name, index, value, mode)  # its `ops.index_expr` adds the offset
+
+    return store_once
