@@ -57,7 +57,13 @@ from lazy_backend.replay.recorded_call import (
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram
 from lazy_backend.replay.state_guard import Found
 from lazy_backend.settings import config
-from lazy_backend.tensors.bodies import Body, running
+from lazy_backend.tensors.bodies import (
+    MAX_TIMES_LET_THROUGH,
+    Body,
+    are_others_on_their_way,
+    let_others_through,
+    running,
+)
 from lazy_backend.tensors.contexts import context_of, contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -222,7 +228,7 @@ class Captured(Generic[P, R]):
         leaves, spec = _flatten(args, kwargs)
         key, arguments, objects = _describe(leaves, spec)
         context = _context_of(arguments.tensors) or self._home(key, objects)
-        counted = False
+        counted, attempts = False, 0
         while True:  # again if something was recorded or run in between
             context.wait_for_body()
             if context.has_pending():
@@ -234,20 +240,33 @@ class Captured(Generic[P, R]):
                 if not counted:
                     signature.calls += 1
                     counted = True
-                replayed = self._replay_or_record(context, signature, arguments, args, kwargs)
+                attempts += 1
+                may_wait = attempts <= MAX_TIMES_LET_THROUGH
+                replayed = self._replay_or_record(context, signature, arguments, args, kwargs, may_wait)
             if replayed is not None:
                 break
-            # not while the lock is held: see Note [Interruption]
+            # not while the lock is held: see Note [Interruption] and Note [Threads and bodies]
             executor.barrier(context)
+            if are_others_on_their_way():
+                let_others_through()
         result, run = replayed
         if run is not None and not run.in_background:
             run.do()
         return result  # type: ignore[no-any-return]
 
     def _replay_or_record(
-        self, context: DeviceContext, signature: _Signature, arguments: Arguments, args: Any, kwargs: Any
+        self,
+        context: DeviceContext,
+        signature: _Signature,
+        arguments: Arguments,
+        args: Any,
+        kwargs: Any,
+        may_wait: bool,
     ) -> tuple[Any, Async | None] | None:
-        """What a call returns, and the run that the caller must do. None, with nothing done, if a run is under way."""
+        """What a call returns, and the run that the caller must do.
+
+        None, with nothing done, if a run is under way or, if it `may_wait`, other threads are about to take the lock.
+        """
         program = signature.program
         is_due = self._is_due(signature)
         if program is not None and not is_due:
@@ -262,9 +281,21 @@ class Captured(Generic[P, R]):
                 return replayed
         if not context.locker.is_idle():
             return None  # a body runs with the lock held, and would wait for the run under way
-        if program is None and not is_due and signature.failures >= _PATIENCE and signature.calls % _RETRY > 1:
-            return self._run_as_written(context, args, kwargs), None
-        return self._record(context, signature, arguments, args, kwargs, is_due), None
+        is_hopeless = program is None and not is_due and signature.failures >= _PATIENCE
+        with watches.shown_to(None):
+            body = Body(self._name, context.name)
+            try:
+                try:
+                    context.body = body
+                    if may_wait and are_others_on_their_way():
+                        return None
+                    if is_hopeless and signature.calls % _RETRY > 1:
+                        return self._run_as_written(context, body, args, kwargs), None
+                    return self._record(context, body, signature, arguments, args, kwargs, is_due), None
+                finally:
+                    context.body, body.ended = None, True
+            finally:  # once more, see Note [Interruption]
+                context.body, body.ended = None, True
 
     def _is_due(self, signature: _Signature) -> bool:
         """Whether this call is to be compared with what was captured."""
@@ -299,9 +330,7 @@ class Captured(Generic[P, R]):
             found = self._signatures[key] = _Signature(list(map(_reference_to, objects)), context)
         return found
 
-    def _run_as_written(self, context: DeviceContext, args: Any, kwargs: Any) -> Any:
-        with watches.shown_to(Watch(())):
-            body = Body(self._name, context.name)
+    def _run_as_written(self, context: DeviceContext, body: Body, args: Any, kwargs: Any) -> Any:
         leaves, spec = self._run_body(context, body, lambda: flatten_result(self._function(*args, **kwargs)))
         self._sync(context)
         return unflatten_result(leaves, spec)
@@ -311,7 +340,7 @@ class Captured(Generic[P, R]):
         thread = body.thread
         try:
             try:
-                context.body = running[thread] = body
+                running[thread] = body
                 made = executor.rules.call_refusing(self._refuse, function)
             finally:
                 context.body, body.ended = None, True
@@ -331,7 +360,14 @@ class Captured(Generic[P, R]):
     # ----- recording
 
     def _record(
-        self, context: DeviceContext, signature: _Signature, arguments: Arguments, args: Any, kwargs: Any, verify: bool
+        self,
+        context: DeviceContext,
+        body: Body,
+        signature: _Signature,
+        arguments: Arguments,
+        args: Any,
+        kwargs: Any,
+        verify: bool,
     ) -> Any:
         """Run the body as written, and bind its program if it can be replayed from now on."""
         metrics.increment("CaptureRecorded")
@@ -347,7 +383,6 @@ class Captured(Generic[P, R]):
         values = Values(_flatten(args, kwargs)[0])
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
-                body = Body(self._name, context.name)
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
                 leaves, spec = self._run_recorded(recorder, last, context, body, args, kwargs)
             watch.recorder = None

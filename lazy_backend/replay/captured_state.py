@@ -117,14 +117,15 @@ class _Watches:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._watches: dict[int, Watch] = {}
+        self._watches: dict[int, Watch | None] = {}
         self._dispatch: Any = None
         self._hooks: list[RemovableHandle] = []
         self._torch_hooks = TorchHooks(self._recorder)
 
     @contextmanager
-    def shown_to(self, watch: Watch) -> Iterator[None]:
-        """Within the block `watch` sees this thread's modules, optimizers and operands."""
+    def shown_to(self, watch: Watch | None) -> Iterator[None]:
+        """Within the block `watch`, if any, sees this thread's modules, optimizers and operands, and other threads ask
+        for their turn."""
         thread = threading.get_ident()
         try:
             with self._lock:
@@ -133,7 +134,7 @@ class _Watches:
             yield
         finally:
             with self._lock:
-                if self._watches.get(thread) is watch:  # this block may end late, after an interruption
+                if self._watches.get(thread, self) is watch:  # this block may end late, after an interruption
                     del self._watches[thread]
                 if not self._watches:
                     self._remove()

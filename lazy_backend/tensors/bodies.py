@@ -19,6 +19,7 @@ import time
 from types import FrameType
 
 from lazy_backend.errors import CaptureError
+from lazy_backend.errors.sites import is_internal, is_ours
 
 # Seconds that a body may stay in one place while another thread waits: where Python waits for threads, and elsewhere.
 _PATIENCE_IN_WAIT, _PATIENCE = 1.0, 30.0
@@ -27,10 +28,37 @@ _INTERVAL = 0.005
 _WAITING_FILES = frozenset(
     ("threading.py", "queue.py", "selectors.py", "_base.py", "pool.py", os.path.basename(__file__))
 )
+# How often a body lets others take the lock first, each time for an interval: a thread that is still on its way after
+# that is busy with another device.
+MAX_TIMES_LET_THROUGH = 20
+# Where threads of this package wait for work, for a run, or for their turn.
+_BENIGN_FILES = frozenset(("bodies.py", "locks.py", "closures.py"))
 
 
 # By thread: what it runs. Only the thread itself changes its entry.
 running: dict[int, Body] = {}
+
+
+def are_others_on_their_way() -> bool:
+    """Whether another thread runs code of this package, so that it may be about to take a device's lock."""
+    this = threading.get_ident()
+    return any(_runs_ours(frame) for thread, frame in sys._current_frames().items() if thread != this)
+
+
+def _runs_ours(frame: FrameType | None) -> bool:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_ours(file):
+            return os.path.basename(file) not in _BENIGN_FILES
+        if not is_internal(file):
+            return False  # the user's code, which may have been called from ours
+        frame = frame.f_back
+    return False
+
+
+def let_others_through() -> None:
+    """Give threads that are on their way the time to take the locks that this thread does not hold."""
+    time.sleep(_INTERVAL)
 
 
 def note_device(name: str) -> None:
@@ -54,14 +82,13 @@ class Body:
         self.refused: CaptureError | None = None  # what a thread was told that waited for this body
 
     def wait(self) -> None:
-        """Wait until the body has ended; not at all on its own thread. Raises `CaptureError` if it stands still."""
-        if self.thread == threading.get_ident():
-            return
+        """Wait, on another thread, until the body has ended. Raises `CaptureError` if it stands still."""
         place: tuple[int, int] | None = None
         since = time.monotonic()
         while not self.ended:
             frame = sys._current_frames().get(self.thread)
             if frame is None:
+                self.ended = True  # with its thread
                 return
             now = id(frame), frame.f_lasti
             if now != place:

@@ -331,9 +331,8 @@ class DeviceContext:
 
     def wait_for_body(self) -> None:
         """Wait until no other thread runs the body of a captured function here. See Note [Threads and bodies]."""
-        body = self.body
-        if body is not None:
-            body.wait()
+        while (body := self.body) is not None and not body.ended and body.thread != threading.get_ident():
+            body.wait()  # and perhaps for the next one
 
     def hold_idle(self) -> None:
         """Take `lock` while no run is under way, and keep it."""

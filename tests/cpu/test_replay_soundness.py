@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
+import sys
 import threading
 import time
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ from torch import nn
 import lazy_backend
 from lazy_backend import CaptureError, CaptureWarning, capture
 from lazy_backend.replay import captured_state
+from lazy_backend.tensors import bodies
 
 
 @pytest.fixture(autouse=True)
@@ -692,6 +695,43 @@ def test_a_pool_that_the_body_waits_for_is_refused() -> None:
             with pytest.raises(CaptureError, match="a thread uses lazy:0 while the captured function"):
                 f(ones("lazy"))
         assert_same(ones("lazy") + 1, torch.full((3,), 2.0))
+
+
+@pytest.fixture
+def threads_in_quick_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_in_quick_turns")
+def test_threads_of_a_body_that_was_refused_do_not_stop_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_PATIENCE_IN_WAIT", 0.02)
+    for _ in range(40):
+        with ThreadPoolExecutor(2) as pool:
+            f = capture(lambda x, pool=pool: list(pool.map(lambda number: x * number, range(3))))
+            for _ in range(4):
+                with pytest.raises(CaptureError, match="a thread uses lazy:0"):
+                    f(ones("lazy"))
+
+
+def test_threads_of_a_body_that_is_no_longer_recorded_are_refused() -> None:
+    uses_pool = [False]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if uses_pool[0]:
+            return sum(pool.map(lambda number: x * number, range(3)))
+        return x * next(numbers)
+
+    f, numbers = capture(step), itertools.count()
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.warns(CaptureWarning):
+            repeat(lambda: f(ones("lazy")), 20)
+        uses_pool[0] = True
+        for _ in range(2):
+            with pytest.raises(CaptureError, match="a thread uses lazy:0"):
+                f(ones("lazy"))
 
 
 def test_a_thread_that_the_body_joins_is_refused() -> None:
