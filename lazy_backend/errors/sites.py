@@ -53,6 +53,11 @@ def is_ours(file: str) -> bool:
     return file.startswith(_OURS)
 
 
+def is_of_top_layer(file: str) -> bool:
+    """Whether a file is ours, and not of the layers beneath, which know no devices."""
+    return file.startswith(_OURS[0]) and not file.startswith(_OURS[1:])
+
+
 def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     known = _known

@@ -241,8 +241,7 @@ class Captured(Generic[P, R]):
                     signature.calls += 1
                     counted = True
                 attempts += 1
-                may_wait = attempts <= MAX_TIMES_LET_THROUGH
-                replayed = self._replay_or_record(context, signature, arguments, args, kwargs, may_wait)
+                replayed = self._replay_or_record(context, signature, arguments, args, kwargs, attempts)
             if replayed is not None:
                 break
             # not while the lock is held: see Note [Interruption] and Note [Threads and bodies]
@@ -261,11 +260,11 @@ class Captured(Generic[P, R]):
         arguments: Arguments,
         args: Any,
         kwargs: Any,
-        may_wait: bool,
+        attempts: int,
     ) -> tuple[Any, Async | None] | None:
         """What a call returns, and the run that the caller must do.
 
-        None, with nothing done, if a run is under way or, if it `may_wait`, other threads are about to take the lock.
+        None, with nothing done, if a run is under way or other threads are about to take the lock.
         """
         program = signature.program
         is_due = self._is_due(signature)
@@ -274,7 +273,7 @@ class Captured(Generic[P, R]):
             try:
                 replayed = program.run(arguments)
             except Stale as reason:
-                signature.stale += 1
+                signature.stale += attempts == 1
                 signature.reason = str(reason)
             else:
                 signature.stale = 0
@@ -287,7 +286,7 @@ class Captured(Generic[P, R]):
             try:
                 try:
                     context.body = body
-                    if may_wait and are_others_on_their_way():
+                    if attempts <= MAX_TIMES_LET_THROUGH and are_others_on_their_way():
                         return None
                     if is_hopeless and signature.calls % _RETRY > 1:
                         return self._run_as_written(context, body, args, kwargs), None

@@ -19,7 +19,7 @@ import time
 from types import FrameType
 
 from lazy_backend.errors import CaptureError
-from lazy_backend.errors.sites import is_internal, is_ours
+from lazy_backend.errors.sites import is_internal, is_of_top_layer
 
 # Seconds that a body may stay in one place while another thread waits: where Python waits for threads, and elsewhere.
 _PATIENCE_IN_WAIT, _PATIENCE = 1.0, 30.0
@@ -28,9 +28,10 @@ _INTERVAL = 0.005
 _WAITING_FILES = frozenset(
     ("threading.py", "queue.py", "selectors.py", "_base.py", "pool.py", os.path.basename(__file__))
 )
-# How often a body lets others take the lock first, each time for an interval: a thread that is still on its way after
-# that is busy with another device.
+# How often a body lets others take the lock first, and for how many seconds each time: a thread that is on its way even
+# then computes all the time.
 MAX_TIMES_LET_THROUGH = 20
+_INTERVAL_TO_PASS = 0.0005
 # Where threads of this package wait for work, for a run, or for their turn.
 _BENIGN_FILES = frozenset(("bodies.py", "locks.py", "closures.py"))
 
@@ -40,15 +41,15 @@ running: dict[int, Body] = {}
 
 
 def are_others_on_their_way() -> bool:
-    """Whether another thread runs code of this package, so that it may be about to take a device's lock."""
+    """Whether another thread may be about to take a device's lock: it runs code of the layer that does."""
     this = threading.get_ident()
-    return any(_runs_ours(frame) for thread, frame in sys._current_frames().items() if thread != this)
+    return any(_may_take_lock(frame) for thread, frame in sys._current_frames().items() if thread != this)
 
 
-def _runs_ours(frame: FrameType | None) -> bool:
+def _may_take_lock(frame: FrameType | None) -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_ours(file):
+        if is_of_top_layer(file):
             return os.path.basename(file) not in _BENIGN_FILES
         if not is_internal(file):
             return False  # the user's code, which may have been called from ours
@@ -58,7 +59,7 @@ def _runs_ours(frame: FrameType | None) -> bool:
 
 def let_others_through() -> None:
     """Give threads that are on their way the time to take the locks that this thread does not hold."""
-    time.sleep(_INTERVAL)
+    time.sleep(_INTERVAL_TO_PASS)
 
 
 def note_device(name: str) -> None:
