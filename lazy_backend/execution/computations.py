@@ -24,7 +24,7 @@ from lazy_backend.lowering.ir.graph import Graph, check_graph
 from lazy_backend.lowering.ir.program import Call, Cut, Token
 from lazy_backend.lowering.ir.shapes import skeleton
 from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation, make_key
-from lazy_backend.lowering.plans.families import Family
+from lazy_backend.lowering.plans.families import Family, Form
 from lazy_backend.lowering.plans.policy import ArtefactStore, CompilePolicy, FusionStrategy
 from lazy_backend.lowering.plans.specialise import CompileReport
 from lazy_backend.settings import config
@@ -99,12 +99,22 @@ class Computations:
     def __init__(self, report: Callable[[CompileReport], None]) -> None:
         self.cache: ComputationCache[Computation] = ComputationCache(_cache_size)
         self._families: BoundedTable[Hashable, Family] = BoundedTable(_cache_size)
+        self._forms: BoundedTable[int, Form] = BoundedTable(_cache_size)
         self._report = report
 
     def clear(self) -> None:
         """Forget every computation, and the families of those that differ only in shapes."""
         self.cache.clear()
         self._families.clear()
+        self._forms.clear()
+
+    def note_path(self, cursor: TrieNode[Call | Cut]) -> None:
+        """Count a path that ends for the first time. See Note [Programs of many shapes]."""
+        self._form_of(cursor).num_paths += 1
+
+    def _form_of(self, cursor: TrieNode[Call | Cut]) -> Form:
+        # a hash: two programs that share one would only be compiled in another order
+        return self._forms.get_or_add(hash(tuple([id(getattr(call, "op", None)) for call in cursor.path()])), Form)
 
     def describe(self) -> list[dict[str, Any]]:
         """The cached computations for a report: name, size and what `get_debug_state` shows. Rebuilds no graph."""
@@ -178,8 +188,11 @@ class Computations:
         data = self.run_post_order(collection.context, indices, collection.cursor)
         computation = self.lookup_cached_compile(data, settings)
         bound = CachedComputation(computation, data.parameters, data.constants, data.seeds)
-        if first is not None:
+        if first is None:
+            self.note_path(collection.cursor)
+        else:
             computation.executor.note_run([first.constants[i] for i in bound.constants])
+        computation.executor.form = self._form_of(collection.cursor)
         is_known = first is not None or computation.executor.runs > 0
         collection.is_new = not is_known
         metrics.increment("CachedCompile" if is_known else "UncachedCompile")

@@ -329,6 +329,7 @@ class LazyGraphExecutor:
         is_known = bindings.has(collection.indices, settings)
         if not is_known:
             bindings.bind(collection.indices, settings, FirstRun(tuple(trace.constants)))
+            self.computations.note_path(cursor)
         context.registry.register_all(collection.storages)
         context.new_trace()
         context.paths.take(cursor)

@@ -2,6 +2,12 @@
 
 In: graphs that recur. Out: `Family`, which decides whether a graph gets a plan of its own or the symbolic one.
 See Note [Shapes are checked, not assumed].
+
+Note [Programs of many shapes]
+The first shape of a program that recurs gets a plan of its own, since most programs have one shape. Of a program that
+was seen with several shapes, each once, as when text is generated token by token, that plan would hardly be used. So
+its first shapes wait a few runs for another one to recur, and are then served by one plan together (`Form`). Floats
+that differ between the shapes, such as a length in a formula, are inputs of that plan from the start.
 """
 
 from __future__ import annotations
@@ -22,6 +28,10 @@ from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
 
 # Samples from which a guess is made. The oldest are kept, since every guess has to hold for the first shapes too.
 _MAX_SAMPLES = 16
+
+# Shapes of a program from which on it is one of many shapes, and runs that a shape of it waits for others to recur.
+_MANY = 3
+_PATIENCE = 4
 
 # Shapes that the compiler's guards on symbols refuse (a batch of one, say) and that get plans of their own.
 _MAX_REFUSED = 4
@@ -47,6 +57,15 @@ class SizedPlan:
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
     ) -> list[torch.Tensor]:
         return self.plan.execute(inputs, constants, seeds, self.sizes)
+
+
+class Form:
+    """What is known of all paths that call the same operators in the same order, whatever the shapes."""
+
+    __slots__ = ("num_paths",)
+
+    def __init__(self) -> None:
+        self.num_paths = 0
 
 
 class Member:
@@ -77,20 +96,28 @@ class Family:
         self._statics = 0
         self._refused = 0
         self._guesses = 0
+        self._constants: tuple[float, ...] | None = None  # of the member that was asked for first
         self._changed: set[int] = set()
         self._sizes: Sizes | None = None
         self._compiler: GraphCompiler | None = None
         self._lock = threading.RLock()
 
     def plan_for(
-        self, member: Member, constants: Sequence[float], changed: Set[int], policy: CompilePolicy
+        self,
+        member: Member,
+        constants: Sequence[float],
+        changed: Set[int],
+        policy: CompilePolicy,
+        form: Form | None = None,
+        runs: int = 0,
     ) -> SizedPlan | None:
         """The symbolic plan for a member that recurs, if that plan is valid for it. May make the member static.
 
-        `changed`: constants that were seen to change in this member.
+        `changed`: constants that were seen to change in this member. `form`, `runs`: the member's form, and its runs so
+        far; see Note [Programs of many shapes].
         """
         with self._lock:
-            self._changed |= changed
+            self._note_changes(constants, changed)
             if member.is_static:
                 return None
             if not member.is_sample and len(self._samples) < _MAX_SAMPLES:
@@ -99,11 +126,21 @@ class Family:
             if not member.is_counted:
                 member.is_counted = True
                 self._shapes += 1
-            if self._statics < policy.strategy.static:
+            waits = form is not None and form.num_paths >= _MANY
+            waits = waits and (runs <= _PATIENCE or self._bind(member) is not None)
+            if self._statics < policy.strategy.static and not waits:
                 self._statics += 1
                 member.is_static = True
                 return None
             return self._symbolic(member, constants, policy)
+
+    def _note_changes(self, constants: Sequence[float], changed: Set[int]) -> None:
+        if self._constants is None:
+            self._constants = tuple(constants)
+        elif self._constants is not constants:
+            pairs = zip(self._constants, constants, strict=True)
+            self._changed.update(place for place, (first, now) in enumerate(pairs) if first != now)
+        self._changed |= changed
 
     def _symbolic(self, member: Member, constants: Sequence[float], policy: CompilePolicy) -> SizedPlan | None:
         values = self._bind(member)
@@ -166,8 +203,8 @@ class Family:
 
     def _limit(self, member: Member, policy: CompilePolicy, setting: str) -> None:
         """Note why a member has no plan, and report it once per program."""
-        if member.limited is not None:
-            return
+        if member.limited is not None or self._statics < policy.strategy.static:
+            return  # told already, or soon to have a plan of its own
         member.limited = TooManyShapes(_describe_limits(member, self._shapes, policy.strategy, setting))
         if not self._told:
             self._told = True

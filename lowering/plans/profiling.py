@@ -43,7 +43,7 @@ from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.functional import NotFunctional, why_not_functional
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.portable import StoredGraph
-from lazy_backend.lowering.plans.families import Family, Member
+from lazy_backend.lowering.plans.families import Family, Form, Member
 from lazy_backend.lowering.plans.pending_compile import compiles_elsewhere
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
@@ -94,6 +94,7 @@ class ProfilingGraphExecutor:
         # family and member are found only when the graph recurs: until then no plan is shared
         self._find_family = find_family
         self._membership: tuple[Family, Member] | None = None
+        self.form: Form | None = None  # of the paths that lead to this graph
         self._compiler = GraphCompiler(self.stored, report, key)
         self._is_new = True
         self.is_small = False  # whether the latest run was interpreted for that; see Note [Small graphs wait]
@@ -160,7 +161,7 @@ class ProfilingGraphExecutor:
         if self._membership is None:
             return self._compiler.plan_for(constants, policy)
         family, member = self._membership
-        shared = family.plan_for(member, constants, self._compiler.changed, policy)
+        shared = family.plan_for(member, constants, self._compiler.changed, policy, self.form, self.runs)
         if shared is None and member.is_static:
             return self._compiler.plan_for(constants, policy)
         return shared

@@ -45,16 +45,54 @@ def shuffled(sizes: Sequence[int], times: int) -> list[int]:
     return order
 
 
-def test_many_sizes_compile_twice() -> None:
-    """Once for the size that recurs first, once for all."""
+def many_views(device: str, x: torch.Tensor) -> torch.Tensor:
+    x = x.to(device)
+    return (x.reshape(-1) * x.shape[0]).cumsum(0)[: x.shape[0] + 1] + x.T.contiguous().sum()
 
+
+def test_sizes_after_the_first_compile_once_for_all() -> None:
+    with count("Compile") as compiles:
+        each(many_views, batches([5] * 4))
+        assert compiles() == 1
+        each(many_views, batches(shuffled(range(2, 12), 4)))
+    assert compiles() == 2
+
+
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_many_sizes_from_the_start_compile_once(first_sight: str) -> None:
+    """As in generating text token by token, again and again."""
+    config.first_sight = first_sight
+    with count("Compile") as compiles:
+        for _ in range(8):
+            each(many_views, batches(range(2, 12)))
+    assert compiles() == 1
+
+
+def test_one_of_many_sizes_that_recurs_alone_is_compiled() -> None:
+    with count("Compile") as compiles:
+        each(many_views, batches(range(2, 12)))
+        each(many_views, batches([5] * 8))
+        assert compiles() == 1
+        each(many_views, batches(shuffled(range(2, 12), 4)))
+    assert compiles() == 2
+
+
+def test_one_of_many_sizes_that_no_guess_fits_is_compiled() -> None:
+    config.max_dynamic_shapes = 0
+    with count("Compile") as compiles, pytest.warns(CompileWarning, match="came back with"):
+        for _ in range(8):
+            each(many_views, batches([3, 5, 9, 6]))
+    assert compiles() == 1
+
+
+def test_a_float_that_follows_the_size_costs_no_compile() -> None:
     def step(device: str, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(device)
-        return (x.reshape(-1) * x.shape[0]).cumsum(0)[: x.shape[0] + 1] + x.T.contiguous().sum()
+        return x.to(device).sum(0) / x.shape[0] ** 1.5
 
     with count("Compile") as compiles:
-        each(step, batches(shuffled(range(2, 12), 4)))
-    assert compiles() == 2
+        for _ in range(4):
+            each(step, batches(range(2, 12)))
+    assert compiles() == 1
 
 
 def test_a_size_of_one_is_right() -> None:
