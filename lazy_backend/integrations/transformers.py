@@ -6,12 +6,6 @@ of the optimizer, and read values at logging steps only.
     from lazy_backend.integrations.transformers import LazyTrainingArguments
 
     Trainer(model, LazyTrainingArguments("run", bf16=True, max_steps=1000), train_dataset=rows).train()
-
-Note [What the import changes in transformers]
-Its models look into attention masks, to leave out those that mask nothing, unless they are being traced
-(`utils.import_utils.is_tracing`). A lazy tensor counts as traced there: each look would cut the graph. The mask is
-then part of the graph, as under `torch.compile`. No public name lets a tensor say so, so `is_fake_tensor`, which has no
-other caller, is replaced (internal, checked on 5.23).
 """
 
 from __future__ import annotations
@@ -27,15 +21,17 @@ from lazy_backend.errors import LazyBackendError
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.integrations.accelerate import device_of_accelerate
 from lazy_backend.integrations.replaying import replay_known_parts, replay_steps, unwrapped
-from lazy_backend.integrations.versions import changed_inside, check_version
+from lazy_backend.integrations.versions import check_version
 from lazy_backend.tensors.contexts import contexts
-from lazy_backend.tensors.tensor import LazyTensor
 
 check_version("transformers")
 
 from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
 from transformers import trainer as trainer_module
-from transformers.utils import import_utils
+
+from lazy_backend.integrations import attention_masks
+
+attention_masks.leave_in_graph()
 
 
 class LazyCallback(TrainerCallback):
@@ -129,18 +125,3 @@ class LazyTrainingArguments(LazyArguments, TrainingArguments):
 @dataclass
 class LazySeq2SeqTrainingArguments(LazyArguments, Seq2SeqTrainingArguments):
     """`Seq2SeqTrainingArguments` of a training on the lazy device."""
-
-
-def _count_as_traced() -> None:
-    """See Note [What the import changes in transformers]."""
-    original = getattr(import_utils, "is_fake_tensor", None)
-    if original is None:
-        raise changed_inside("transformers", "utils.import_utils.is_fake_tensor")
-
-    def is_fake_tensor(x: Any) -> bool:
-        return isinstance(x, LazyTensor) or original(x)
-
-    import_utils.is_fake_tensor = is_fake_tensor
-
-
-_count_as_traced()

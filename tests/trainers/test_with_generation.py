@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from harness import count
+
+from lazy_backend import LazyBackendError
+from lazy_backend.integrations.decoding import ServedDecoder, serve_decoder
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -63,3 +68,61 @@ def test_tokens_and_compiles(make: Callable[[], Any], way: str, sizes: list[tupl
         assert compiles() <= 3  # the prompt, a token more, and with beams the first reordering of the caches
     finally:
         make().to("cpu")
+
+
+# ----- serving the step of a decoder
+
+
+def generate_served(decoder: ServedDecoder, model: Any, prompt: torch.Tensor, length: int) -> torch.Tensor:
+    cache, made = decoder.new_cache(), [prompt]
+    with torch.no_grad():
+        logits = model(prompt, past_key_values=cache).logits[:, -1]
+    for _ in range(length):
+        logits[:, model.config.eos_token_id] = -torch.inf  # as `min_new_tokens` does
+        made.append(logits.argmax(-1, keepdim=True))
+        logits = decoder(made[-1], cache)
+    return torch.cat(made, 1)
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_a_served_decoder_generates_the_same_tokens_from_many_threads(make: Callable[[], Any]) -> None:
+    model = make()
+    decoder = serve_decoder(model, batch_size=2, max_cache_len=32)
+    expected = [generate(model, "cpu", prompt, 10, "greedy") for prompt in (5, 7, 9, 11)]
+    prompts = [tokens[:, :size] for tokens, size in zip(expected, (5, 7, 9, 11), strict=True)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: generate_served(decoder, model, prompt, 10), prompts))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_weights_of_a_served_decoder_are_swapped() -> None:
+    other = copy.deepcopy(llama())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    decoder = serve_decoder(llama(), batch_size=1, max_cache_len=8)
+    tokens = torch.tensor([[3]])
+    torch.testing.assert_close(decoder(tokens, decoder.new_cache()), llama()(tokens).logits[:, -1].detach())
+    decoder.swap_weights(other)
+    torch.testing.assert_close(decoder(tokens, decoder.new_cache()), other(tokens).logits[:, -1].detach())
+
+
+def test_a_decoder_takes_several_tokens_at_once_and_says_when_its_cache_is_full() -> None:
+    decoder = serve_decoder(llama(), batch_size=1, max_cache_len=8, num_tokens=3)
+    cache, tokens = decoder.new_cache(), torch.tensor([[3, 4, 5, 6, 7, 8]])
+    decoder(tokens[:, :3], cache)
+    expected = llama()(tokens).logits[:, -1].detach()
+    torch.testing.assert_close(decoder(tokens[:, 3:], cache), expected)
+    with pytest.raises(LazyBackendError, match="the cache has 6 of 8 tokens, and 3 more were given"):
+        decoder(tokens[:, :3], cache)
+    with pytest.raises(ValueError, match="input"):
+        decoder(tokens[:, :1], decoder.new_cache())
+
+
+def test_sliding_windows_are_refused() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=4))
+    with pytest.raises(LazyBackendError, match="has StaticSlidingWindowLayer"):
+        serve_decoder(model, batch_size=1, max_cache_len=8)
