@@ -109,8 +109,9 @@ class Computations:
         self._forms.clear()
 
     def note_path(self, cursor: TrieNode[Call | Cut]) -> None:
-        """Count a path that ends for the first time. See Note [Programs of many shapes]."""
-        self._form_of(cursor).num_paths += 1
+        """Count a path before it is bound, if it never was. See Note [Programs of many shapes]."""
+        if not bindings_of(cursor):
+            self._form_of(cursor).num_paths += 1
 
     def _form_of(self, cursor: TrieNode[Call | Cut]) -> Form:
         # a hash: two programs that share one would only be compiled in another order

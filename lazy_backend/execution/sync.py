@@ -328,8 +328,8 @@ class LazyGraphExecutor:
         bindings = bindings_of(cursor)
         is_known = bindings.has(collection.indices, settings)
         if not is_known:
-            bindings.bind(collection.indices, settings, FirstRun(tuple(trace.constants)))
             self.computations.note_path(cursor)
+            bindings.bind(collection.indices, settings, FirstRun(tuple(trace.constants)))
         context.registry.register_all(collection.storages)
         context.new_trace()
         context.paths.take(cursor)

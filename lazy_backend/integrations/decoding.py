@@ -78,8 +78,11 @@ def serve_decoder(
 
     `num_tokens`: tokens of each row in a call. `num_threads`: threads that work on one call. Raises `LazyBackendError`
     for models whose cache is not one of plain static layers, such as those with sliding windows, and for
-    encoder-decoders; otherwise what `lazy_backend.serve` raises.
+    encoder-decoders, and for a model in training mode; otherwise what `lazy_backend.serve` raises.
     """
+    if model.training:
+        name = type(model).__name__
+        raise LazyBackendError(f"{name} is in training mode\n  at {user_site()}\n  call model.eval() first")
     cache = transformers.cache_utils.StaticCache(config=model.config, max_cache_len=max_cache_len)
     kinds = {type(layer) for layer in cache.layers}
     if model.config.is_encoder_decoder or kinds != {transformers.cache_utils.StaticLayer}:
@@ -93,7 +96,7 @@ def serve_decoder(
     with torch.no_grad():  # the sizes of the cache are known only after a call
         model(tokens.to(model.device), past_key_values=cache)
     example = _cache_from([(_empty(k), _empty(v), _empty(n)) for k, v, n in _state_of(cache)], cache)
-    served = serve(_Step(model, example).eval(), (tokens, _state_of(example)), num_threads=num_threads)
+    served = serve(_Step(model, example), (tokens, _state_of(example)), num_threads=num_threads)
     return ServedDecoder(served, example)
 
 

@@ -95,14 +95,15 @@ def test_a_served_decoder_generates_the_same_tokens_from_many_threads(make: Call
     assert all(map(torch.equal, found, expected))
 
 
-def test_weights_of_a_served_decoder_are_swapped() -> None:
-    other = copy.deepcopy(llama())
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_weights_of_a_served_decoder_are_swapped(make: Callable[[], Any]) -> None:
+    model, other = make(), copy.deepcopy(make())
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    decoder = serve_decoder(llama(), batch_size=1, max_cache_len=8)
+    decoder = serve_decoder(model, batch_size=1, max_cache_len=8)
     tokens = torch.tensor([[3]])
-    torch.testing.assert_close(decoder(tokens, decoder.new_cache()), llama()(tokens).logits[:, -1].detach())
+    torch.testing.assert_close(decoder(tokens, decoder.new_cache()), model(tokens).logits[:, -1].detach())
     decoder.swap_weights(other)
     torch.testing.assert_close(decoder(tokens, decoder.new_cache()), other(tokens).logits[:, -1].detach())
 
@@ -119,10 +120,16 @@ def test_a_decoder_takes_several_tokens_at_once_and_says_when_its_cache_is_full(
         decoder(tokens[:, :1], decoder.new_cache())
 
 
+def test_a_decoder_in_training_mode_is_refused() -> None:
+    model = copy.deepcopy(llama()).train()
+    with pytest.raises(LazyBackendError, match=r"is in training mode(?s:.*)call model.eval\(\) first"):
+        serve_decoder(model, batch_size=1, max_cache_len=8)
+
+
 def test_sliding_windows_are_refused() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=4))
+    model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=4)).eval()
     with pytest.raises(LazyBackendError, match="has StaticSlidingWindowLayer"):
         serve_decoder(model, batch_size=1, max_cache_len=8)
