@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.compilation.scalars import emit_promoted
+from lazy_backend.lowering.ir.functional import are_pieces
 from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, constants_of, extent, map_arg
 from lazy_backend.lowering.ir.optimizers import can_write_out
 from lazy_backend.lowering.ir.rng import seeded_arguments, seeded_op
@@ -145,7 +146,7 @@ class _FxWriter:
         if is_mixed:
             # PyTorch 2.13 decomposes the call into one whose statistics have the dtype of its input
             args = (self._cast(args[0], torch.float32), *args[1:])
-        call = self._call(op, args, kwargs)
+        call = self._split(node, *args) if self._is_written_split(node) else self._call(op, args, kwargs)
         call.meta["site"] = node.site
         for target, copy in copies.items():
             self.fx_graph.call_function(aten.copy_.default, (target, copy))
@@ -156,6 +157,20 @@ class _FxWriter:
                 if is_mixed and value.meta.dtype in _REDUCED:
                     made = self._cast(made, value.meta.dtype)
                 self.values[value] = self._laid_out(made, value, node)
+
+    def _is_written_split(self, node: Node) -> bool:
+        """Whether `unfold` splits memory that is written. See Note [Writes that compilers get wrong]."""
+        if node.op is not aten.unfold.default or self.signature.numbers:
+            return False
+        (source,), (windows,) = node.inputs(), node.outputs
+        assert windows is not None
+        return source.storage in self.written and are_pieces(source.meta, windows.meta)
+
+    def _split(self, node: Node, source: fx.Node, dim: int, size: Any, step: Any) -> fx.Node:
+        """`unfold` as views whose inverses lose nothing."""
+        place = dim % len(node.inputs()[0].meta.shape)
+        pieces = self.fx_graph.call_function(aten.unflatten.int, (source, place, [-1, size]))
+        return self.fx_graph.call_function(aten.movedim.int, (pieces, place + 1, -1))
 
     def _call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         if op is aten.as_strided_copy.default and not self.signature.numbers:

@@ -5,10 +5,11 @@ In: a graph. Out: the reason why it must be interpreted, with the user line resp
 Note [Writes that compilers get wrong]
 AOTAutograd has no writes: it replaces a written view by a new value, and inverts the view operators to compute a new
 value for the base (`FunctionalInverses.cpp` of 2.13). This is right only if the inverse loses nothing. The result is
-wrong, without an error, where a view covers an element twice, where the view was made by `expand` or `unfold` (their
-inverses are sums, which lose the sign of -0.0 even if nothing is repeated, and that of `unfold` fills gaps with zeros),
-where a call reads elements that it also writes in another position, and where `as_strided` is applied to a base whose
-memory layout has changed since a write. What is not told by the operator is decided by geometry, exactly.
+wrong, without an error, where a view covers an element twice, where the view was made by `expand` (its inverse is a
+sum, which loses the sign of -0.0 even if nothing is repeated), where the view leaves gaps that its inverse fills with
+zeros (`unfold`), where a call reads elements that it also writes in another position, and where `as_strided` is applied
+to a base whose memory layout has changed since a write. Geometry decides these cases exactly, so the checks here
+compare geometries. The inverse of `unfold` is a sum as well: where its windows are pieces, they are lowered as such.
 """
 
 from __future__ import annotations
@@ -94,9 +95,15 @@ def _lossy_views(target: Value, makers: dict[Value, Node]) -> Iterator[str]:
         source = next(value for value in maker.inputs() if value.storage == target.storage)
         if maker.op is aten.expand.default:
             yield "a write through expand"
-        if maker.op is aten.unfold.default:
-            yield "a write through unfold"
+        if maker.op is aten.unfold.default and not are_pieces(source.meta, target.meta):
+            yield "a write through windows with gaps"
         target = source
+
+
+def are_pieces(source: TensorMeta, windows: TensorMeta) -> bool:
+    """Whether the windows that `unfold` made of `source` are side by side and cover it, so that it could be split."""
+    is_covered = 0 < windows.numel == source.numel and len(source.shape) > 0
+    return is_covered and not overlaps_itself(windows)
 
 
 # Pointwise operators that lack the `pointwise` tag in 2.13.

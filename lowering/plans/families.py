@@ -117,9 +117,10 @@ class Family:
         far; see Note [Programs of many shapes].
         """
         with self._lock:
-            self._note_changes(constants, changed)
+            self._changed |= changed
             if member.is_static:
                 return None
+            self._note_constants(tuple(constants))
             if not member.is_sample and len(self._samples) < _MAX_SAMPLES:
                 member.is_sample = True
                 self._samples.append(member.numbers)
@@ -134,13 +135,13 @@ class Family:
                 return None
             return self._symbolic(member, constants, policy)
 
-    def _note_changes(self, constants: Sequence[float], changed: Set[int]) -> None:
+    def _note_constants(self, constants: tuple[float, ...]) -> None:
+        """Note which constants differ between members."""
         if self._constants is None:
-            self._constants = tuple(constants)
-        elif self._constants is not constants:
+            self._constants = constants
+        elif self._constants != constants:
             pairs = zip(self._constants, constants, strict=True)
             self._changed.update(place for place, (first, now) in enumerate(pairs) if first != now)
-        self._changed |= changed
 
     def _symbolic(self, member: Member, constants: Sequence[float], policy: CompilePolicy) -> SizedPlan | None:
         values = self._bind(member)

@@ -788,9 +788,9 @@ def unfold_with_gaps(device: str) -> torch.Tensor:
     return x
 
 
-def unfold_negated(device: str) -> torch.Tensor:
-    x = grid(device, 4, 2) * 0
-    x.unfold(0, 2, 2).neg_()
+def unfold_with_a_gap_and_an_overlap(device: str) -> torch.Tensor:
+    x = grid(device, 6, 2) * 1
+    x.unfold(0, 3, 2).zero_()  # as many elements as x has
     return x
 
 
@@ -826,8 +826,8 @@ def strided_after_transposed_write(device: str) -> torch.Tensor:
 
 
 DECLINED = {
-    unfold_with_gaps: "through unfold",
-    unfold_negated: "through unfold",
+    unfold_with_gaps: "windows with gaps",
+    unfold_with_a_gap_and_an_overlap: "a view that has elements twice",
     expanded_zeroed: "a view that has elements twice",
     row_of_expanded: "a view that has elements twice",
     shifted_in_place: "reads memory that it writes as other elements",
@@ -856,6 +856,25 @@ def test_a_write_that_compilers_get_wrong_is_interpreted(declined) -> None:
     assert metrics.counter_value("Compile") == 0
     assert "declined" in str(lazy_backend.explain())
     assert DECLINED[declined] in str(lazy_backend.explain())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_writes_into_pieces_keep_the_sign_of_zero(backend: str) -> None:
+    config.backend = backend
+
+    def program(device: str) -> list[torch.Tensor]:
+        x, y, z, w = (grid(device, 4, 6) * 0 for _ in range(4))
+        x.unfold(0, 2, 2).neg_()
+        y.t()[:, 1:].unfold(-1, 3, 3).neg_()
+        z.unfold(1, 1, 1)[:, 2:].neg_()
+        w.unfold(1, 6, 4).neg_()
+        return [x, y, z, w, x.unfold(1, 2, 1) * 1]
+
+    expected = program("cpu")
+    for _ in range(3):
+        assert_same(program("lazy"), expected)
+    assert metrics.counter_value("Compile") == 1
+    assert metrics.counter_value("CompileDeclined") == 0
 
 
 def test_a_write_that_compilers_get_wrong_runs_as_it_is_with_the_eager_backend() -> None:
