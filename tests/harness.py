@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import run_fork
 
 import lazy_backend
 from lazy_backend import metrics
@@ -169,7 +170,7 @@ def live_tensors() -> int:
 
 
 def run_python(code: str, cwd: Path, **environment: str) -> str:
-    """Run `code` in a process of its own; returns what it printed. Fails with its error output."""
+    """Run `code` in a new Python process; returns what it printed. Fails with its error output."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
@@ -178,5 +179,12 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
         text=True,
         timeout=120,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_program(code: str, cwd: Path, **environment: str) -> str:
+    """As `run_python`, 3 s of a core faster: PyTorch is imported already, so tests of imports cannot use it."""
+    done = run_fork(code, cwd, {**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout
