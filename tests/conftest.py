@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     # most programs of tests are small, and are to be compiled all the same
     os.environ["LAZY_BACKEND_COMPILE_AFTER_OPERATORS"] = "0"
+    # a program that crashes has no traceback, so those that tests start print where they were
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     # programs that tests start keep their byte code: without, each compiles the package anew, 0.7 s
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
