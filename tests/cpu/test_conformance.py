@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_python
+from forks import run_fork
+from harness import run_program
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
@@ -23,9 +24,8 @@ SUBSET = ("--ops", f"^({'|'.join(NAMES)})$", "--modes", SUBSET_MODES)
 
 
 def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOLS / "conformance.py"), *arguments], capture_output=True, text=True, timeout=300
-    )
+    tool = TOOLS / "conformance.py"
+    return run_fork(tool.read_text(), Path.cwd(), dict(os.environ), tool, arguments, timeout=300)
 
 
 def records(path: Path) -> dict[str, dict[str, Any]]:
@@ -41,6 +41,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def resumed(results: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """What the finished run prints when it is resumed, and the page that it writes. Its results stay as they are."""
+    before, page = results.read_text(), tmp_path_factory.mktemp("page") / "support.md"
+    done = conformance(*SUBSET, "--results", str(results), "--resume", "--write", str(page))
+    assert results.read_text() == before
+    return done, page
+
+
 def test_the_subset_agrees_with_eager(results: Path) -> None:
     found = records(results)
     assert len(found) > 50
@@ -52,17 +61,14 @@ def test_data_dependent_shapes_are_told(results: Path) -> None:
     assert any("its output depends on values" in cause for cause in cuts)
 
 
-def test_a_finished_run_is_not_repeated(results: Path) -> None:
-    before = results.read_text()
-    done = conformance(*SUBSET, "--results", str(results), "--resume")
-    assert done.returncode == 0
-    assert results.read_text() == before
+def test_a_finished_run_is_not_repeated(resumed: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, _ = resumed
+    assert done.returncode == 0, done.stderr
     assert "op_db, gradients" in done.stdout
 
 
-def test_the_document_has_a_line_per_entry(results: Path, tmp_path: Path) -> None:
-    page = tmp_path / "support.md"
-    conformance(*SUBSET, "--results", str(results), "--resume", "--write", str(page))
+def test_the_document_has_a_line_per_entry(resumed: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, page = resumed
     assert page.read_text().startswith("<!-- Generated")
     assert "| `nn.functional.dropout` | ✓ |" in page.read_text()
 
@@ -80,9 +86,10 @@ def symbols(page: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def test_a_sample_of_the_published_page_is_as_measured_now(results: Path, tmp_path: Path) -> None:
-    page = tmp_path / "support.md"
-    conformance(*SUBSET, "--results", str(results), "--resume", "--write", str(page))
+def test_a_sample_of_the_published_page_is_as_measured_now(
+    resumed: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    _, page = resumed
     published = symbols(PAGE)
     for name, measured in symbols(page).items():
         not_tried = {"aot", "inductor"}
@@ -109,7 +116,7 @@ def test_a_misspelt_case_is_explained() -> None:
 
 
 def test_differences_are_noticed() -> None:
-    run_python(
+    run_program(
         """
 import torch
 from conformance_checks import same_bits
@@ -124,7 +131,7 @@ assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]))
 
 
 def test_a_program_that_does_something_else_is_noticed() -> None:
-    run_python(
+    run_program(
         """
 import torch
 from conformance_checks import Mismatch, Tolerance, _check_program
