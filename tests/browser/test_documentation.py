@@ -15,16 +15,29 @@ CLIPPED = """[...document.querySelectorAll('.md-content pre code, .md-content im
     .map((one) => one.textContent.trim().slice(0, 80))"""
 
 
-@pytest.mark.parametrize("width", [1280, 1920])
-def test_code_is_shown_whole(browser: Any, site: Path, width: int) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 1000})
+WIDTHS = 1280, 1920
+
+
+@pytest.fixture(scope="module")
+def clipped(browser: Any, site: Path) -> dict[int, dict[str, list[str]]]:
+    """What is cut off at each width of the window, by page. Most of the time goes into loading pages: each once."""
+    context = browser.new_context()
     page = context.new_page()
-    clipped = {}
+    found: dict[int, dict[str, list[str]]] = {width: {} for width in WIDTHS}
     for file in sorted(site.glob("*.html")):
+        page.set_viewport_size({"width": WIDTHS[0], "height": 1000})
         page.goto(file.as_uri())
-        clipped[file.name] = page.evaluate(CLIPPED)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 1000})
+            found[width][file.name] = page.evaluate(CLIPPED)
     context.close()
-    assert {name: found for name, found in clipped.items() if found} == {}
+    return found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_code_is_shown_whole(clipped: dict[int, dict[str, list[str]]], width: int) -> None:
+    assert clipped[width]
+    assert {name: found for name, found in clipped[width].items() if found} == {}
 
 
 def test_the_start_page_has_a_picture(browser: Any, site: Path) -> None:
