@@ -6,16 +6,15 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_fork
 
 import lazy_backend.settings
 
@@ -31,51 +30,22 @@ BLOCK = re.compile(
     flags=re.M | re.S,
 )
 
-# Importing torch takes 2 s of a core, and its first use 2 more, so one process imports all of that, and forks one more
-# for each page.
-FORKS = """
-import json, os, sys
-import torch, torch._dynamo
-for line in sys.stdin:
-    page, folder, *lines = json.loads(line)
-    if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    os.chdir(folder)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+# Runs blocks of a page as a program of its own, in one namespace, each at its own line so that a traceback names it.
+BLOCKS = """
+def run(page, spans):
     source = open(page).read().split("\\n")
-    names = {"__name__": "__main__"}
-    for first, last, indent in (map(int, span.split(":")) for span in lines):
+    for first, last, indent in (map(int, span.split(":")) for span in spans):
         block = [line[indent:] for line in source[first:last]]
-        # at its own line, so that a traceback names the page's
         exec(compile("\\n" * first + "\\n".join(block), page, "exec"), names)
-    break
+
+names = {{"__name__": "__main__"}}
+run({page!r}, {spans})
 """
 
-# Runs blocks of a page in a process of its own, in one namespace, without a compiler: page, blocks, folder.
-RunBlocks = Callable[[Path, list[str], Path], None]
 
-
-@pytest.fixture(scope="module")
-def run_blocks() -> Iterator[RunBlocks]:
-    command = [sys.executable, "-c", FORKS]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as forks:
-        to_forks, from_forks = forks.stdin, forks.stdout
-        assert to_forks is not None
-        assert from_forks is not None
-
-        def run(page: Path, spans: list[str], folder: Path) -> None:
-            print(json.dumps([str(page), str(folder), *spans]), file=to_forks, flush=True)
-            assert from_forks.readline() == "0\n", (folder / "log").read_text()
-
-        yield run
-        to_forks.close()
-    assert forks.returncode == 0
+def run_blocks(page: Path, spans: list[str], folder: Path) -> None:
+    done = run_fork(BLOCKS.format(page=str(page), spans=spans), folder, environment(), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def environment() -> dict[str, str]:
@@ -96,12 +66,12 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page)], ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run_from_top_to_bottom(run_blocks: RunBlocks, page: Path, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     run_blocks(page, blocks(page), tmp_path)
 
 
 @pytest.mark.parametrize("span", blocks(PAGES[0]))
-def test_a_block_of_the_readme_runs_by_itself(run_blocks: RunBlocks, span: str, tmp_path: Path) -> None:
+def test_a_block_of_the_readme_runs_by_itself(span: str, tmp_path: Path) -> None:
     run_blocks(PAGES[0], [span], tmp_path)
 
 
@@ -122,7 +92,7 @@ x = 2
 """
 
 
-def test_a_block_that_fails_is_told_by_its_line(run_blocks: RunBlocks, tmp_path: Path) -> None:
+def test_a_block_that_fails_is_told_by_its_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     with pytest.raises(AssertionError, match=r'page.md", line 13(?s:.*)ZeroDivisionError'):
@@ -140,7 +110,7 @@ RECIPES = [
 @pytest.mark.parametrize(
     ("page", "match"), RECIPES, ids=[f"{page.name}: {match['how']} {match['reason']}" for page, match in RECIPES]
 )
-def test_a_recipe_runs_by_itself(run_blocks: RunBlocks, page: Path, match: re.Match[str], tmp_path: Path) -> None:
+def test_a_recipe_runs_by_itself(page: Path, match: re.Match[str], tmp_path: Path) -> None:
     if match["how"] == "torchrun":
         script = tmp_path / "script.py"
         script.write_text(match["code"])
