@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from forks import run_fork
 from lock_order import FOLDERS, SIGNALS, module_name
 
 from lazy_backend.tensors import locks
@@ -52,8 +51,7 @@ def test_every_lock_is_in_the_note() -> None:
 def test_programs_keep_to_the_order(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LAZY_BACKEND_CACHE_DIR": str(tmp_path)}
     program = Path(__file__).with_name("lock_order.py")
-    command = [sys.executable, "-W", "ignore", str(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_fork(program.read_text(), tmp_path, environment, program, timeout=300)
     assert done.returncode == 0, done.stderr
     edges = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("edge ")]
     assert len(edges) > 10

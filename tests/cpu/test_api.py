@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import count, run_python
+from harness import count, run_program
 
 import lazy_backend
 from lazy_backend import computation, config, debug, ir_cache, metrics
@@ -82,7 +82,7 @@ def closure(): raise RuntimeError("nobody asked")
 lazy_backend.add_step_closure(closure, run_async=True)
 lazy_backend.mark_step()
 """
-    out = run_python(code, tmp_path)
+    out = run_program(code, tmp_path)
     assert "an asynchronous step closure failed" in out
     assert "nobody asked" in out
 
@@ -281,7 +281,7 @@ lazy_backend.config.compile = "foreground"
 lazy_backend.config.backend = "eager"
 print(lazy_backend.computation.get_graph_hash([torch.ones(3, device="lazy").sum()]))
 """
-    assert run_python(code, tmp_path).split() == [computation.get_graph_hash([total()])]
+    assert run_program(code, tmp_path).split() == [computation.get_graph_hash([total()])]
 
 
 def test_a_graph_hash_takes_lazy_tensors() -> None:
@@ -346,7 +346,7 @@ torch._lazy.mark_step()
 torch._lazy.wait_device_ops()
 print(lazy_backend.metrics.counter_value("MarkStep"))
 """
-    assert run_python(code, tmp_path) == "1\n"
+    assert run_program(code, tmp_path) == "1\n"
 
 
 # ----- which plan runs: the seed's words

@@ -1,4 +1,4 @@
-"""Functional collectives in a group of one process, interpreted and compiled, in a process of their own."""
+"""Functional collectives in a group of one process, interpreted and compiled, in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_python
+from harness import run_program
 
 _PROGRAM = """
 import torch
@@ -52,4 +52,4 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("backend", ["interpreted", "aot_eager"])
 @pytest.mark.parametrize("first_sight", ["run", "record"])
 def test_functional_collectives_equal_eager(first_sight: str, backend: str, tmp_path: Path) -> None:
-    run_python(_PROGRAM.format(path=tmp_path, first_sight=first_sight, backend=backend), tmp_path)
+    run_program(_PROGRAM.format(path=tmp_path, first_sight=first_sight, backend=backend), tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import grid, run_python
+from harness import grid, run_program
 from torch import nn
 
 import lazy_backend
@@ -49,7 +49,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = tmp_path_factory.mktemp("ladder")
     for level in range(5):
         log = str(folder / f"{level}-%p.log")
-        assert run_python(PROGRAM, folder, **SETTINGS, LAZY_DEBUG=str(level), LAZY_DEBUG_FILE=log)
+        assert run_program(PROGRAM, folder, **SETTINGS, LAZY_DEBUG=str(level), LAZY_DEBUG_FILE=log)
     written = {level: [*folder.glob(f"{level}-*.log")] for level in range(5)}
     assert all(not file.name.endswith("%p.log") for files in written.values() for file in files)
     return {level: "".join(file.read_text() for file in files) for level, files in written.items()}

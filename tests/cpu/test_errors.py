@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import assert_same, count, grid, run_python
+from harness import assert_same, count, grid, run_program
 
 import lazy_backend
 from lazy_backend import (
@@ -398,7 +398,7 @@ bad.register_fake(lambda x: torch.empty_like(x))
 y = bad(torch.ones(2, device="lazy"))
 lazy_backend.mark_step()
 """
-    out = run_python(code, tmp_path, LAZY_BACKEND_FIRST_SIGHT="record")
+    out = run_program(code, tmp_path, LAZY_BACKEND_FIRST_SIGHT="record")
     assert "the last run on lazy:0 failed" in out
     assert "out of luck" in out
 

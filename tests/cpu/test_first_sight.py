@@ -30,7 +30,7 @@ from harness import (
     eager,
     grid,
     live_tensors,
-    run_python,
+    run_program,
 )  # fmt: skip
 from random_programs import RandomProgram, random_program
 from test_custom_ops import ALIASED, RECORDED, RUN_AT_ONCE, positive
@@ -939,7 +939,7 @@ def test_common_operators_are_looked_up_when_the_first_device_is_made(tmp_path: 
         torch.trace(x)
         assert len(operators._traits) == known + 1
     """
-    run_python(textwrap.dedent(program), tmp_path)
+    run_program(textwrap.dedent(program), tmp_path)
 
 
 @pytest.mark.parametrize("operands", [2, 20])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import grid, run_python
+from harness import grid, run_program
 from torch import nn
 
 import lazy_backend
@@ -176,4 +176,4 @@ with warnings.catch_warnings(record=True) as told:
         optimizer.step()
 print(len(told), told[0].category.__name__)
 """
-    assert run_python(code, tmp_path) == "1 GraphCutWarning\n"
+    assert run_program(code, tmp_path) == "1 GraphCutWarning\n"

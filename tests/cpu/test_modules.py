@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import assert_same, count, grid, run_python
+from harness import assert_same, count, grid, run_program
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -528,11 +528,11 @@ def test_a_lazy_file_loads_where_the_package_is_missing(tmp_path: Path) -> None:
         "import sys, torch; state = torch.load('state.pt', map_location='cpu'); "
         "assert 'lazy_backend' not in sys.modules; print(state['scale'].item(), type(state['scale']).__name__)"
     )
-    assert run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "2.0 Tensor\n"
+    assert run_program(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "2.0 Tensor\n"
 
 
 def test_a_cpu_file_of_another_process_loads_on_the_device(tmp_path: Path) -> None:
-    run_python("import torch; torch.save(torch.arange(3.0), 'x.pt')", tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    run_program("import torch; torch.save(torch.arange(3.0), 'x.pt')", tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert_same(torch.load(tmp_path / "x.pt", map_location="lazy"), torch.arange(3.0))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_python
+from harness import run_program
 from torch import nn
 
 import lazy_backend
@@ -289,7 +289,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_log_of_a_killed_process(tmp_path: Path) -> None:
     environment = {"LAZY_BACKEND_LOG": "run.jsonl", "LAZY_BACKEND_COMPILE": "off"}
     with pytest.raises(AssertionError):
-        run_python(KILLED, tmp_path, **environment)
+        run_program(KILLED, tmp_path, **environment)
     assert main([str(tmp_path / "run.jsonl")]) == 0
     data = data_of(tmp_path / "run.html")
     assert data["summary"]["steps"] == 7

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, run_python
+from harness import assert_same, run_program
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -181,7 +181,7 @@ print(state["model"]["0.weight"].sum().item(), "lazy_backend" in sys.modules)
 """
     saved_weight = Training("lazy", optimizer)
     saved_weight.run(0, SAVED_AFTER)
-    found = run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    found = run_program(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert found == f"{saved_weight.model[0].weight.sum().item()} False\n"
 
 
@@ -200,4 +200,4 @@ others, other_spec = torch.utils._pytree.tree_flatten(expected)
 same = [torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(leaves, others, strict=True)]
 print(spec == other_spec, all(same), len(same) > 30, "lazy_backend" in sys.modules)
 """
-    assert run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "True True True False\n"
+    assert run_program(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "True True True False\n"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import run_fork
 from harness import grid
 from torch import nn
 from torch.nn import functional
@@ -259,9 +258,7 @@ def test_debugging_shows_everything(tmp_path: Path) -> None:
 def output_of(code: str, tmp_path: Path, **environment: str) -> str:
     script = tmp_path / "train.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
+    done = run_fork(code, tmp_path, {**os.environ, **environment}, script)
     assert done.returncode == 1
     return done.stderr
 
