@@ -10,7 +10,6 @@ import inspect
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import assert_same, count, reset_state, run_python
+from forks import TORCH, Fork
+from harness import assert_same, count, reset_state, run_program
 from torch import nn
 from torch.nn import functional as F
 
@@ -171,7 +171,7 @@ counters = lazy_backend.metrics.counters()
 print(state, counters.get("DiskCacheHit"), counters.get("Compile"), counters.get("DiskCacheWrite"))
 print([name for name in ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd") if name in sys.modules])
 """
-    out = run_python(code, cache_dir.parent, LAZY_BACKEND_CACHE_DIR=str(cache_dir)).splitlines()
+    out = run_program(code, cache_dir.parent, TORCH, LAZY_BACKEND_CACHE_DIR=str(cache_dir)).splitlines()
     assert out == ["optimized 1 None None", "[]"]
 
 
@@ -306,7 +306,7 @@ loop.run(1)
 counters = lazy_backend.metrics.counters()
 print(counters["Compile"], counters["DiskCacheWrite"], counters.get("DiskCacheError"), "filelock" in sys.modules)
 """
-    assert run_python(code, tmp_path, LAZY_BACKEND_CACHE_DIR=str(folder)) == "1 1 None False\n"
+    assert run_program(code, tmp_path, TORCH, LAZY_BACKEND_CACHE_DIR=str(folder)) == "1 1 None False\n"
     assert len(list(folder.rglob("*.entry"))) == 1
 
 
@@ -518,7 +518,7 @@ assert found == Loop("cpu").run(6), found
 print(warning.category.__name__, warning.message)
 """
     environment = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "none")}
-    out = run_python(code, tmp_path, LAZY_BACKEND_CACHE="0", **environment)
+    out = run_program(code, tmp_path, TORCH, LAZY_BACKEND_CACHE="0", **environment)
     assert out.startswith("CompileWarning a graph of ")
     assert "No working C++ compiler found" in out
 
@@ -538,7 +538,7 @@ loop.run(3)
 print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
 """
     environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    assert run_python(code, folder, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
+    assert run_program(code, folder, TORCH, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
 
 
 def test_a_cpp_compiler_that_is_killed_is_started_again(tmp_path: Path) -> None:
@@ -571,7 +571,7 @@ assert all(abs(a - b) < 1e-4 for a, b in zip(found, Loop("cpu").run(6)))
     caches = tmp_path / "inductor"
     environment = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"} if switched_by == "a variable" else {}
     environment |= {"LAZY_BACKEND_CACHE": "0", "TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    assert run_python(code, tmp_path, **environment) == "['optimized']\n"
+    assert run_program(code, tmp_path, TORCH, **environment) == "['optimized']\n"
     assert not [file for file in caches.rglob("*") if file.is_file()]
 
 
@@ -611,25 +611,17 @@ def sleep():
 """
 
 
-def start_compiling(then: str, cwd: Path) -> tuple[subprocess.Popen[str], int]:
+def start_compiling(then: str, cwd: Path) -> tuple[Fork, int]:
     """A process that begins a compile and goes on with `then`; and the id of its compiler. Its files are in `cwd`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMPILING + textwrap.dedent(then)],
-        cwd=cwd,
-        env={**os.environ, "LAZY_BACKEND_CACHE": "0", "TMPDIR": str(cwd)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    environment = {**os.environ, "LAZY_BACKEND_CACHE": "0", "TMPDIR": str(cwd)}
+    process = Fork(COMPILING + textwrap.dedent(then), cwd, environment, imports=TORCH)
     started.append(process)
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1]
     return process, int(line)
 
 
-started: list[subprocess.Popen[str]] = []
+started: list[Fork] = []
 
 
 @pytest.fixture(autouse=True)
@@ -653,7 +645,6 @@ def is_empty_within(folder: Path, seconds: float) -> bool:
 @pytest.mark.parametrize("delay", [0.0, pytest.param(5.0, marks=pytest.mark.slow)])
 def test_leaving_while_compiling_is_quick_and_silent(delay: float, tmp_path: Path) -> None:
     process, compiler = start_compiling(f"time.sleep({delay}); print('leaving', flush=True)", tmp_path)
-    assert process.stdout is not None
     assert process.stdout.readline() == "leaving\n"
     start = time.monotonic()
     assert process.communicate(timeout=60) == ("", "")
@@ -699,7 +690,6 @@ def test_who_survives_ctrl_c_still_gets_what_was_being_compiled(delay: float, tm
     print({{s.plan for s in lazy_backend.computation.get_debug_states().values()}})
     """
     process, _ = start_compiling(then, tmp_path)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
@@ -711,14 +701,14 @@ def test_what_was_left_by_killed_processes_is_cleared_by_the_next(tmp_path: Path
     process, compiler = start_compiling("sleep()", tmp_path)
     time.sleep(1)
     os.kill(compiler, signal.SIGSTOP)  # so that it does not clear up itself
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     os.killpg(compiler, signal.SIGKILL)
     process.communicate()
     assert gone_within(compiler, 5)
     (left,) = tmp_path.iterdir()
     process, compiler = start_compiling("sleep()", tmp_path)
     assert not left.exists()
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     process.communicate()
     assert is_empty_within(tmp_path, 5)
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, run_python
+from forks import TORCH
+from harness import assert_same, run_program
 from interruption import Interrupted, Place, interrupt, places_of, raise_interrupted
 from torch import nn
 
@@ -535,7 +536,7 @@ sys.stderr = sys.stdout
 keeper = Keeper()
 print("done")
 """
-    assert run_python(code, tmp_path).startswith("done\n")  # and the process is not aborted
+    assert run_program(code, tmp_path, TORCH).startswith("done\n")  # and the process is not aborted
 
 
 @pytest.mark.timeout(120)
@@ -572,4 +573,4 @@ for thread in threads:
     thread.join()
 print(set(codes), (x + 1).tolist())
 """
-    assert run_python(code, tmp_path) == "{0} [1.0, 2.0, 3.0]\n"
+    assert run_program(code, tmp_path, TORCH) == "{0} [1.0, 2.0, 3.0]\n"
