@@ -214,15 +214,6 @@ def test_a_learning_rate_that_changes_compiles_at_most_twice() -> None:
     assert 1 <= metrics.counter_value("Compile") <= 2
 
 
-def test_waiting_for_compiles_ends_in_time() -> None:
-    for _ in range(ENOUGH):
-        other_graph(3)
-    start = time.monotonic()
-    assert not lazy_backend.wait_for_compiles(timeout=0.05)
-    assert time.monotonic() - start < 5
-    assert state().plan == "compiling"
-
-
 def test_no_step_makes_a_graph_and_asks_for_its_compile() -> None:
     loop = Loop()
     asked = []
@@ -244,19 +235,6 @@ def test_waiting_for_compiles_asks_for_what_is_due() -> None:
     assert (state().plan, metrics.counter_value("Compile")) == ("optimized", 1)
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-def test_what_is_due_is_not_asked_for_once_compiling_is_switched_off(steps: int) -> None:
-    loop = Loop()
-    loop.run(steps)
-    config.compile = "off"
-    assert lazy_backend.wait_for_compiles(timeout=0.0)
-    assert worker._jobs == {}
-    config.compile = "background"
-    loop.run(1)
-    assert not lazy_backend.wait_for_compiles(timeout=0.0)
-    assert worker._jobs
-
-
 def test_nothing_to_wait_for() -> None:
     assert lazy_backend.wait_for_compiles(timeout=0.0)
 
@@ -270,20 +248,6 @@ def test_two_graphs_are_compiled_one_after_the_other() -> None:
     assert plans == ["optimized"] * 2
     for depth in (5, 6):
         torch.testing.assert_close(other_graph(depth).cpu(), waves("cpu", depth))
-
-
-def test_an_idle_compiler_is_ended_and_the_next_compile_starts_another() -> None:
-    config.compiler_idle_seconds = 0.1
-    for depth in (10, 11):
-        for _ in range(ENOUGH):
-            other_graph(depth)
-        process = next(processes_until_compiled())
-        assert lazy_backend.wait_for_compiles(LONG)
-        assert gone_within(process, 10)
-        with worker._lock:  # it is waited for under the lock
-            assert not Path(f"/proc/{process}").exists()  # a zombie has one
-    plans = [s.plan for s in lazy_backend.computation.get_debug_states().values()]
-    assert plans == ["optimized"] * 2
 
 
 # ----- on disk
@@ -378,30 +342,6 @@ def test_a_cache_on_a_read_only_disk_is_told_once_and_training_goes_on(small_dis
     assert state().plan == "optimized"
 
 
-@pytest.mark.parametrize("full", ["before", "meanwhile"])
-def test_no_room_for_temporary_files_leaves_graphs_interpreted_with_one_warning(
-    full: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scratch, "_places", lambda: iter([str(small_disk)]))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    worker.close()
-    if full == "before":
-        fill_up(small_disk)
-    for _ in range(ENOUGH):
-        other_graph(5)
-    if full == "meanwhile":
-        next(processes_until_compiled())
-        fill_up(small_disk)
-    with pytest.warns(CompileWarning, match="No space left on device"):
-        assert lazy_backend.wait_for_compiles(LONG)
-    for _ in range(ENOUGH):
-        torch.testing.assert_close(other_graph(5).cpu(), waves("cpu", 5))
-    assert state().plan == "fallback"
-    worker.close()
-    (small_disk / "filler").unlink()
-    assert list(small_disk.iterdir()) == []
-
-
 def test_progress_is_told_where_it_is_asked_for(cache_dir: Path, capsys) -> None:
     config.progress = True
     Loop().run(ENOUGH)
@@ -451,7 +391,9 @@ def test_without_a_cache_nothing_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-# ----- the compiler's process dies, fails, or is in the way
+# ----- the compiler's process ends, dies, fails, or is in the way
+
+# these come after the tests that share one, which takes 5 s of a core to start
 
 
 def processes_until_compiled() -> Iterator[int]:
@@ -463,6 +405,66 @@ def processes_until_compiled() -> Iterator[int]:
             last = process.pid
             yield last
         time.sleep(0.01)
+
+
+def test_an_idle_compiler_is_ended_and_the_next_compile_starts_another() -> None:
+    config.compiler_idle_seconds = 0.1
+    for depth in (10, 11):
+        for _ in range(ENOUGH):
+            other_graph(depth)
+        process = next(processes_until_compiled())
+        assert lazy_backend.wait_for_compiles(LONG)
+        assert gone_within(process, 10)
+        with worker._lock:  # it is waited for under the lock
+            assert not Path(f"/proc/{process}").exists()  # a zombie has one
+    plans = [s.plan for s in lazy_backend.computation.get_debug_states().values()]
+    assert plans == ["optimized"] * 2
+
+
+def test_waiting_for_compiles_ends_in_time() -> None:
+    for _ in range(ENOUGH):
+        other_graph(3)
+    start = time.monotonic()
+    assert not lazy_backend.wait_for_compiles(timeout=0.05)
+    assert time.monotonic() - start < 5
+    assert state().plan == "compiling"
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_what_is_due_is_not_asked_for_once_compiling_is_switched_off(steps: int) -> None:
+    loop = Loop()
+    loop.run(steps)
+    config.compile = "off"
+    assert lazy_backend.wait_for_compiles(timeout=0.0)
+    assert worker._jobs == {}
+    config.compile = "background"
+    loop.run(1)
+    assert not lazy_backend.wait_for_compiles(timeout=0.0)
+    assert worker._jobs
+
+
+@pytest.mark.parametrize("full", ["before", "meanwhile"])
+def test_no_room_for_temporary_files_leaves_graphs_interpreted_with_one_warning(
+    full: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_places", lambda: iter([str(small_disk)]))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    worker.close()
+    if full == "before":
+        fill_up(small_disk)
+    for _ in range(ENOUGH):
+        other_graph(5)
+    if full == "meanwhile":
+        next(processes_until_compiled())
+        fill_up(small_disk)
+    with pytest.warns(CompileWarning, match="No space left on device"):
+        assert lazy_backend.wait_for_compiles(LONG)
+    for _ in range(ENOUGH):
+        torch.testing.assert_close(other_graph(5).cpu(), waves("cpu", 5))
+    assert state().plan == "fallback"
+    worker.close()
+    (small_disk / "filler").unlink()
+    assert list(small_disk.iterdir()) == []
 
 
 def test_a_compiler_that_is_killed_once_is_started_again_and_nobody_told() -> None:
