@@ -16,6 +16,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 import lazy_backend
 import lazy_backend.caching
 import lazy_backend.lowering
@@ -107,10 +109,30 @@ def _traced(see: Callable[[Place], None], instructions: bool, only: Place | None
 
     before = sys.gettrace()
     sys.settrace(trace)
+    FakeTensorMode.__torch_dispatch__ = _untraced  # type: ignore[method-assign]
     try:
         yield
     finally:
         sys.settrace(before)
+        FakeTensorMode.__torch_dispatch__ = _infer  # type: ignore[method-assign]
+
+
+_infer = FakeTensorMode.__torch_dispatch__
+
+
+def _untraced(*arguments: Any, **named: Any) -> Any:
+    """PyTorch's inference of an operator's results, which never comes back to this package.
+
+    While a trace function is set, CPython 3.11 runs all Python slower, and half of an unseen step is this.
+    """
+    tracing = sys.gettrace()
+    if tracing is None:
+        return _infer(*arguments, **named)
+    sys.settrace(None)
+    try:
+        return _infer(*arguments, **named)
+    finally:
+        sys.settrace(tracing)
 
 
 def _has(code: CodeType, place: Place) -> bool:
