@@ -36,7 +36,7 @@ from lazy_backend.caching.scratch import scratch_folder
 from lazy_backend.lowering.artefacts.environment import made_for
 from lazy_backend.lowering.artefacts.runner_source import PYTHON_NAMES
 from lazy_backend.lowering.ir.graph import Graph
-from lazy_backend.lowering.ir.rng import seeded_op
+from lazy_backend.lowering.ir.rng import define_operators_for
 
 
 class BadArtefact(ValueError):
@@ -97,7 +97,7 @@ def load(data: bytes, graph: Graph) -> Loaded:
     header, blobs = unpack(data)
     for node in graph.nodes:
         if node.seed is not None:
-            seeded_op(node.op)  # defines the operator that the code calls by name
+            define_operators_for(node.op)
     if header["kind"] == "bundled":
         return Loaded(_load_bundled(blobs[0]), header["guards"], header["reason"])
     # shared objects stay mapped after their files are gone

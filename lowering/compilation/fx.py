@@ -25,9 +25,19 @@ from torch import fx
 
 from lazy_backend.lowering.compilation.scalars import emit_promoted
 from lazy_backend.lowering.ir.functional import are_pieces
-from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, constants_of, extent, map_arg
+from lazy_backend.lowering.ir.graph import (
+    Arg,
+    Constant,
+    Graph,
+    Node,
+    Value,
+    constants_of,
+    extent,
+    is_contiguous,
+    map_arg,
+)
 from lazy_backend.lowering.ir.optimizers import can_write_out
-from lazy_backend.lowering.ir.rng import seeded_arguments, seeded_op
+from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arguments, seeded_op
 from lazy_backend.lowering.ir.shapes import Size
 
 aten = torch.ops.aten
@@ -110,6 +120,8 @@ class _FxWriter:
         # AOTAutograd of 2.13 cannot functionalise fused optimizers: it takes an empty tensor list as non-functional
         if promoted or (can_write_out(node) and not self.signature.numbers):
             self._add_promoted(node)
+        elif node.op is aten.native_dropout.default and not self.signature.numbers and self._drops(node):
+            self._add_dropout(node)
         else:
             self._add_call(node)
 
@@ -157,6 +169,30 @@ class _FxWriter:
                 if is_mixed and value.meta.dtype in _REDUCED:
                     made = self._cast(made, value.meta.dtype)
                 self.values[value] = self._laid_out(made, value, node)
+
+    def _drops(self, node: Node) -> bool:
+        """Whether a dropout draws a mask, of sizes that are known here or will be the operand's."""
+        _, p, is_training = map(self._read, node.args)
+        _, mask = node.outputs
+        assert mask is not None
+        return bool(is_training and p != 0 and (not self.symbols or is_contiguous(mask.meta)))
+
+    def _add_dropout(self, node: Node) -> None:
+        """See Note [Dropout in compiled graphs]."""
+        source, p, _ = map(self._read, node.args)
+        dropped, mask = node.outputs
+        assert dropped is not None
+        assert mask is not None
+        size: Any = mask.meta.shape
+        if self.symbols:
+            size = self.fx_graph.call_method("size", (source,))
+        stride = None if self.symbols else mask.meta.stride
+        drawn = self._call(dropout_mask(), (size, stride, p, self.graph.device, self.seeds, node.seed), {})
+        drawn.meta["site"] = node.site
+        kept = self._call(aten.mul.Tensor, (source, drawn), {})
+        scaled = self._call(aten.mul.Scalar, (kept, dropout_scale(p)), {})
+        self.values[dropped] = self._laid_out(scaled, dropped, node)
+        self.values[mask] = self._laid_out(drawn, mask, node)
 
     def _is_written_split(self, node: Node) -> bool:
         """Whether `unfold` splits memory that is written. See Note [Writes that compilers get wrong]."""

@@ -30,9 +30,9 @@ from lazy_backend.lowering.ir.graph import (
     Node,
     TensorMeta,
     Value,
-    contiguous_stride,
     extent,
     intern_meta,
+    is_contiguous,
 )
 from lazy_backend.lowering.ir.passes import graph_pass
 from lazy_backend.lowering.ir.program import Call, Entered, Fresh, Same, Token, View
@@ -242,7 +242,7 @@ class _GraphBuilder:
             # AOTAutograd rejects a mutation through `as_strided` of a view, and through a view of `as_strided`. A
             # contiguous piece, such as a slice of a flat parameter buffer, needs no `as_strided`: a slice and a view
             # are enough
-            sliced = _is_contiguous(plain) and _is_contiguous(base.meta)
+            sliced = is_contiguous(plain) and is_contiguous(base.meta)
             flat = base if plain.dtype == base.meta.dtype and not sliced else self._flat(base, plain.dtype)
             sliced = sliced and plain.storage_offset + plain.numel <= flat.meta.numel
             value = self._slice(flat, plain) if sliced else self._window(flat, plain)
@@ -259,7 +259,7 @@ class _GraphBuilder:
         whole = (extent(meta),)
         flat_meta = intern_meta(whole, (1,), 0, meta.dtype)
         flat = base
-        if flat_meta is not meta and _is_contiguous(meta) and not meta.storage_offset:
+        if flat_meta is not meta and is_contiguous(meta) and not meta.storage_offset:
             flat = self._add_view(aten.view.default, (base, whole), flat_meta)
         elif flat_meta is not meta:
             flat = self._window(base, flat_meta)
@@ -382,10 +382,6 @@ class _GraphBuilder:
             constants=tuple(self.constants),
             seeds=tuple(self.seeds),
         )
-
-
-def _is_contiguous(meta: TensorMeta) -> bool:
-    return meta.stride == contiguous_stride(meta.shape)
 
 
 def _constant_offsets(calls: Sequence[Call]) -> dict[Call, int]:

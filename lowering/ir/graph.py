@@ -136,6 +136,10 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def is_contiguous(meta: TensorMeta) -> bool:
+    return meta.stride == contiguous_stride(meta.shape)
+
+
 def _short_dtype(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):

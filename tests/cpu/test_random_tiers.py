@@ -272,6 +272,57 @@ def test_native_dropout_of_everything_is_eagers() -> None:
     assert_same(torch.native_dropout(x.to("lazy"), 1.0, True), torch.native_dropout(x, 1.0, True))
 
 
+LAYOUTS: dict[str, Draw] = {
+    "contiguous": lambda: ones(4, 6, 8),
+    "transposed": lambda: ones(4, 6, 8).transpose(0, 2),
+    "channels_last": lambda: ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "expanded": lambda: ones(6, 1).expand(6, 8),
+    "sliced": lambda: ones(6, 8)[:, ::2],
+    "one_row": lambda: ones(1, 8).t(),
+    "a_number": lambda: ones(64).sum(),
+    "empty": lambda: ones(0, 3),
+    "bfloat16": lambda: ones(64).to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_dropout_draws_the_same_mask_in_every_layout(backend: str) -> None:
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        made = [lay_out() * 3 for lay_out in LAYOUTS.values()]  # the operand is computed in the same graph
+        dropped = [part for x in made for p in (0.25, 1.0) for part in torch.native_dropout(x, p, True)]
+        training = [F.dropout(x.detach().requires_grad_(), 0.3) for x in made]
+        gradients = torch.autograd.grad([(x * x).sum() for x in training], training)
+        lazy_backend.mark_step()
+        return [x.detach().cpu() for x in (*dropped, *training, *gradients)]
+
+    expected = step()
+    config.backend = backend
+    with count("Compile") as compiles, count("CompileFailed") as failures:
+        for _ in range(3):
+            assert_same(step(), expected)
+    assert (compiles(), failures()) == (1, 0)
+
+
+def test_a_dropout_that_is_compiled_for_many_shapes_draws_the_same_mask() -> None:
+    def step(rows: int) -> torch.Tensor:
+        torch.manual_seed(rows)
+        once = F.dropout(ones(rows, 8) * 3, 0.25)
+        twice = F.dropout(once.t(), 0.25)  # its mask is laid out as its operand, so its strides are not known
+        lazy_backend.mark_step()
+        return twice.cpu()
+
+    expected = {rows: step(rows) for rows in range(2, 9)}
+    config.backend = "aot_eager"
+    with count("Compile") as compiles, count("CompileFailed") as failures:
+        for _ in range(3):
+            for rows, values in expected.items():
+                assert_same(step(rows), values)
+    assert compiles() <= 2
+    assert failures() == 0
+    assert lazy_backend.explain(1).records[0].plan == "compiled for many shapes"
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_checkpoint_draws_the_same_mask_again(reentrant: bool, cut: bool) -> None:
