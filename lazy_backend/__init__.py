@@ -50,6 +50,7 @@ from lazy_backend.diagnostics.difference import Difference
 from lazy_backend.diagnostics.explanation import Explanation, explain
 from lazy_backend.diagnostics.history import CompileRecord, SyncRecord
 from lazy_backend.diagnostics.page import report
+from lazy_backend.diagnostics.progress import progress
 from lazy_backend.errors import (
     CacheError,
     CacheWarning,
@@ -117,6 +118,7 @@ __all__ = [
     "manual_seed",
     "mark_step",
     "metrics",
+    "progress",
     "report",
     "save",
     "serve",

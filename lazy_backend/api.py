@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lazy_backend import metrics
 from lazy_backend.computation import what_it_is
 from lazy_backend.diagnostics.history import history
+from lazy_backend.diagnostics.progress import line_while_compiling
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
@@ -54,10 +55,11 @@ def wait_for_compiles(timeout: float | None = None) -> bool:
 
     Compiles that the next steps would request, for graphs that have recurred, are requested at once. `timeout`: in
     seconds, or None to wait as long as necessary; returns False if the wait timed out. Training need not wait: graphs
-    are interpreted meanwhile. Finished plans are used from the next step on.
+    are interpreted meanwhile. Finished plans are used from the next step on. A notebook shows a line meanwhile.
     """
     begin = perf_counter()
-    finished = profiling.wait_for_compiles(timeout, asks=config.compile != "off")
+    with line_while_compiling() as change_line:
+        finished = profiling.wait_for_compiles(timeout, config.compile != "off", change_line)
     history.waited("wait_for_compiles()", user_site(), begin, finished)
     contexts.for_all_device_contexts(DeviceContext.restart_clock)
     return finished

@@ -7,8 +7,10 @@ advice.
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from lazy_backend.diagnostics.run_log import describe_process, source_lines
 from lazy_backend.errors.tracebacks import hide_internals
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """What the syncs of a process did, oldest first."""
 
@@ -67,12 +69,26 @@ class Explanation:
         yield {"type": "state", **history.state()}
 
     def __str__(self) -> str:
-        lines = [self._summary()]
+        return "\n".join([self._summary(), *itertools.chain.from_iterable(self._entries())])
+
+    __repr__ = __str__  # what an interactive session shows
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the lines of `print`, with what differs and the advice folded until one looks."""
+        entries = []
+        for first, *more in self._entries():
+            line = html.escape(first)
+            folded = html.escape(textwrap.dedent("\n".join(more)))
+            entries.append(f"<details><summary>{line}</summary><pre>{folded}</pre></details>" if more else line)
+        items = "".join(f"<li>{entry}</li>" for entry in entries)
+        return f"<b>{html.escape(self._summary())}</b><ul>{items}</ul>"
+
+    def _entries(self) -> Iterator[list[str]]:
+        """The lines of each group of syncs that are alike, and of each captured object."""
         for _, group in itertools.groupby(self.records, key=_look):
-            lines += _printed(list(group))
+            yield _printed(list(group))
         for row in self.captured:
-            lines += _captured(row)
-        return "\n".join(lines)
+            yield _captured(row)
 
     def _summary(self) -> str:
         outcomes = Counter(record.outcome for record in self.records)

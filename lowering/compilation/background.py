@@ -174,10 +174,13 @@ class CompileWorker:
                 with self._lock:
                     process.lower_priority()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no compile is under way; False if `timeout` seconds were not enough."""
+    def wait(self, timeout: float | None = None, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Wait until no compile is under way; False if `timeout` seconds were not enough.
+
+        `meanwhile` is called again and again until then.
+        """
         with self.awaited(timeout):
-            return self._wait(lambda: not self._jobs, timeout)
+            return self._wait(lambda: not self._jobs, timeout, meanwhile)
 
     def wait_for(self, job: Job) -> None:
         with self.awaited():
@@ -222,13 +225,17 @@ class CompileWorker:
         for job in jobs.values():
             job.finish()  # with neither result nor error: the caller submits the request again
 
-    def _wait(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
+    def _wait(
+        self, is_over: Callable[[], bool], timeout: float | None, meanwhile: Callable[[], None] | None = None
+    ) -> bool:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not is_over():
             if time.monotonic() >= end:
                 return False
             if self._bell is None:
                 self._ring()
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(_NAP)
         return True
 

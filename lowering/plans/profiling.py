@@ -293,15 +293,18 @@ def pending_compiles() -> int:
     return sum(executor.is_compiling() for executor in list(_compiling))
 
 
-def wait_for_compiles(timeout: float | None = None, asks: bool = True) -> bool:
+def wait_for_compiles(
+    timeout: float | None = None, asks: bool = True, meanwhile: Callable[[], None] | None = None
+) -> bool:
     """Wait until no compile is under way or due; False if `timeout` seconds were not enough.
 
     `asks`: whether due compiles are requested now; otherwise they are left to later runs, and not waited for.
+    `meanwhile` is called again and again until then.
     """
     with worker.awaited(timeout):
         for executor in list(_compiling) if asks else ():
             executor.begin_due()
-        finished = worker.wait(timeout)
+        finished = worker.wait(timeout, meanwhile)
     for executor in list(_compiling):
         executor.adopt_compiled()
         _compiling.discard(id(executor))
