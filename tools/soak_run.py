@@ -329,6 +329,8 @@ class Flatness:
         self._steps: list[int] = []
         self._next = 0.0
         self.interval = max(run.seconds / _MOST_SAMPLES, 0.05)
+        gc.collect()
+        gc.freeze()  # each sample searches what was made since for garbage, not PyTorch's million objects again
 
     def __len__(self) -> int:
         """How many samples there are."""
