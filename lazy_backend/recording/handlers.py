@@ -152,12 +152,18 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.Tensor) -> None:
-    """Upload `source` into `target`. Unused memory takes the upload as its data, and nothing is recorded."""
+    """Upload `source` into `target`. Unused memory takes the upload as its data, and nothing is recorded.
+
+    Memory for no elements has no data: it stays unused and is recorded as an allocation. So a program that makes
+    `torch.tensor([])`, as the caches of transformers do, takes nothing from outside.
+    """
     data = target._data
     storage = data.storage
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         base = run_clean(empty_of, storage.meta, context.backing)
-        storage.tensor = run_clean(counted_upload, base.nbytes, lambda: base.copy_(source.detach()))
+        filled = run_clean(counted_upload, base.nbytes, lambda: base.copy_(source.detach()))
+        if storage.meta.numel:
+            storage.tensor = filled
         return
     made = wrap(new_data(context, upload(context, source)))
     record(aten.copy_.default, (target, made), {})
