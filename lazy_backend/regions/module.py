@@ -21,7 +21,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
@@ -46,6 +45,7 @@ from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jum
 from lazy_backend.regions.members import REGISTERED, MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
 from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
+from lazy_backend.regions.results import ResultStructure, flatten_result, unflatten_result
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.tensors.state import DeviceContext, TensorData
@@ -207,7 +207,7 @@ class CapturedModule:
                 leaves.append(arguments[leaf.place])
             else:
                 leaves.append(leaf.value)
-        return leaves[0] if program.spec is None else pytree.tree_unflatten(leaves, program.spec)
+        return unflatten_result(leaves, program.structure)
 
     def _rebuild(
         self,
@@ -232,7 +232,7 @@ class CapturedModule:
             if saved.random is not None:
                 torch.default_generator.set_state(saved.random)
             with torch.enable_grad(), autocast_as(arguments.autocast):
-                leaves = pytree.tree_leaves(module._call_impl(*arguments.args, **arguments.kwargs))
+                leaves, _ = flatten_result(module._call_impl(*arguments.args, **arguments.kwargs))
         finally:
             torch.default_generator.set_state(now)
         if written:
@@ -271,7 +271,7 @@ class CapturedModule:
         with context.lock:
             start = StretchStart(context, _random_state(module))
         result = _run_body(module, given.args, given.kwargs)
-        leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else pytree.tree_flatten(result)
+        leaves, structure = flatten_result(result)
         del result
         is_changed = given.has_changed()
         if has_node:
@@ -284,7 +284,7 @@ class CapturedModule:
             if not all(map(operator.is_, grads, _grads_of(members))):
                 raise NotReplayable("it sets the gradients of its parameters")
             stretch = Stretch(context, start)
-            program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, spec)
+            program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, structure)
             if not program.is_differentiable:
                 stretch.check_nothing_kept(start.trace, tokens)
             elif not has_node and checkpoints_reentrantly(_differentiable(leaves)):
@@ -295,8 +295,8 @@ class CapturedModule:
         except NotReplayable as reason:
             self._give_up(signature, str(reason))
         if not has_node:
-            return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
-        return self._with_node(module, state, signature, arguments, given, leaves, spec, lesson)
+            return unflatten_result(leaves, structure)
+        return self._with_node(module, state, signature, arguments, given, leaves, structure, lesson)
 
     def _learn(
         self,
@@ -367,7 +367,7 @@ class CapturedModule:
         arguments: CallArguments,
         given: CallArguments,
         leaves: list[Any],
-        spec: pytree.TreeSpec | None,
+        structure: ResultStructure | None,
         lesson: tuple[Known, Stretch, Program] | None,
     ) -> Any:
         """What the body returned, with one node between it and the body's graph."""
@@ -391,7 +391,7 @@ class CapturedModule:
             if lesson is None or lesson[2].written or lesson[0].jump.generators:
                 raise cannot_run_again("writes to its buffers or draws random numbers")
             with torch.enable_grad(), autocast_as(arguments.autocast):
-                again = pytree.tree_leaves(module._call_impl(*arguments.args, **arguments.kwargs))
+                again, _ = flatten_result(module._call_impl(*arguments.args, **arguments.kwargs))
             return _differentiable(again), inputs
 
         call = WrittenCall(arguments.context, inner, [*detached, *others], inputs, rebuild, self._refuse, finish)
@@ -403,7 +403,7 @@ class CapturedModule:
         made = with_node(call, [one.detach() for one in inner], inputs, []) if inner else ()
         outer |= {id(one): result for one, result in zip(inner, made, strict=True)}
         leaves = [outer.get(id(leaf), leaf) for leaf in leaves]
-        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+        return unflatten_result(leaves, structure)
 
     # ----- what cannot be replayed
 

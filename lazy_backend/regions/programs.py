@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend.lowering.ir.program import Call, Same, Token
 from lazy_backend.regions.members import MemberPlace
+from lazy_backend.regions.results import ResultStructure
 from lazy_backend.regions.stretch import NotReplayable, Stretch, tokens_of
 from lazy_backend.replay.plain_values import same_plain
 from lazy_backend.tensors.state import TensorData
@@ -71,7 +71,7 @@ class Program:
     written: tuple[int, ...]
     versioned: tuple[int, ...]
     leaves: tuple[Leaf, ...]
-    spec: pytree.TreeSpec | None
+    structure: ResultStructure | None
     can_run_again: bool = True  # whether what it writes is only written: then it gives the same once more
     name: object = field(default_factory=object)
     inputs: list[int] = field(init=False)  # the operands whose gradients a backward may compute
@@ -86,8 +86,8 @@ class Program:
         return (
             len(self.places) == len(other.places)
             and all(map(_same_place, self.places, other.places))
-            and (self.flags, self.written, self.leaves, self.spec)
-            == (other.flags, other.written, other.leaves, other.spec)
+            and (self.flags, self.written, self.leaves, self.structure)
+            == (other.flags, other.written, other.leaves, other.structure)
         )
 
     def operands(self, arguments: Sequence[LazyTensor]) -> list[LazyTensor] | None:
@@ -112,7 +112,7 @@ def learn_program(
     argument_data: Sequence[TensorData],
     members: Sequence[tuple[MemberPlace, LazyTensor]],
     result: Sequence[Any],
-    spec: pytree.TreeSpec | None,
+    structure: ResultStructure | None,
 ) -> tuple[Program, list[Token]]:
     """The program of one call, and the tokens of the tensors that its jump makes. Raises `NotReplayable`."""
     places, flags = _places(stretch, arguments, argument_data, members)
@@ -128,7 +128,7 @@ def learn_program(
     _check_separate(stretch, result, tokens)
     again, raised = _only_updates(stretch), _raised_versions(stretch)
     versioned = [number for number in written if stretch.operands[number] in raised]
-    return Program(tuple(places), flags, tuple(written), tuple(versioned), tuple(leaves), spec, again), tokens
+    return Program(tuple(places), flags, tuple(written), tuple(versioned), tuple(leaves), structure, again), tokens
 
 
 def _raised_versions(stretch: Stretch) -> set[Token]:

@@ -246,3 +246,37 @@ def test_a_trainer_that_ends_no_steps_is_told(reads_each_loss: bool, monkeypatch
     with pytest.warns(GraphCutWarning, match="take lazy_backend.integrations.transformers.LazyTrainingArguments"):
         Trainer(model, arguments, train_dataset=rows).train()
     lazy_backend.mark_step()
+
+
+# ----- a loop of one's own
+
+
+@pytest.mark.parametrize("make", [gpt, t5])
+def test_a_model_that_returns_its_cache_is_replayed(make: Callable[[], Any]) -> None:
+    """As models do unless `use_cache=False`. The caches are eager's, and a later replay leaves them as they are."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for device in ("cpu", "lazy"):
+        torch.manual_seed(0)
+        model, rows = make()
+        model.to(device)
+        if device == "lazy":
+            lazy_backend.capture(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = []
+        with count("RegionJump") as jumps:
+            for start in range(0, 48, 4):
+                batch = {
+                    name: torch.stack([row[name] for row in rows[start : start + 4]]).to(device) for name in rows[0]
+                }
+                made = model(**batch)
+                optimizer.zero_grad()
+                made.loss.backward()
+                optimizer.step()
+                lazy_backend.mark_step()
+                kept.append((made.loss, made.past_key_values))
+        assert device == "cpu" or jumps() >= 16
+        caches = [getattr(cache, "self_attention_cache", cache) for _, cache in kept]
+        found[device] = [loss.detach().cpu() for loss, _ in kept]
+        found[device] += [layer.keys.detach().cpu() for cache in caches for layer in cache.layers]
+        found[device] += [torch.tensor(cache.get_seq_length()) for cache in caches]
+    torch.testing.assert_close(found["lazy"], found["cpu"])

@@ -1,0 +1,94 @@
+"""What a captured module returns, as leaves and a structure, so that a replay can make it anew.
+
+In: a result: tensors and plain values in lists, tuples, dicts, and what else PyTorch's pytrees know, and in records.
+Out: its leaves and its structure; or the result again, around other leaves.
+
+Note [Records in results]
+A model of transformers returns its cache of keys and values with the logits, in training too unless it is told not to.
+The cache is an object with two tensors for each layer, of which a replay must make new ones. Its class is no pytree,
+and registering it as one would change what other libraries do with it, and make arguments of this class look like
+values. So objects of the classes below are taken apart here, and only in results: they are records, made of what their
+attributes say and of nothing else. One that a body is given as an argument is refused earlier, as it may be changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+# Modules of libraries whose classes are records. Checked on transformers 5.23.
+_RECORDS = ("transformers.cache_utils",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """The structure of a record: its class and that of its attributes."""
+
+    kind: type
+    attributes: ResultStructure
+
+
+@dataclass(frozen=True, slots=True)
+class ResultStructure:
+    """How leaves make up a result. `records`: for each leaf of `spec`, the record that stands there, if it is one."""
+
+    spec: pytree.TreeSpec
+    records: tuple[_Record | None, ...] = ()  # empty if there is none
+
+
+def flatten_result(result: Any) -> tuple[list[Any], ResultStructure | None]:
+    """The leaves of `result` and its structure, which is None for a tensor alone."""
+    if isinstance(result, torch.Tensor):
+        return [result], None
+    try:
+        return _flatten(result, set())
+    except _OccursTwice:
+        leaves, spec = pytree.tree_flatten(result)
+        return leaves, ResultStructure(spec)
+
+
+def unflatten_result(leaves: Iterable[Any], structure: ResultStructure | None) -> Any:
+    """The result that `leaves` make up."""
+    given = iter(leaves)
+    return next(given) if structure is None else _unflatten(given, structure)
+
+
+class _OccursTwice(Exception):
+    """A record that occurs twice would become two: it stays as it is."""
+
+
+def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
+    found, spec = pytree.tree_flatten(result)
+    leaves: list[Any] = []
+    records: list[_Record | None] = []
+    for leaf in found:
+        if type(leaf).__module__ in _RECORDS and hasattr(leaf, "__dict__"):
+            if id(leaf) in seen:
+                raise _OccursTwice
+            seen.add(id(leaf))
+            attributes, inner = _flatten(vars(leaf), seen)
+            leaves += attributes
+            records.append(_Record(type(leaf), inner))
+        else:
+            leaves.append(leaf)
+            records.append(None)
+    return leaves, ResultStructure(spec, tuple(records) if any(records) else ())
+
+
+def _unflatten(given: Any, structure: ResultStructure) -> Any:
+    own: list[Any] = []
+    if not structure.records:
+        own = list(itertools.islice(given, structure.spec.num_leaves))
+    for record in structure.records:
+        if record is None:
+            own.append(next(given))
+        else:
+            made: Any = object.__new__(record.kind)
+            vars(made).update(_unflatten(given, record.attributes))
+            own.append(made)
+    return pytree.tree_unflatten(own, structure.spec)

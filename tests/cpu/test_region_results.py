@@ -1,0 +1,137 @@
+"""Results of captured modules that hold tensors in objects of a library, as a model's cache of keys and values does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same
+from torch import nn
+
+import lazy_backend
+from lazy_backend import metrics
+from lazy_backend.regions import results
+
+
+class Layer:
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.length, self.dtype = keys, keys.shape[0], keys.dtype
+
+
+class Cache:
+    """As those of transformers: layers with tensors, made while the model computes."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.offloads = False
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        empty = torch.tensor([], dtype=keys.dtype, device=keys.device)
+        self.layers.append(Layer(torch.cat([empty, keys])))
+        return self.layers[-1].keys
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, **options: Any) -> dict[str, Any]:
+        cache = Cache()
+        for layer in self.layers:
+            x = cache.update(layer(x).tanh())
+        return {"x": x * 2, "cache": cache, **options}
+
+
+@pytest.fixture(autouse=True)
+def records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_RECORDS", (__name__,))
+
+
+def models() -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    model = Model()
+    return model, lazy_backend.capture(copy.deepcopy(model).to("lazy"))
+
+
+def step(model: nn.Module, device: str, number: int) -> Any:
+    x = torch.linspace(-1, 1, 12 + 4 * (number % 2)).reshape(-1, 4).to(device) * float(number)
+    made = model(x)
+    made["x"].sum().backward()
+    return made
+
+
+def test_what_is_returned_in_an_object_is_made_anew_by_each_replay() -> None:
+    real, lazy = models()
+    kept = []
+    for number in range(16):
+        expected, found = step(real, "cpu", number), step(lazy, "lazy", number)
+        lazy_backend.mark_step()
+        assert type(found["cache"]) is Cache
+        kept.append((expected["cache"], found["cache"]))
+        for one, other in zip(real.parameters(), lazy.parameters(), strict=True):
+            assert_same(other.grad, one.grad)
+    assert metrics.counter_value("RegionJump") >= 8
+    for expected_cache, cache in kept:  # none was written by a later call
+        assert cache.offloads is False
+        assert len(cache.layers) == 3
+        for expected_layer, layer in zip(expected_cache.layers, cache.layers, strict=True):
+            assert_same(layer.keys.detach(), expected_layer.keys.detach())
+            assert (layer.length, layer.dtype) == (expected_layer.length, expected_layer.dtype)
+    assert len({id(layer) for _, cache in kept for layer in cache.layers}) == 48
+
+
+def test_gradients_flow_through_what_the_object_holds() -> None:
+    real, lazy = models()
+    for number in range(8):
+        for model, device in ((real, "cpu"), (lazy, "lazy")):
+            model.zero_grad()
+            made = model(torch.linspace(-1, 1, 12).reshape(3, 4).to(device) * float(number))
+            (made["x"].sum() + (made["cache"].layers[0].keys ** 2).sum()).backward()
+        lazy_backend.mark_step()
+        for one, other in zip(real.parameters(), lazy.parameters(), strict=True):
+            assert_same(other.grad, one.grad)
+    assert metrics.counter_value("RegionJump") > 0
+
+
+def test_an_object_that_is_an_argument_too_is_never_replayed() -> None:
+    _, lazy = models()
+    mine = Cache()
+    for number in range(6):
+        with torch.no_grad():
+            made = lazy(torch.ones(3, 4, device="lazy") * float(number), mine=mine)
+        lazy_backend.mark_step()
+        assert type(made["mine"]) is Cache
+    assert metrics.counter_value("RegionJump") == 0
+
+
+class Twice(Model):
+    def forward(self, x: torch.Tensor, **options: Any) -> dict[str, Any]:
+        made = super().forward(x)
+        return {**made, "again": made["cache"]}
+
+
+@pytest.mark.filterwarnings("ignore:the captured Twice runs as written")
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_object_that_is_returned_twice_stays_one(gradients: bool) -> None:
+    lazy = lazy_backend.capture(Twice().to("lazy"))
+    for number in range(6):
+        with torch.set_grad_enabled(gradients):
+            made = lazy(torch.ones(3, 4, device="lazy") * float(number))
+        if gradients:
+            made["x"].sum().backward()
+        lazy_backend.mark_step()
+        assert made["again"] is made["cache"]
+
+
+def test_no_elements_are_no_data() -> None:
+    for dtype in (torch.float32, torch.int64):
+        made = torch.tensor([], dtype=dtype, device="lazy")
+        assert made.tolist() == []
+        assert made.cpu().dtype == dtype
+    grown = torch.cat([torch.empty(0, 3).to("lazy"), torch.ones(2, 3, device="lazy")])
+    assert_same(grown, torch.ones(2, 3))
+    with pytest.raises(RuntimeError):
+        torch.empty(0, 3, device="lazy").copy_(torch.ones(2, 2))
