@@ -59,7 +59,7 @@ def wait_for_compiles(timeout: float | None = None) -> bool:
     """
     begin = perf_counter()
     with line_while_compiling() as change_line:
-        finished = profiling.wait_for_compiles(timeout, config.compile != "off", change_line)
+        finished = profiling.wait_for_compiles(timeout, asks=config.compile != "off", meanwhile=change_line)
     history.waited("wait_for_compiles()", user_site(), begin, finished)
     contexts.for_all_device_contexts(DeviceContext.restart_clock)
     return finished

@@ -276,8 +276,11 @@ class CapturedModule:
         is_changed = given.has_changed()
         if has_node:
             self._check_arguments(followed, is_changed)
+        kept_record = None if structure is None else structure.kept_record()
         lesson: tuple[Known, Stretch, Program] | None = None
         try:
+            if kept_record is not None:
+                raise NotReplayable(f"something keeps the {kept_record} that it returns")
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")
             self._check_module(module, state)

@@ -9,13 +9,16 @@ The cache is an object with two tensors for each layer, of which a replay must m
 and registering it as one would change what other libraries do with it, and make arguments of this class look like
 values. So objects of the classes below are taken apart here, and only in results: they are records, made of what their
 attributes say and of nothing else. One that a body is given as an argument is refused earlier, as it may be changed.
+One that lives on after the result is gone, such as an attribute of the module, is no result of the call alone: it is
+returned itself, and the call is not replayed.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,10 +30,11 @@ _RECORDS = ("transformers.cache_utils",)
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The structure of a record: its class and that of its attributes."""
+    """The structure of a record: its class and that of its attributes. `original`: what was taken apart."""
 
     kind: type
     attributes: ResultStructure
+    original: weakref.ref[Any] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,15 @@ class ResultStructure:
 
     spec: pytree.TreeSpec
     records: tuple[_Record | None, ...] = ()  # empty if there is none
+
+    def kept_record(self) -> str | None:
+        """The class of a record that something holds, once the result itself is gone."""
+        for record in self.records:
+            if record is not None:
+                kept = record.kind.__name__ if record.original() is not None else record.attributes.kept_record()
+                if kept is not None:
+                    return kept
+        return None
 
 
 def flatten_result(result: Any) -> tuple[list[Any], ResultStructure | None]:
@@ -73,7 +86,7 @@ def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
             seen.add(id(leaf))
             attributes, inner = _flatten(vars(leaf), seen)
             leaves += attributes
-            records.append(_Record(type(leaf), inner))
+            records.append(_Record(type(leaf), inner, weakref.ref(leaf)))
         else:
             leaves.append(leaf)
             records.append(None)
@@ -88,7 +101,9 @@ def _unflatten(given: Any, structure: ResultStructure) -> Any:
         if record is None:
             own.append(next(given))
         else:
-            made: Any = object.__new__(record.kind)
+            made = record.original()
+            if made is None:
+                made = object.__new__(record.kind)
             vars(made).update(_unflatten(given, record.attributes))
             own.append(made)
     return pytree.tree_unflatten(own, structure.spec)

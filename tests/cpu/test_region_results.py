@@ -126,6 +126,46 @@ def test_an_object_that_is_returned_twice_stays_one(gradients: bool) -> None:
         assert made["again"] is made["cache"]
 
 
+class Holder(Model):
+    """Fills a cache of its own, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache()
+
+    def forward(self, x: torch.Tensor, **options: Any) -> dict[str, Any]:
+        del self.cache.layers[:]
+        return {"x": self.cache.update(self.layers[0](x)) * 2, "cache": self.cache}
+
+
+KEPT: dict[str, Any] = {"cache": Cache()}
+
+
+class Global(Model):
+    def forward(self, x: torch.Tensor, **options: Any) -> dict[str, Any]:
+        del KEPT["cache"].layers[:]
+        return {"x": KEPT["cache"].update(self.layers[0](x)) * 2, "cache": KEPT["cache"]}
+
+
+@pytest.mark.filterwarnings("ignore:the captured .* runs as written", "ignore:.* ran .* as written")
+@pytest.mark.parametrize("kind", [Holder, Global])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_object_that_lives_on_is_returned_itself(kind: type[Model], gradients: bool) -> None:
+    module = kind().to("lazy")
+    lazy = lazy_backend.capture(module)
+    for number in range(8):
+        x = torch.ones(3, 4, device="lazy") * float(number)
+        with torch.set_grad_enabled(gradients):
+            made = lazy(x)
+        if gradients:
+            made["x"].sum().backward()
+        lazy_backend.mark_step()
+        kept = module.cache if kind is Holder else KEPT["cache"]
+        assert made["cache"] is kept
+        assert_same(kept.layers[0].keys.detach(), module.layers[0](x).detach().cpu())
+    assert metrics.counter_value("RegionJump") == 0
+
+
 def test_no_elements_are_no_data() -> None:
     for dtype in (torch.float32, torch.int64):
         made = torch.tensor([], dtype=dtype, device="lazy")
