@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import reset_state, settle
+from harness import reset_state, settle, thread_state
 
 import lazy_backend
 from lazy_backend import metrics
@@ -62,8 +62,10 @@ def garbage_of_the_module() -> None:
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     reset_state()
+    before = thread_state()
     yield
     unraised = settle()
+    assert thread_state() == before, "the test has left modes of PyTorch on"
     assert not unraised, f"nobody was told of {unraised}"
     unknown = [name for name in (*metrics.counter_names(), *metrics.metric_names()) if entry_of(name) is None]
     assert not unknown, f"docs/metrics.md does not say what these count: {unknown}"

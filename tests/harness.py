@@ -58,6 +58,12 @@ def settle() -> list[BaseException]:
     return [error for error in errors if error is not None]
 
 
+def thread_state() -> tuple[object, ...]:
+    """What this thread's modes change of all that it calls."""
+    modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *modes
+
+
 # ----- comparisons
 
 

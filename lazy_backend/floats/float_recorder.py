@@ -90,9 +90,9 @@ class _SeenCall:
 
 
 class FloatRecorder(FloatSeer):
-    """Sees each call of PyTorch within its block, and puts traced floats in place of hyperparameters.
+    """Sees each call of PyTorch by a function, and puts traced floats in place of hyperparameters.
 
-    Use: `install` the optimizers that are known, run the body in the block, then `restore` in any case, and `finish`.
+    Use: `install` the optimizers that are known, `show` it the body, then `restore` in any case, and `finish`.
     """
 
     def __init__(self, context: DeviceContext, uploads: list[LazyStorage], floats: Sequence[float]) -> None:

@@ -8,17 +8,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FloatSeer(TorchFunctionMode):
     """What sees the floats and CPU tensors of a body: a `FloatRecorder`."""
 
     hidden_by = 0  # the frame of the compiled function that is running, by id: Dynamo must not see a recorder
+
+    def show(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `function`, whose calls of PyTorch this mode sees. Not within such a call.
+
+        Not `with self:`, whose Python code can be interrupted before it takes the mode off: then a recorder that is
+        done would see all that this thread calls from there on. See Note [Interruption].
+        """
+        try:
+            try:
+                torch._C._push_on_torch_function_stack(self)
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+        finally:
+            self._leave()  # the first one may be interrupted
+
+    def _leave(self) -> None:
+        count = torch._C._len_torch_function_stack()
+        if count and torch._C._get_function_stack_at(count - 1) is self:
+            torch._C._pop_torch_function_stack()
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the hyperparameters of an optimizer that is about to step."""
@@ -87,8 +110,7 @@ class TorchHooks:
         recorder = self._recorder()
         if recorder is None or torch._C._len_torch_function_stack():
             return self._run_backward(*args, **kwargs)
-        with recorder:
-            return self._run_backward(*args, **kwargs)
+        return recorder.show(self._run_backward, *args, **kwargs)
 
     def _from_numpy_seen(self, array: Any) -> torch.Tensor:
         made = self._from_numpy(array)

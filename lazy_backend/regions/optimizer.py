@@ -303,8 +303,7 @@ class CapturedOptimizer:
             recorder = watch.recorder = FloatRecorder(context, uploads, ())
             try:
                 recorder.install(optimizer)
-                with recorder:
-                    result = self._run(optimizer, (), {})
+                result = recorder.show(self._run, optimizer, (), {})
             except BaseException:
                 recorder.restore()
                 recorder.close()

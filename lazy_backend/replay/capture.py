@@ -446,10 +446,12 @@ class Captured(Generic[P, R]):
         try:
             for guard in last.guards if last is not None else ():
                 recorder.install(guard.optimizer)
-            with recorder:
-                leaves, spec = self._run_body(
-                    context, body, lambda: flatten_result(call_traced(self._function, recorder, args, kwargs))
-                )
+            leaves, spec = recorder.show(
+                self._run_body,
+                context,
+                body,
+                lambda: flatten_result(call_traced(self._function, recorder, args, kwargs)),
+            )
             return recorder.plain_results(leaves), spec
         except BaseException:
             recorder.close()
