@@ -25,7 +25,8 @@ from pathlib import Path
 # compiler, so a program that looks at the compiler's imports or settings takes only torch.
 TORCH, COMPILER = "torch", "torch, torch._dynamo"
 # Variables that nothing reads while these are imported without backends. Any other is the same from the start.
-_LATE = {COMPILER: ("LAZY_", "PYTEST_", "TORCH_DEVICE_BACKEND_AUTOLOAD")}
+_RANKS = ("RANK", "WORLD_SIZE", "MASTER_")
+_LATE = {COMPILER: ("LAZY_", "PYTEST_", "TORCH_DEVICE_BACKEND_AUTOLOAD", *_RANKS)}
 _LATE[TORCH] = (*_LATE[COMPILER], "TORCHINDUCTOR_", "CXX", "PATH", "TMPDIR")
 
 # What the process does. A program is its grandchild: the process between them waits for it and says how it ended.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from forks import COMPILER, run_fork
+from forks import COMPILER, Fork, run_fork
 
 import lazy_backend
 from lazy_backend import metrics
@@ -187,6 +190,29 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_ranks(
+    code: str, cwd: Path, count: int = 2, arguments: Sequence[str] = (), timeout: float = 240, **environment: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program in `count` processes of one group, as `torchrun` does, each to its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), **environment}
+    code = f"import sys\nsys.argv[1:] = {list(arguments)!r}\n{code}"
+    programs = [Fork(code, cwd, {**os.environ, **shared, "RANK": str(rank)}) for rank in range(count)]
+    end = time.monotonic() + timeout
+    done = []
+    for program in programs:
+        try:
+            out, errors = program.communicate(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            program.send_signal(signal.SIGKILL)
+            out, errors = program.communicate()
+        assert program.returncode is not None
+        done.append(subprocess.CompletedProcess(["-c"], program.returncode, out, errors))
+    return done
 
 
 def run_program(code: str, cwd: Path, imports: str = COMPILER, **environment: str) -> str:

@@ -24,6 +24,8 @@ from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.serialization import install_serialization
 from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
+from lazy_backend.distributed import c10d
+from lazy_backend.distributed.order import finish_collectives, in_order
 from lazy_backend.execution import closures, disk_cache
 from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
@@ -76,6 +78,8 @@ def install() -> None:
     pytorch.finish_before_default_dtype_changes(_finish_everything)
     pytorch.support_autocast()
     pytorch.support_grad_scaler()
+    pytorch.order_collectives(in_order, finish_collectives)
+    c10d.install()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)

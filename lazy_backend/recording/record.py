@@ -35,7 +35,6 @@ from lazy_backend.caching.trie import TrieNode
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import further_frames, user_site
 from lazy_backend.errors.tracebacks import hide_frames
-from lazy_backend.execution import reads
 from lazy_backend.execution.run import conform
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
@@ -62,7 +61,7 @@ from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
 from lazy_backend.tensors.outside import operand_from_outside
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, TensorData, Trace, ViewData
-from lazy_backend.tensors.tensor import LazyTensor, make, make_view, poisoned, set_bits, wrap, wrapper_arguments
+from lazy_backend.tensors.tensor import LazyTensor, make, make_view, poisoned, set_bits, wrapper_arguments
 from lazy_backend.tensors.thread_state import run_clean
 
 aten = torch.ops.aten
@@ -100,8 +99,16 @@ Handler = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], An
 _handlers: dict[int, Handler] = {}  # by `id_of`
 
 
+_handlers_of: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {}  # by namespace
+
+
 def add_handler(op: torch._ops.OpOverload, handler: Handler) -> None:
     _handlers[id_of(op)] = handler
+
+
+def add_handlers_of(namespace: str, choose: Callable[[torch._ops.OpOverload], Handler]) -> None:
+    """Let `choose` name the handler of each operator of a library, when it first arrives."""
+    _handlers_of[namespace] = choose
 
 
 def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -122,8 +129,8 @@ def _choose_handler(op: torch._ops.OpOverload) -> Handler:
     handler: Handler = _decompose if op._can_decompose() else record
     if op is aten._nested_tensor_from_mask_left_aligned.default:
         handler = _ask  # it returns a bool: whether a mask could become a nested tensor
-    elif op.namespace == "_c10d_functional":
-        handler = _COLLECTIVE_ENDS.get(op._opname, _communicate)
+    elif op.namespace in _handlers_of:
+        handler = _handlers_of[op.namespace](op)
     elif op._schema.name.startswith("aten::_nested_"):
         handler = _refuse_nested
     elif any(arg.is_write and str(arg.type) == "List[Tensor]" for arg in op._schema.arguments):
@@ -150,26 +157,6 @@ def prepare() -> None:
 
 def _ask(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it returns a bool")
-
-
-def _communicate(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a functional collective at once, and wait for it.
-
-    If it were recorded, nothing would wait for it: its results share memory with those of `wait_tensor`, which are
-    views.
-    """
-    results = run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it communicates")
-    for result in flat(results):
-        run_clean(torch.ops._c10d_functional.wait_tensor, reads.read(result._data, "a collective"))
-    return results
-
-
-def _waited(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return wrap(args[0]._data, view_of=args[0])
-
-
-# Ops that follow a functional collective.
-_COLLECTIVE_ENDS: dict[str, Handler] = {"wait_tensor": _waited, "_wrap_tensor_autograd": _waited}
 
 
 def _refuse_nested(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

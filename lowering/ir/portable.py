@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.collectives.communication import define_collectives
 from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, TensorMeta, Value, intern_meta
 
 
@@ -210,6 +211,8 @@ def _operator(name: str) -> torch._ops.OpOverload:
     """`aten::add.Tensor` -> the overload. `OpOverload.name()` leaves "default" out."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
+    if namespace == "lazy_backend":
+        define_collectives()
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     except AttributeError:

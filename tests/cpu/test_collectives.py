@@ -1,4 +1,4 @@
-"""Functional collectives in a group of one process, interpreted and compiled, in processes of their own."""
+"""Collectives on lazy tensors, recorded and compiled, in groups of several processes."""
 
 from __future__ import annotations
 
@@ -6,50 +6,300 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_program
+from harness import run_ranks
 
-_PROGRAM = """
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+
+_COLLECTIVES = """
+import sys
+import warnings
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+
 import lazy_backend
 from lazy_backend import config, metrics
 
-dist.init_process_group("gloo", init_method="file://{path}/store", rank=0, world_size=1)
-group = dist.group.WORLD
-config.first_sight, config.cache = {first_sight!r}, False
-if {backend!r} == "interpreted":
+warnings.filterwarnings("ignore", category=FutureWarning)  # PyTorch renames some of these
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank, group = dist.get_rank(), dist.group.WORLD
+config.first_sight, config.cache, backend = sys.argv[1], False, sys.argv[2]
+if backend == "interpreted":
     config.compile = "off"
 else:
-    config.compile, config.backend = "foreground", {backend!r}
+    config.compile, config.backend = "foreground", backend
+half = dist.new_group([rank], use_local_synchronization=True)
 
-calls = {{
-    "all_reduce": lambda x: functional.all_reduce(x, "sum", group) * 2,
-    "all_gather_tensor": lambda x: functional.all_gather_tensor(x, 0, group) + 1,
-    "reduce_scatter_tensor": lambda x: functional.reduce_scatter_tensor(x, "sum", 0, group) + 1,
-    "broadcast": lambda x: functional.broadcast(x, 0, group) + 1,
-    "all_to_all_single": lambda x: functional.all_to_all_single(x, None, None, group) + 1,
-    "all_reduce_coalesced": lambda x: sum(functional.all_reduce_coalesced([x, x * 2], "sum", group)),
-    "wait_tensor": lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", group)) + 1,
-}}
 
-for name, call in calls.items():
-    for start in range(3):
-        x = torch.arange(4.0) + start
-        found = call(x.to("lazy") * 1)
+def in_place(function):
+    def call(x):
+        y = x * 1
+        function(y)
+        return y + 1
+
+    return call
+
+
+def all_gather(x):
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x)
+    return parts[0] + 2 * parts[1]
+
+
+def all_gather_into_tensor(x):
+    gathered = x.new_empty(2, *x.shape)
+    dist.all_gather_into_tensor(gathered.view(-1), x)
+    return gathered * 2
+
+
+def reduce_scatter(x):
+    scattered = x.new_empty(2)
+    dist.reduce_scatter(scattered, [x[:2] * 1, x[2:] * 2])
+    return scattered
+
+
+def reduce_scatter_tensor(x):
+    scattered = x.new_empty(2)
+    dist.reduce_scatter_tensor(scattered, x)
+    return scattered * 2
+
+
+def all_to_all_single(x):
+    received = x.new_empty(2 if rank else 6)
+    dist.all_to_all_single(received, x, [1, 1] if rank else [3, 3], [3, 1])
+    return received * 2
+
+
+def asynchronous(x):
+    one, other = x * 1, x * 2
+    works = [dist.all_reduce(one, async_op=True), dist.all_reduce(other, async_op=True)]
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    return one + other
+
+
+def through_views(x):
+    y = x * 1
+    dist.all_reduce(y[1:3])
+    z = y.view(2, 2).t()
+    dist.broadcast(z, 1) if z.is_contiguous() else None
+    return y
+
+
+def unused(x):
+    y = x * 1
+    if rank == 0:  # nobody reads it on rank 1
+        dist.all_reduce(y)
+        return y
+    dist.all_reduce(y)
+    return x * 0
+
+
+def not_lazy_between(x):
+    y = x * 1
+    dist.all_reduce(y)
+    dist.barrier()
+    found = [None, None]
+    dist.all_gather_object(found, rank)
+    assert found == [0, 1]
+    z = torch.ones(1)
+    dist.all_reduce(z)
+    assert z.item() == 2.0
+    return y
+
+
+def to_the_next(x):
+    received = torch.empty_like(x)
+    if rank:
+        dist.recv(received, 0)
+        dist.send(x, 0)
+    else:
+        dist.send(x, 1)
+        dist.recv(received, 1)
+    return received
+
+
+recorded = {
+    "functional.all_reduce": lambda x: functional.all_reduce(x, "sum", group) * 2,
+    "functional.all_reduce avg": lambda x: functional.all_reduce(x, "max", group) * 2,
+    "functional.all_gather_tensor": lambda x: functional.all_gather_tensor(x, 0, group) + 1,
+    "functional.reduce_scatter_tensor": lambda x: functional.reduce_scatter_tensor(x, "sum", 0, group) + 1,
+    "functional.broadcast": lambda x: functional.broadcast(x, 0, group) + 1,
+    "functional.all_to_all_single": lambda x: functional.all_to_all_single(x, None, None, group) + 1,
+    "functional.all_reduce_coalesced": lambda x: sum(functional.all_reduce_coalesced([x, x * 2], "sum", group)),
+    "functional.wait_tensor": lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", group)) + 1,
+    "all_reduce": in_place(dist.all_reduce),
+    "all_reduce max": in_place(lambda y: dist.all_reduce(y, dist.ReduceOp.MAX)),
+    "all_reduce of a group": in_place(lambda y: dist.all_reduce(y, group=half)),
+    "broadcast": in_place(lambda y: dist.broadcast(y, 1)),
+    "reduce": in_place(lambda y: (dist.reduce(y, 0), y.mul_(1 - rank))),
+    "all_gather": all_gather,
+    "all_gather_into_tensor": all_gather_into_tensor,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_tensor": reduce_scatter_tensor,
+    "all_to_all_single": all_to_all_single,
+    "asynchronous": asynchronous,
+    "through views": through_views,
+    "unused": unused,
+}
+at_once = {"not lazy between": not_lazy_between, "to the next": to_the_next}
+
+
+def check(calls):
+    for name, call in calls.items():
+        for start in range(4):
+            x = torch.arange(4.0) + start + 10 * rank
+            found = call(x.to("lazy") * 1)
+            lazy_backend.mark_step()
+            expected = call(x) + 0
+            assert torch.equal(found.cpu(), expected), (name, found, expected)
+        if "functional" in name:
+            leaf, real = (torch.arange(4.0).to(device).requires_grad_() for device in ("lazy", "cpu"))
+            follows = call(leaf).requires_grad
+            lazy_backend.mark_step()
+            assert follows == call(real).requires_grad, name
+
+
+metrics.reset()
+check(recorded)
+assert metrics.counter_value("GraphCut") == 0, metrics.counter_names()
+assert not [name for name in metrics.counter_names() if name.startswith("Fallback")], metrics.counter_names()
+check(at_once)
+assert metrics.counter_value("CompileFailed") == 0
+pending = torch.ones(1, device="lazy") * (rank + 1)
+dist.all_reduce(pending)
+dist.destroy_process_group()
+assert pending.item() == 3.0
+"""
+
+_DATA_PARALLEL = """
+import copy
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import lazy_backend
+from lazy_backend import config, metrics
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+backend, steps = sys.argv[1], int(sys.argv[2])
+config.cache, config.compile, config.backend = False, "foreground", backend
+
+
+class Net(nn.Module):
+    def __init__(self, unused):
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.second = nn.Linear(32, 16)
+        self.last = nn.Linear(16, 1)
+        self.unused = nn.Linear(3, 3) if unused else None
+
+    def forward(self, x):
+        return self.last(torch.relu(self.second(torch.relu(self.norm(self.first(x))))))
+
+
+def train(device, way):
+    torch.manual_seed(0)
+    net = Net(unused="unused" in way)
+    if "moved later" not in way:
+        net = net.to(device)
+    if "captured" in way and device == "lazy":
+        lazy_backend.capture(net)
+    options = {"bucket_cap_mb": 0.001}  # a bucket per layer
+    options["find_unused_parameters"] = "unused" in way
+    options["static_graph"] = "static" in way
+    options["gradient_as_bucket_view"] = "views" in way
+    if "moved later" in way:
+        net = net.to(device)
+    model = DistributedDataParallel(net, **options)
+    if "hook" in way:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if "captured" in way and device == "lazy":
+        lazy_backend.capture(optimizer)
+    losses = []
+
+    def loss_of(x):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled="autocast" in way):
+            return nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+
+    def step(x):
+        optimizer.zero_grad()
+        if "no_sync" in way:
+            with model.no_sync():
+                loss_of(x * 2).backward()
+        loss = loss_of(x)
+        loss.backward()
+        if "clip" in way:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
         lazy_backend.mark_step()
-        assert torch.equal(found.cpu(), call(x) + 0), (name, found)
-    leaf, real = (torch.arange(4.0).to(device).requires_grad_() for device in ("lazy", "cpu"))
-    assert call(leaf).requires_grad == call(real).requires_grad, name
-    fallbacks = [name for name in metrics.counter_names() if "it communicates" in name]
-    assert fallbacks, metrics.counter_names()
+
+    count = steps + (rank if "join" in way else 0)
+    data = torch.Generator().manual_seed(rank)
+    with model.join(enable="join" in way):
+        for number in range(count):
+            step(torch.randn(8, 16, generator=data).to(device))
+            if number == 3 and device == "lazy":
+                lazy_backend.wait_device_ops()
+                metrics.reset()
+    return [float(loss) for loss in losses]
+
+
+for way in sys.argv[3:]:
+    expected, found = train("cpu", way), train("lazy", way)
+    compiles = metrics.counter_value("Compile")
+    if backend == "inductor":
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    else:
+        assert found == expected, (way, found, expected)
+    # which parameters nobody used is asked for by DistributedDataParallel, on the host; and `join` asks who is left
+    asks = "unused" in way or "join" in way
+    assert asks or metrics.counter_value("GraphCut") == 0, (way, metrics.counter_names())
     assert metrics.counter_value("CompileFailed") == 0
+    assert compiles <= 3, (way, compiles)
 dist.destroy_process_group()
 """
 
+_WAYS = ("plain", "unused", "static", "views", "no_sync clip", "autocast", "captured", "moved later", "hook", "join")
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+
+def check_ranks(code: str, folder: Path, arguments: list[str], count: int = 2) -> None:
+    done = run_ranks(code, folder, count, arguments)
+    assert [one.returncode for one in done] == [0] * count, "\n".join(one.stderr[-3000:] for one in done)
+
+
 @pytest.mark.parametrize("backend", ["interpreted", "aot_eager"])
 @pytest.mark.parametrize("first_sight", ["run", "record"])
-def test_functional_collectives_equal_eager(first_sight: str, backend: str, tmp_path: Path) -> None:
-    run_program(_PROGRAM.format(path=tmp_path, first_sight=first_sight, backend=backend), tmp_path)
+def test_collectives_equal_eager(first_sight: str, backend: str, tmp_path: Path) -> None:
+    check_ranks(_COLLECTIVES, tmp_path, [first_sight, backend])
+
+
+@pytest.mark.slow
+def test_collectives_equal_eager_in_inductor(tmp_path: Path) -> None:
+    check_ranks(_COLLECTIVES, tmp_path, ["run", "inductor"])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_data_parallel_steps_have_eagers_losses_and_no_cut(backend: str, tmp_path: Path) -> None:
+    check_ranks(_DATA_PARALLEL, tmp_path, [backend, "10", *_WAYS])
+
+
+def test_data_parallel_steps_on_four_processes(tmp_path: Path) -> None:
+    check_ranks(_DATA_PARALLEL, tmp_path, ["eager", "30", "plain"], count=4)
+
+
+def test_data_parallel_steps_in_inductor(tmp_path: Path) -> None:
+    check_ranks(_DATA_PARALLEL, tmp_path, ["inductor", "6", "captured"])

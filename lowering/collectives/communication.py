@@ -1,0 +1,168 @@
+"""The collectives that graphs call: each writes its result into tensors that it is given, as those of c10d do.
+
+In: tensors on the backing device. Out: `torch.distributed`'s results in them, once the call returns.
+
+Note [Collectives have an order]
+All processes of a group must communicate in the same order, whichever plan runs the graph, and none may leave out a
+collective whose result it does not need: the others would wait for it. So every collective also takes the device's
+order tensor and says that it writes to it. No pass drops, doubles or reorders writes to memory from outside a graph,
+nor does a compiler. Nothing is stored there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.lowering.collectives.groups import group_numbers
+
+# By name: the operator's arguments, and which of them it writes besides the order tensor.
+_SCHEMAS = {
+    "all_reduce_": "Tensor(a!) tensor, Tensor(b!) order, str reduction, int group",
+    "broadcast_": "Tensor(a!) tensor, Tensor(b!) order, int root, int group",
+    "reduce_": "Tensor(a!) tensor, Tensor(b!) order, str reduction, int root, int group",
+    "all_gather_": "Tensor(a!) gathered, Tensor tensor, Tensor(b!) order, int group",
+    "reduce_scatter_": "Tensor(a!) scattered, Tensor tensor, Tensor(b!) order, str reduction, int group",
+    "all_to_all_": (
+        "Tensor(a!) received, Tensor sent, Tensor(b!) order, int[] received_sizes, int[] sent_sizes, int group"
+    ),
+}
+
+
+@functools.cache
+def _reductions() -> dict[str, Any]:
+    """Each `ReduceOp` that has no parameters of its own, by name. Not in every build of PyTorch."""
+    names = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+    return {name: getattr(dist.ReduceOp, name.upper()) for name in names}
+
+
+def reduction_name(reduction: Any) -> str | None:
+    """The name of a `ReduceOp`; None if it has parameters, which graphs do not hold."""
+    return next((name for name, one in _reductions().items() if one == reduction), None)
+
+
+class _Communicating(threading.local):
+    """Whether this thread runs one of our collectives, rather than the user's own."""
+
+    now = False
+
+
+communicating = _Communicating()
+
+
+def _as_ours(kernel: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(kernel)
+    def run(*args: Any) -> None:
+        before = communicating.now
+        try:
+            communicating.now = True
+            kernel(*args)
+        finally:
+            communicating.now = before  # a plain store, which nothing interrupts
+
+    return run
+
+
+@contextmanager
+def _dense(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Contiguous memory whose content `tensor` has after the block: backends communicate nothing else."""
+    if tensor.is_contiguous():
+        yield tensor
+        return
+    dense = tensor.contiguous()
+    yield dense
+    tensor.copy_(dense)
+
+
+def _all_reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, group: int) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = _reductions()[reduction]
+    with _dense(tensor) as dense:
+        group_numbers.group_at(group).allreduce([dense], options).wait()
+
+
+def _broadcast(tensor: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    with _dense(tensor) as dense:
+        group_numbers.group_at(group).broadcast([dense], options).wait()
+
+
+def _reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, root: int, group: int) -> None:
+    options = dist.ReduceOptions()
+    options.reduceOp = _reductions()[reduction]
+    options.rootRank = root
+    with _dense(tensor) as dense:
+        group_numbers.group_at(group).reduce([dense], options).wait()
+
+
+def _all_gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, group: int) -> None:
+    with _dense(gathered) as dense:
+        # flat, as backends compare shapes
+        group_numbers.group_at(group)._allgather_base(dense.view(-1), tensor.reshape(-1)).wait()
+
+
+def _reduce_scatter(
+    scattered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, reduction: str, group: int
+) -> None:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _reductions()[reduction]
+    with _dense(scattered) as dense:
+        process_group = group_numbers.group_at(group)
+        process_group._reduce_scatter_base(dense.view(-1), tensor.reshape(-1), options).wait()
+
+
+def _all_to_all(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    order: torch.Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    group: int,
+) -> None:
+    with _dense(received) as dense:
+        process_group = group_numbers.group_at(group)
+        process_group.alltoall_base(dense, sent.contiguous(), list(received_sizes), list(sent_sizes)).wait()
+
+
+_KERNELS: dict[str, Callable[..., None]] = {
+    "all_reduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "reduce_": _reduce,
+    "all_gather_": _all_gather,
+    "reduce_scatter_": _reduce_scatter,
+    "all_to_all_": _all_to_all,
+}
+
+_lock = process_lock()
+_libraries: list[torch.library.Library] = []  # kept: a library unregisters its operators when it is destroyed
+
+
+@functools.cache
+def collective(name: str) -> torch._ops.OpOverload:
+    """The operator `lazy_backend::<name>`, defined by the first call."""
+    with _lock:
+        if not _libraries:
+            library = torch.library.Library("lazy_backend", "FRAGMENT")
+            for each, schema in _SCHEMAS.items():
+                library.define(f"{each}({schema}) -> ()")
+                library.impl(each, _as_ours(_KERNELS[each]), "CompositeExplicitAutograd")
+                torch.library.register_fake(f"lazy_backend::{each}", lambda *args: None, lib=library)
+            _libraries.append(library)
+    return getattr(torch.ops.lazy_backend, name).default  # type: ignore[no-any-return]
+
+
+def define_collectives() -> None:
+    """Define the operators for a graph that calls them by name."""
+    collective("all_reduce_")
+
+
+def is_collective(op: torch._ops.OpOverload) -> bool:
+    return op.namespace == "lazy_backend" and op._opname in _KERNELS
