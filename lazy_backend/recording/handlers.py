@@ -5,6 +5,7 @@ In: the same calls as `record`. Out: `install_handlers` and `install_factories`,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -209,12 +210,29 @@ def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _resize(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`resize_` and `resize_as_`; nothing is done if the size stays the same."""
+    """`resize_` and `resize_as_`: the tensor stands for more or less of its memory, or for more memory with a copy."""
     target, size = args[0], args[1]
     shape = tuple(size.shape if isinstance(size, torch.Tensor) else size)
-    if shape == tuple(target.shape) and kwargs.get("memory_format") is None:
+    is_plain = kwargs.get("memory_format") is None
+    if shape == tuple(target.shape) and is_plain:
         return target
-    return run_at_once(target._data.context, op, args, kwargs, "it resizes an operand")
+    meta = target._data.meta
+    if not is_plain or len(args) > 2 or meta.conj or meta.neg:
+        return run_at_once(target._data.context, op, args, kwargs, "it resizes an operand")
+    # other tensors may share the memory, and stay as they are
+    stride, count = contiguous_stride(shape), math.prod(shape)
+    base = target._data.storage.meta
+    room = extent(base) * base.dtype.itemsize // meta.dtype.itemsize - meta.storage_offset
+    if count <= room:
+        made = record(aten.as_strided.default, (target, shape, stride, meta.storage_offset), {})
+    else:
+        made = record(aten.new_empty.default, (target, shape), {})
+        if room > 0:
+            old = record(aten.as_strided.default, (target, (room,), (1,), meta.storage_offset), {})
+            start = record(aten.as_strided.default, (made, (room,), (1,), 0), {})
+            record(aten.copy_.default, (start, old), {})
+    assign(target, made._data)
+    return target
 
 
 def _pack_padded_sequence(op: Op, args: Args, kwargs: Kwargs) -> Any:

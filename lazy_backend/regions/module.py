@@ -45,7 +45,7 @@ from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jum
 from lazy_backend.regions.members import REGISTERED, MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
 from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
-from lazy_backend.regions.results import ResultStructure, flatten_result, unflatten_result
+from lazy_backend.regions.results import ResultStructure, flatten_result, opaque_in, unflatten_result
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.tensors.state import DeviceContext, TensorData
@@ -276,11 +276,17 @@ class CapturedModule:
         is_changed = given.has_changed()
         if has_node:
             self._check_arguments(followed, is_changed)
+            self._check_result(leaves)
         kept_record = None if structure is None else structure.kept_record()
         lesson: tuple[Known, Stretch, Program] | None = None
         try:
             if kept_record is not None:
                 raise NotReplayable(f"something keeps the {kept_record} that it returns")
+            holder = opaque_in(leaves)
+            if holder is not None:
+                raise NotReplayable(
+                    f"it returns a {holder}, which may hold tensors\n  return tensors, in lists, tuples or dicts"
+                )
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")
             self._check_module(module, state)
@@ -342,6 +348,15 @@ class CapturedModule:
                 "  do not capture a module that does this only in some calls"
             )
 
+    def _check_result(self, leaves: Sequence[Any]) -> None:
+        """Raise `CaptureError` if tensors may be where no node can be put between them and the body's graph."""
+        holder = opaque_in(leaves)
+        if holder is not None:
+            raise CaptureError(
+                f"the captured {self._name} returned a {holder}, which may hold tensors, and did not do so before\n"
+                f"  at {user_site()}\n  return its tensors, or do not capture this module"
+            )
+
     def _check_module(self, module: torch.nn.Module, state: ModuleState) -> None:
         if not state.holds(module):
             self._failures += 1
@@ -377,7 +392,8 @@ class CapturedModule:
         outer: dict[int, torch.Tensor] = {}
         outer.update((id(inner), own) for inner, own in zip(given.tensors, arguments.tensors, strict=True))
         inner = _differentiable(leaves)
-        detached = [one for one in given.tensors if one.requires_grad]
+        # each once: a tensor that is given twice has one gradient
+        detached = list({id(one): one for one in given.tensors if one.requires_grad}.values())
         others = [leaf for leaf in leaves_of(inner) if id(leaf) not in outer]
         inputs = [outer[id(one)] for one in detached] + others
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from lazy_backend.replay.plain_values import value_key
+
 # Modules of libraries whose classes are records. Checked on transformers 5.23.
 _RECORDS = ("transformers.cache_utils",)
 
@@ -71,8 +73,16 @@ def unflatten_result(leaves: Iterable[Any], structure: ResultStructure | None) -
     return next(given) if structure is None else _unflatten(given, structure)
 
 
+def opaque_in(leaves: Iterable[Any]) -> str | None:
+    """The class of a leaf that may hold tensors of its own, if there is one."""
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor | type) and (callable(leaf) or value_key(leaf) is None):
+            return type(leaf).__name__
+    return None
+
+
 class _OccursTwice(Exception):
-    """A record that occurs twice would become two: it stays as it is."""
+    """A record, or a container in one, that occurs twice would become two: the record stays as it is."""
 
 
 def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
@@ -84,6 +94,7 @@ def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
             if id(leaf) in seen:
                 raise _OccursTwice
             seen.add(id(leaf))
+            _see_containers(list(vars(leaf).values()), seen)
             attributes, inner = _flatten(vars(leaf), seen)
             leaves += attributes
             records.append(_Record(type(leaf), inner, weakref.ref(leaf)))
@@ -91,6 +102,16 @@ def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
             leaves.append(leaf)
             records.append(None)
     return leaves, ResultStructure(spec, tuple(records) if any(records) else ())
+
+
+def _see_containers(values: Iterable[Any], seen: set[int]) -> None:
+    for value in values:
+        if isinstance(value, list | dict):
+            if id(value) in seen:
+                raise _OccursTwice
+            seen.add(id(value))
+        if isinstance(value, list | tuple | dict):
+            _see_containers(value.values() if isinstance(value, dict) else value, seen)
 
 
 def _unflatten(given: Any, structure: ResultStructure) -> Any:

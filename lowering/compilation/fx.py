@@ -183,9 +183,9 @@ class _FxWriter:
         dropped, mask = node.outputs
         assert dropped is not None
         assert mask is not None
-        size: Any = mask.meta.shape
-        if self.symbols:
-            size = self.fx_graph.call_method("size", (source,))
+        size: list[Any] = list(mask.meta.shape)
+        if self.symbols:  # not `source.size()`: AOTAutograd 2.13 keeps no graph that calls a method
+            size = [self.fx_graph.call_function(aten.sym_size.int, (source, place)) for place in range(len(size))]
         stride = None if self.symbols else mask.meta.stride
         drawn = self._call(dropout_mask(), (size, stride, p, self.graph.device, self.seeds, node.seed), {})
         drawn.meta["site"] = node.site

@@ -557,7 +557,7 @@ READS = {
     "equal": lambda x: torch.equal(x, x.clone()),
     "nonzero": torch.nonzero,
     "mask": lambda x: x[x > 1],
-    "resize": lambda x: x.resize_(2),
+    "resize": lambda x: x.resize_(1, 2, 1, 1, memory_format=torch.channels_last),
     "copy": lambda x: torch.zeros(3).copy_(x),
     "no_fake": no_fake,
 }

@@ -304,7 +304,8 @@ def test_a_compiled_dropout_draws_the_same_mask_in_every_layout(backend: str) ->
     assert (compiles(), failures()) == (1, 0)
 
 
-def test_a_dropout_that_is_compiled_for_many_shapes_draws_the_same_mask() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_dropout_that_is_compiled_for_many_shapes_draws_the_same_mask(backend: str) -> None:
     def step(rows: int) -> torch.Tensor:
         torch.manual_seed(rows)
         once = F.dropout(ones(rows, 8) * 3, 0.25)
@@ -313,7 +314,7 @@ def test_a_dropout_that_is_compiled_for_many_shapes_draws_the_same_mask() -> Non
         return twice.cpu()
 
     expected = {rows: step(rows) for rows in range(2, 9)}
-    config.backend = "aot_eager"
+    config.backend = backend
     with count("Compile") as compiles, count("CompileFailed") as failures:
         for _ in range(3):
             for rows, values in expected.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,6 +62,105 @@ def step(model: nn.Module, device: str, number: int) -> Any:
     made = model(x)
     made["x"].sum().backward()
     return made
+
+
+class Box:
+    """No record of a library that is known."""
+
+    __module__ = "elsewhere"
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+
+class Boxing(nn.Module):
+    """Returns a tensor, and what `put` makes of another one."""
+
+    def __init__(self, put: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.put = nn.Linear(4, 4), put
+
+    def forward(self, x: torch.Tensor, boxes: bool = True) -> Any:
+        y = self.linear(x)
+        return y, self.put(y * x) if boxes else y * 3
+
+
+def _cache_of(tensor: torch.Tensor) -> Cache:
+    made = Cache()
+    made.update(tensor)
+    return made
+
+
+def _in_two_places(tensor: torch.Tensor) -> Cache:
+    made = _cache_of(tensor)
+    made.more = made.layers  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:the captured Boxing runs as written:lazy_backend.CaptureWarning")
+@pytest.mark.parametrize(
+    ("put", "get"),
+    [
+        (Box, lambda box: box.held),
+        (lambda x: [_cache_of(x)] * 2, lambda pair: pair[1].layers[0].keys),
+        (lambda x: Box(_cache_of(x)), lambda box: box.held.layers[0].keys),
+        (_in_two_places, lambda cache: cache.more[0].keys),
+        (lambda x: lambda: x, lambda closure: closure()),
+    ],
+    ids=["a user's", "twice", "within a user's", "its list twice", "a closure"],
+)
+@pytest.mark.parametrize("uses", ["both", "box"])
+def test_gradients_flow_through_objects_that_are_not_taken_apart(put: Any, get: Any, uses: str) -> None:
+    torch.manual_seed(0)
+    real = Boxing(put)
+    lazy = lazy_backend.capture(copy.deepcopy(real).to("lazy"))
+    for number in range(6):
+        weights = []
+        for model, device in ((real, "cpu"), (lazy, "lazy")):
+            weight = torch.ones(4, device=device, requires_grad=True)
+            y, made = model(torch.linspace(-1, number, 8, device=device).reshape(2, 4) * weight)
+            (get(made).sum() + (y.sum() if uses == "both" else 0)).backward()
+            weights.append(weight)
+        lazy_backend.mark_step()
+        assert_same(weights[1].grad, weights[0].grad)
+        assert_same(lazy.linear.weight.grad, real.linear.weight.grad)
+
+
+def test_an_object_that_is_first_returned_by_a_later_call_is_an_error() -> None:
+    boxes = False  # unseen by the module's state: its body is compared at the 64th call
+    model = lazy_backend.capture(Boxing(lambda x: Box(x) if boxes else x).to("lazy"))
+    for _ in range(63):
+        y, _ = model(torch.ones(2, 4, device="lazy", requires_grad=True))
+        y.sum().backward()
+        lazy_backend.mark_step()
+    boxes = True
+    with pytest.raises(lazy_backend.CaptureError, match="returned a Box, which may hold tensors"):
+        model(torch.ones(2, 4, device="lazy", requires_grad=True))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_tensor_that_is_given_several_times_has_one_gradient(count: int) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([2.0]))
+
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            product = self.weight
+            for one in given:
+                product = product * one
+            return product
+
+    real, lazy = Product(), lazy_backend.capture(Product().to("lazy"))
+    for number in range(70):  # the 64th call is compared with its body
+        leaves = []
+        for model, device in ((real, "cpu"), (lazy, "lazy")):
+            x = torch.tensor([float(number)], device=device, requires_grad=True)
+            model(*[x] * count).sum().backward()
+            leaves.append(x)
+        lazy_backend.mark_step()
+        assert_same(leaves[1].grad, leaves[0].grad)
+        assert_same(lazy.weight.grad, real.weight.grad)
 
 
 def test_what_is_returned_in_an_object_is_made_anew_by_each_replay() -> None:

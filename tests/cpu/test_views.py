@@ -307,6 +307,37 @@ def resized_while_viewed(device: str, sync: Sync):
     return base, view
 
 
+@program
+def resized_views(device: str, sync: Sync):
+    base = grid(device, 4, 6)
+    smaller, shifted, same, flat = base[2:], base[1], base.t(), base.detach()
+    sync()
+    smaller.resize_(2, 3)
+    shifted.resize_(4)
+    same.resize_(3, 5)
+    sync()
+    flat.resize_(24)
+    shifted.add_(1)
+    sync()
+    return base, smaller, shifted, same, flat
+
+
+@program
+def resized_beyond_the_memory(device: str, sync: Sync):
+    base = grid(device, 2, 3)
+    alias = base.detach()
+    sync()
+    alias.resize_(2, 4)
+    alias[1, 2:].fill_(7)
+    sync()
+    nothing = torch.zeros(0, device=device)
+    view = nothing.view(0)
+    view.resize_(3)
+    view.fill_(2)
+    sync()
+    return base, alias, nothing, view
+
+
 # ----- parameters
 
 
