@@ -26,10 +26,12 @@ from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
 from lazy_backend.distributed import c10d
 from lazy_backend.distributed.order import finish_collectives, in_order
+from lazy_backend.errors.sites import user_site
 from lazy_backend.execution import closures, disk_cache
 from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.lowering.ir.passes import watch_passes
@@ -117,6 +119,7 @@ def _wire() -> None:
         metrics.Source(disk_cache.read_counters, disk_cache.reset_counters),
     ):
         metrics.add_source(source)
+    agreements.site_of_call = user_site
     history.alive = contexts.alive
     history.alive_by_line = contexts.live_by_line
     history.sources["computations"] = executor.computations.describe

@@ -29,6 +29,7 @@ from lazy_backend.caching.trie import TrieNode
 from lazy_backend.diagnostics.debug_log import print_run
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import ExecutionError, LazyBackendError, PoisonedTensorError
+from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import Call, Cut
@@ -165,7 +166,12 @@ class Async(Work):
         self.parameters_data.clear()
         plan = self.plan
         start = perf_counter()
-        outputs = plan.execute(inputs, self.constants, self.seeds)
+        collectives = self.cached_computation.computation.collectives
+        if collectives is None:
+            outputs = plan.execute(inputs, self.constants, self.seeds)
+        else:
+            with agreements.announced(collectives):
+                outputs = plan.execute(inputs, self.constants, self.seeds)
         if plan.num_runs:
             plan.shortest_run = min(plan.shortest_run, perf_counter() - start)
         plan.num_runs += 1

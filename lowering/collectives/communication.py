@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lazy_backend.caching.process_locks import process_lock
-from lazy_backend.lowering.collectives.groups import group_numbers
+from lazy_backend.lowering.collectives.agreement import agreements, describe_collective
 
 # By name: the operator's arguments, and which of them it writes besides the order tensor.
 _SCHEMAS = {
@@ -84,29 +84,29 @@ def _dense(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _all_reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, group: int) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = _reductions()[reduction]
-    with _dense(tensor) as dense:
-        group_numbers.group_at(group).allreduce([dense], options).wait()
+    with _calling("all_reduce_", tensor, group, reduction) as called, _dense(tensor) as dense:
+        called.allreduce([dense], options).wait()
 
 
 def _broadcast(tensor: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    with _dense(tensor) as dense:
-        group_numbers.group_at(group).broadcast([dense], options).wait()
+    with _calling("broadcast_", tensor, group) as called, _dense(tensor) as dense:
+        called.broadcast([dense], options).wait()
 
 
 def _reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, root: int, group: int) -> None:
     options = dist.ReduceOptions()
     options.reduceOp = _reductions()[reduction]
     options.rootRank = root
-    with _dense(tensor) as dense:
-        group_numbers.group_at(group).reduce([dense], options).wait()
+    with _calling("reduce_", tensor, group, reduction) as called, _dense(tensor) as dense:
+        called.reduce([dense], options).wait()
 
 
 def _all_gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, group: int) -> None:
-    with _dense(gathered) as dense:
+    with _calling("all_gather_", gathered, group) as called, _dense(gathered) as dense:
         # flat, as backends compare shapes
-        group_numbers.group_at(group)._allgather_base(dense.view(-1), tensor.reshape(-1)).wait()
+        called._allgather_base(dense.view(-1), tensor.reshape(-1)).wait()
 
 
 def _reduce_scatter(
@@ -114,9 +114,8 @@ def _reduce_scatter(
 ) -> None:
     options = dist.ReduceScatterOptions()
     options.reduceOp = _reductions()[reduction]
-    with _dense(scattered) as dense:
-        process_group = group_numbers.group_at(group)
-        process_group._reduce_scatter_base(dense.view(-1), tensor.reshape(-1), options).wait()
+    with _calling("reduce_scatter_", scattered, group, reduction) as called, _dense(scattered) as dense:
+        called._reduce_scatter_base(dense.view(-1), tensor.reshape(-1), options).wait()
 
 
 def _all_to_all(
@@ -127,9 +126,15 @@ def _all_to_all(
     sent_sizes: Sequence[int],
     group: int,
 ) -> None:
-    with _dense(received) as dense:
-        process_group = group_numbers.group_at(group)
-        process_group.alltoall_base(dense, sent.contiguous(), list(received_sizes), list(sent_sizes)).wait()
+    with _calling("all_to_all_", received, group) as called, _dense(received) as dense:
+        called.alltoall_base(dense, sent.contiguous(), list(received_sizes), list(sent_sizes)).wait()
+
+
+def _calling(
+    name: str, written: torch.Tensor, group: int, reduction: str | None = None
+) -> AbstractContextManager[dist.ProcessGroup]:
+    dtype, shape = written.dtype, written.shape
+    return agreements.calling(group, lambda: describe_collective(name, dtype, shape, reduction))
 
 
 _KERNELS: dict[str, Callable[..., None]] = {

@@ -13,9 +13,11 @@ import torch
 
 from lazy_backend.caching.computation_cache import Key
 from lazy_backend.lowering.artefacts.environment import Environment, key_parts
+from lazy_backend.lowering.collectives.agreement import Collective, RunCollectives, describe_collective
+from lazy_backend.lowering.collectives.communication import is_collective
 from lazy_backend.lowering.compilation.compiler import backend_name
 from lazy_backend.lowering.ir.canonical import Parameter
-from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.plans.families import Family
 from lazy_backend.lowering.plans.profiling import ProfilingGraphExecutor
 from lazy_backend.lowering.plans.specialise import CompileReport
@@ -26,7 +28,7 @@ _numbers = itertools.count(1)
 class Computation:
     """One canonical graph with all its plans. Compared by identity."""
 
-    __slots__ = ("key", "hash", "executor", "number")
+    __slots__ = ("key", "hash", "executor", "number", "collectives")
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Computation:
         self.hash = key.hash_hex()
         self.executor = ProfilingGraphExecutor(graph, report, key, find_family)
         self.number = next(_numbers)
+        self.collectives = _collectives_of(graph)
 
     @property
     def graph(self) -> Graph:
@@ -66,6 +69,19 @@ class CachedComputation:
     constants: tuple[int, ...]
     seeds: tuple[int, ...]
     outputs: tuple[int, ...] | None = None
+
+
+def _collectives_of(graph: Graph) -> RunCollectives | None:
+    """What a run of `graph` communicates; None for most."""
+    found = [_collective(node) for node in graph.nodes if is_collective(node.op)]
+    return RunCollectives(found) if found else None
+
+
+def _collective(node: Node) -> Collective:
+    named = {argument.name: arg for argument, arg in zip(node.op._schema.arguments, node.args, strict=True)}
+    written = node.args[0].meta
+    what = describe_collective(node.op._opname, written.dtype, written.shape, named.get("reduction"))
+    return Collective(named["group"], what, node.site)
 
 
 def make_key(graph: Graph, settings: Environment) -> Key:

@@ -303,3 +303,81 @@ def test_data_parallel_steps_on_four_processes(tmp_path: Path) -> None:
 
 def test_data_parallel_steps_in_inductor(tmp_path: Path) -> None:
     check_ranks(_DATA_PARALLEL, tmp_path, ["inductor", "6", "captured"])
+
+
+# ----- ranks that differ, are late, or end
+
+_FAULT = """
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import lazy_backend
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[4])))
+rank, fault, first_sight = dist.get_rank(), sys.argv[1], sys.argv[2]
+when = int(sys.argv[3])
+lazy_backend.config.cache, lazy_backend.config.compile = False, "off"
+lazy_backend.config.first_sight = first_sight
+weight = torch.ones(4, device="lazy")
+
+
+def step(number):
+    planted = rank == 1 and number == when
+    gradient = weight * 2
+    if planted and fault == "branch":
+        dist.broadcast(gradient, 0)  # only here
+    if planted and fault == "length":
+        gradient = torch.cat([gradient, gradient])
+    if planted and fault == "dtype":
+        gradient = gradient.double()
+    if planted and fault == "killed":
+        lazy_backend.mark_step(wait=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if planted and fault == "raises":
+        raise ValueError("a planted error")
+    if planted and fault == "late":
+        time.sleep(float(sys.argv[4]) + 4)
+    dist.all_reduce(gradient)  # everywhere
+    weight.add_(gradient[:4], alpha=0.1)
+    lazy_backend.mark_step()
+
+
+for number in range(8):
+    step(number)
+lazy_backend.wait_device_ops()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "first_sight", "when"),
+    [
+        *((fault, "run", 5) for fault in ("branch", "length", "dtype", "killed", "raises", "late")),
+        *((fault, way, 0) for fault in ("branch", "length") for way in ("run", "record")),
+        ("late", "run", 0),
+        ("dtype", "run", 1),
+    ],
+)
+def test_ranks_that_differ_are_told_where(fault: str, first_sight: str, when: int, tmp_path: Path) -> None:
+    arguments = [fault, first_sight, str(when), "3"]
+    first, second = run_ranks(_FAULT, tmp_path, 2, arguments, timeout=60)
+    told = first.stderr + second.stderr
+    assert first.returncode == 1, told
+    assert second.returncode == (-9 if fault == "killed" else 1), told
+    everywhere = 2 + next(n for n, line in enumerate(_FAULT.splitlines(), 1) if line.endswith("# everywhere"))
+    only_here = 2 + next(n for n, line in enumerate(_FAULT.splitlines(), 1) if line.endswith("# only here"))
+    assert f"<string>:{everywhere}" in first.stderr, first.stderr
+    if fault in ("branch", "length", "dtype"):
+        assert "ranks do not communicate alike" in told
+        line = only_here if fault == "branch" else everywhere
+        for stderr in (first.stderr, second.stderr):
+            if "ranks do not communicate alike" in stderr:
+                assert f"<string>:{line}" in stderr, stderr
+    if fault in ("killed", "raises", "late"):
+        assert "rank 1" in first.stderr, first.stderr

@@ -1,0 +1,252 @@
+"""Whether all processes of a group communicate alike, asked before they do, and who differs once one fails.
+
+In: the collectives that a run is about to call. Out: nothing, or `CollectiveError`, which names the first one that
+differs and the lines of both processes.
+
+Note [Ranks agree]
+A process that takes another branch than the others would wait for ever, or add numbers that do not belong together. So
+before a run, each process writes into its group's store how many collectives it has called and which ones follow, which
+takes 11 µs. One whose run is not like the run before also looks at what the process of the next rank is about to call,
+waiting until that one comes so far, as the collective itself would. One neighbour is enough: if some processes changed
+and others did not, or differently, one of them has a neighbour that differs. Loops in their steady state only write.
+What is written names operators, dtypes and shapes. A difference in what may differ (who is the root of which rows, the
+sizes of an `all_to_all`) is not looked at. Runs need not begin alike: a process that reads a value in between has two
+runs where the others have one.
+Where the store is not a `TCPStore`, as with `init_method="file://..."`, nothing is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.lowering.collectives.groups import group_numbers
+
+_ANSWER = timedelta(seconds=5)  # within which a store answers
+_LONGEST_PAUSE = 0.02  # seconds between two looks at the store
+_MAX_RANKS = 64  # that an error tells of
+
+
+class CollectiveError(RuntimeError):
+    """The processes of a group do not communicate alike, or one of them failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that is about to be called: `what` must be the same on all ranks, `site` is the user's line."""
+
+    group: int
+    what: str
+    site: str
+
+
+def describe_collective(name: str, dtype: torch.dtype, shape: Sequence[int], reduction: str | None) -> str:
+    """As in `all_reduce of float32[3, 4] (sum)`."""
+    sizes = ["...", *map(str, shape[1:])] if name == "all_to_all_" else map(str, shape)
+    reduced = f" ({reduction})" if reduction else ""
+    return f"{name.strip('_')} of {str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]{reduced}"
+
+
+@contextmanager
+def _store_answers() -> Iterator[None]:
+    """Within the block, an error of a store says what it means."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise CollectiveError(
+            f"the process that holds the store of a process group does not answer, and may have ended: {error}"
+        ) from error
+
+
+class RunCollectives:
+    """The collectives of one graph, in order."""
+
+    def __init__(self, calls: Sequence[Collective]) -> None:
+        self.calls = tuple(calls)
+        self.of_groups: dict[int, tuple[str, tuple[Collective, ...]]] = {}
+        for group in dict.fromkeys(call.group for call in calls):
+            own = tuple(call for call in calls if call.group == group)
+            text = "\n".join(call.what for call in own)
+            self.of_groups[group] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), own
+
+
+class _Announced(threading.local):
+    """What the run on this thread has announced and not called yet."""
+
+    calls: list[Collective] | None = None
+
+
+_announced = _Announced()
+
+
+class Agreement:
+    """What the processes of one group tell each other."""
+
+    def __init__(self, group: dist.ProcessGroup, store: Any) -> None:
+        self._group = group.group_name
+        self._rank, self._size = group.rank(), group.size()
+        self._timeout = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+        self._store = store
+        self._done = 0  # collectives that were called
+        self._latest = ""
+
+    def announce(self, digest: str, calls: Sequence[Collective]) -> None:
+        """Say which collectives follow; look at the next rank's if they are not those of the run before."""
+        is_new = digest != self._latest
+        with _store_answers():
+            if is_new:
+                text = json.dumps([[call.what, call.site] for call in calls])
+                self._store.set(f"what/{self._rank}/{digest}", text)
+            self._store.set(f"now/{self._rank}", f"{self._done} {len(calls)} {digest}")
+            if is_new:
+                self._compare((self._rank + 1) % self._size, calls)
+        self._latest = digest
+
+    def count(self) -> None:
+        """Note that a collective was called."""
+        self._done += 1
+
+    def _compare(self, peer: int, calls: Sequence[Collective]) -> None:
+        end, pause = time.monotonic() + self._timeout, 0.0
+        while (theirs := self._seen(peer)) is None or theirs[0] + len(theirs[1]) <= self._done:
+            if time.monotonic() > end:
+                raise CollectiveError(
+                    f"rank {peer} did not come to {self._name(0, calls[0])} within {self._timeout:.0f} s\n"
+                    f"  {self._whereabouts(peer)}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause + 0.0002, _LONGEST_PAUSE)
+        self._check(peer, calls, *theirs)
+
+    def _check(self, peer: int, calls: Sequence[Collective], start: int, theirs: Sequence[Sequence[str]]) -> None:
+        for place, call in enumerate(calls):
+            other = self._done + place - start
+            if 0 <= other < len(theirs) and theirs[other][0] != call.what:
+                what, site = theirs[other]
+                raise CollectiveError(
+                    f"ranks do not communicate alike in group {self._group}\n"
+                    f"  rank {self._rank} is about to call {self._name(place, call)}\n"
+                    f"  rank {peer} is about to call {what} at {site or 'an unknown line'}"
+                )
+
+    def _name(self, place: int, call: Collective) -> str:
+        number = self._done + place + 1
+        return f"collective {number} of group {self._group}, {call.what} at {call.site or 'an unknown line'}"
+
+    def _seen(self, rank: int) -> tuple[int, list[list[str]]] | None:
+        """How many collectives a rank had called before its latest run, and those of that run."""
+        if not self._store.check([f"now/{rank}"]):
+            return None
+        start, _, digest = self._store.get(f"now/{rank}").decode().split()
+        return int(start), json.loads(self._store.get(f"what/{rank}/{digest}"))
+
+    def explain(self, error: Exception, call: Collective) -> CollectiveError:
+        """`error`, which the next collective raised, with what is known of the other ranks."""
+        lines = [f"{error}", f"  in {self._name(0, call)}, on rank {self._rank}"]
+        try:
+            others = [rank for rank in range(min(self._size, _MAX_RANKS)) if rank != self._rank]
+            for rank in others:
+                theirs = self._seen(rank)
+                if theirs is not None:
+                    self._check(rank, [call], *theirs)
+            lines += [f"  {self._whereabouts(rank)}" for rank in others]
+        except CollectiveError as difference:
+            return CollectiveError(f"{difference}\n  {error}")
+        except Exception as failure:
+            lines.append(f"  the process that holds the group's store does not answer, and may have ended: {failure}")
+        return CollectiveError("\n".join(lines))
+
+    def _whereabouts(self, rank: int) -> str:
+        theirs = self._seen(rank)
+        if theirs is None:
+            return f"rank {rank} has not communicated yet"
+        start, calls = theirs
+        if start + len(calls) <= self._done:
+            what, site = calls[-1]
+            return f"rank {rank} has not come to it: its last one was {what} at {site or 'an unknown line'}"
+        return f"rank {rank} came to it as well, and may have failed or ended"
+
+
+class Agreements:
+    """Those of this process, by group."""
+
+    def __init__(self) -> None:
+        self.site_of_call: Callable[[], str] = str  # the user's line that calls us, for calls outside of graphs
+        self._lock = process_lock()
+        self._of: WeakKeyDictionary[dist.ProcessGroup, Agreement | None] = WeakKeyDictionary()
+        self._generations: dict[str, int] = {}
+
+    def of(self, group: dist.ProcessGroup) -> Agreement | None:
+        """The agreement of a group; None where nothing is asked."""
+        if group not in self._of:
+            with self._lock:
+                if group not in self._of:
+                    with _store_answers():
+                        self._of[group] = self._make(group)
+        return self._of[group]
+
+    def _make(self, group: dist.ProcessGroup) -> Agreement | None:
+        if group.size() == 1:
+            return None
+        stores: Any = dist
+        store: Any = group.get_group_store()
+        inner = store
+        while isinstance(inner, stores.PrefixStore):
+            inner = inner.underlying_store
+        if not isinstance(inner, stores.TCPStore):
+            return None
+        # a connection of its own: another thread may wait in the group's
+        own = store.clone()
+        own.set_timeout(_ANSWER)
+        # a group that is made anew under the same name finds nothing of the one before
+        generation = self._generations[group.group_name] = self._generations.get(group.group_name, -1) + 1
+        return Agreement(group, stores.PrefixStore(f"lazy_backend/{generation}", own))
+
+    @contextmanager
+    def announced(self, run: RunCollectives) -> Iterator[None]:
+        """Within the block the collectives of `run` are called, in their order."""
+        for number, (digest, calls) in run.of_groups.items():
+            agreement = self.of(group_numbers.group_at(number))
+            if agreement is not None:
+                agreement.announce(digest, calls)
+        before = _announced.calls
+        try:
+            _announced.calls = list(run.calls)
+            yield
+        finally:
+            _announced.calls = before
+
+    @contextmanager
+    def calling(self, number: int, what: Callable[[], str]) -> Iterator[dist.ProcessGroup]:
+        """Within the block, one collective is called on the group with this number, which is given."""
+        group = group_numbers.group_at(number)
+        agreement = self.of(group)
+        if agreement is None:
+            yield group
+            return
+        if _announced.calls:
+            call = _announced.calls.pop(0)
+        else:
+            call = Collective(number, what(), self.site_of_call())
+            alone = RunCollectives([call])
+            agreement.announce(*alone.of_groups[number])
+        try:
+            yield group
+        except RuntimeError as error:
+            raise agreement.explain(error, call) from error
+        agreement.count()
+
+
+agreements = Agreements()
