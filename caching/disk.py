@@ -15,6 +15,11 @@ Note [Killed at any moment]
 An entry gets its name, by `os.replace`, once all its bytes are on the disk. The kernel holds the lock and releases it
 when the process ends. Readers take no lock: a file that is removed or replaced stays as it was for a reader that has
 the file open.
+
+Note [One maker]
+Ranks of one program need the same entry at the same moment, and making one takes a core for half a minute. So whoever
+is to make an entry holds a lock meanwhile, which the kernel releases when it dies; the others wait for it, within
+bounds, and then find the entry. Without locks, or after too long, each makes its own.
 """
 
 from __future__ import annotations
@@ -52,6 +57,8 @@ STALE_AFTER = 600.0
 # The lock is held for milliseconds. A process that holds it for this long was stopped, and `put` gives up. Seconds.
 LOCK_TIMEOUT = 2.0
 LOCK_FILE = ".lock"
+# Lock files for makers, of which each serves many keys: one for each key would have to be removed, by whoever is last.
+_MAKERS = 64
 
 _ENTRY = re.compile(r"[0-9a-f]{32}\.entry")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.tmp")
@@ -295,6 +302,36 @@ class DiskCache:
             yield
         finally:
             lock.release()
+
+    @contextlib.contextmanager
+    def made_once(self, key: Key, patience: float) -> Iterator[bytes | None]:
+        """Within the block no other process makes the entry for `key`; gives the entry if one did so meanwhile.
+
+        See Note [One maker]. Waits at most `patience` seconds, and never raises. An entry that is there already is one
+        that the caller cannot use.
+        """
+        from filelock import FileLock, Timeout
+
+        found, lock = None, None
+        was_there = self.has(key)
+        if not self.readonly and not was_there:
+            with self._counted_failures(), contextlib.suppress(Timeout):
+                folder = self._current_folder()
+                if folder is not None:
+                    name = f".making-{int(key.hash_hex()[:8], 16) % _MAKERS:02}"
+                    lock = FileLock(folder.path / name, patience, 0o600, poll_interval=0.02, fallback_to_soft=False)
+                    try:
+                        lock.acquire()
+                    except OSError as error:
+                        if error.errno not in _NO_LOCKS:
+                            raise
+        try:
+            if not was_there and self.has(key):
+                found = self.get(key)
+            yield found
+        finally:
+            if lock is not None:
+                lock.release()
 
     # ----- for people and tools: these raise CacheRefused and OSError
 

@@ -96,6 +96,7 @@ class Job:
     """One compile. Once `done`, either `result` (an artefact's bytes) or `error` is set; in a forked child, neither.
 
     `kept`: the counts and the last error of the worker process's disk cache, if that cache was to keep the artefact.
+    `found`: whether another process had put the artefact there meanwhile.
     """
 
     id: int
@@ -105,6 +106,7 @@ class Job:
     error: Exception | None = None
     seconds: float = 0.0
     kept: tuple[DiskCounts, str | None] | None = None
+    found: bool = False
     sent: bool = False  # to the current process
     deaths: int = 0  # processes that ended while they compiled this job
     hurried: bool = False  # a process was restarted for this job, because its niceness was too high
@@ -366,6 +368,7 @@ class CompileWorker:
         job.seconds = reply["seconds"]
         if "kept" in reply:
             job.kept = DiskCounts(**reply["kept"]), reply["last_error"]
+            job.found = reply.get("found", False)
         if "error" in reply:
             kind = NotPortableThere if reply["error"] == "NotPortable" else RemoteCompileError
             job.finish(error=kind(f"{reply['error']}: {reply['message']}"))

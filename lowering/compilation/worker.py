@@ -37,6 +37,9 @@ _CACHES_ON: dict[str, dict[str, Any]] = {
 # Vector instructions with which a compile failed: from then on, inductor finds out what the C++ compiler knows.
 _refused_instructions: list[str] = []
 
+# Seconds to wait for another process that compiles the same graph, as other ranks do, or for one it shares a lock with.
+_PATIENCE = 300.0
+
 
 def main(line: Lifeline) -> None:
     """Serve requests until the parent is gone."""
@@ -50,9 +53,10 @@ def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
     start = time.perf_counter()
     artefact = b""
     try:
-        artefact = _compile(request, graph)
-        if request["keep"] is not None:
-            reply |= _keep(artefact, **request["keep"])
+        if request["keep"] is None:
+            artefact = _compile(request, graph)
+        else:
+            artefact = _compile_once(request, graph, reply, **request["keep"])
     except BaseException as error:
         reply.update(error=type(error).__name__, message=str(error)[:4000])
     reply["seconds"] = time.perf_counter() - start
@@ -107,15 +111,33 @@ def _instructions_of_processor() -> Iterator[None]:
             raise
 
 
-def _keep(artefact: bytes, directory: str, max_bytes: int, key: list[list[str]]) -> dict[str, Any]:
-    """Put an artefact into the disk cache. Returns the cache's counts and last error, as fields of the reply."""
+def _compile_once(
+    request: dict[str, Any],
+    graph: bytes,
+    reply: dict[str, Any],
+    directory: str,
+    max_bytes: int,
+    key: list[list[str]],
+) -> bytes:
+    """The artefact, which goes to the disk cache; or the one that another process put there meanwhile.
+
+    The reply gets the cache's counts and last error, and says whether the artefact was found.
+    """
     try:
         cache = DiskCache(directory, max_bytes)
     except CacheRefused as refused:
-        return {"kept": asdict(DiskCounts(refused=1)), "last_error": str(refused)}
-    try:
-        cache.put(Key(tuple((name, text) for name, text in key)), artefact)
-    except Exception as error:  # the compiled artefact must survive any failure of the cache
-        cache.last_error = f"{type(error).__name__}: {error}"
-        return {"kept": asdict(DiskCounts(errors=1)), "last_error": cache.last_error}
-    return {"kept": asdict(cache.counts()), "last_error": cache.last_error}
+        reply.update(kept=asdict(DiskCounts(refused=1)), last_error=str(refused))
+        return _compile(request, graph)
+    exact = Key(tuple((name, text) for name, text in key))
+    with cache.made_once(exact, _PATIENCE) as found:
+        artefact = _compile(request, graph) if found is None else found
+        reply["found"] = found is not None
+        try:
+            if found is None:
+                cache.put(exact, artefact)
+        except Exception as error:  # the compiled artefact must survive any failure of the cache
+            cache.last_error = f"{type(error).__name__}: {error}"
+            reply.update(kept=asdict(DiskCounts(errors=1)), last_error=cache.last_error)
+        else:
+            reply.update(kept=asdict(cache.counts()), last_error=cache.last_error)
+    return artefact

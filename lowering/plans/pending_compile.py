@@ -123,7 +123,7 @@ class PendingCompile:
         except Exception as error:
             self._fail(error, job.seconds)
             return
-        self._succeed(plan, "compiled", job.seconds)
+        self._succeed(plan, "loaded" if job.found else "compiled", job.seconds)
         store = self.policy.store
         if store is not None and self._key is not None and job.kept is None:  # readonly: `put` reports that
             store.put(self._artefact_key(self._key), data)

@@ -883,3 +883,74 @@ def finished_worker(process: subprocess.Popen[str]) -> dict[str, int]:
     assert process.returncode == 0, err
     result: dict[str, int] = json.loads(out)
     return result
+
+
+# ----- one maker
+
+
+def test_who_waits_for_a_maker_finds_what_it_made(place: Path) -> None:
+    made, found, inside = [], [], threading.Barrier(4)
+
+    def make() -> None:
+        own = DiskCache(place, LARGE)
+        inside.wait()
+        with own.made_once(key("a"), 20.0) as entry:
+            if entry is None:
+                made.append(threading.get_ident())
+                time.sleep(0.2)
+                own.put(key("a"), b"made")
+            else:
+                found.append(entry)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert found == [b"made"] * 3
+
+
+def test_a_maker_that_takes_too_long_or_fails_is_not_waited_for(place: Path) -> None:
+    one, other = DiskCache(place, LARGE), DiskCache(place, LARGE)
+
+    def make() -> None:
+        with one.made_once(key("a"), 20.0):
+            with other.made_once(key("a"), 0.05) as entry:
+                assert entry is None
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        make()
+    with other.made_once(key("a"), 20.0) as entry:
+        assert entry is None
+
+
+def test_a_maker_that_is_killed_holds_nothing(place: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from lazy_backend.caching.computation_cache import Key\n"
+        "from lazy_backend.caching.disk import DiskCache\n"
+        f"with DiskCache({str(place)!r}, 1 << 30).made_once(Key((('graph', 'a'),)), 9.0):\n"
+        "    print('holds', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        assert maker.stdout.readline() == "holds\n"
+        threading.Timer(0.3, maker.kill).start()
+        begin = time.monotonic()
+        with DiskCache(place, LARGE).made_once(Key((("graph", "a"),)), 30.0) as entry:
+            assert entry is None
+        assert time.monotonic() - begin < 20
+
+
+def test_nothing_is_locked_where_nothing_can_be_written(cache: DiskCache, place: Path) -> None:
+    cache.put(key("a"), b"there")
+    before = snapshot(place)
+    with DiskCache(place, LARGE, readonly=True).made_once(key("b"), 9.0) as entry:
+        assert entry is None
+    with cache.made_once(key("a"), 9.0) as entry:
+        assert entry is None  # whoever asks could not use what is there
+    assert snapshot(place) == before
