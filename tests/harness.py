@@ -193,25 +193,31 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
 
 
 def run_ranks(
-    code: str, cwd: Path, count: int = 2, arguments: Sequence[str] = (), timeout: float = 240, **environment: str
+    program: str | Path,
+    cwd: Path,
+    count: int = 2,
+    arguments: Sequence[str] = (),
+    timeout: float = 240,
+    **environment: str,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run a program in `count` processes of one group, as `torchrun` does, each to its end."""
+    """Run a program, text or a file, in `count` processes of one group, as `torchrun` does, each to its end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), **environment}
-    code = f"import sys\nsys.argv[1:] = {list(arguments)!r}\n{code}"
-    programs = [Fork(code, cwd, {**os.environ, **shared, "RANK": str(rank)}) for rank in range(count)]
+    file = program if isinstance(program, Path) else None
+    text = f"import sys\nsys.argv[1:] = {list(arguments)!r}\n{program}" if file is None else file.read_text()
+    programs = [Fork(text, cwd, {**os.environ, **shared, "RANK": str(rank)}, file, arguments) for rank in range(count)]
     end = time.monotonic() + timeout
     done = []
-    for program in programs:
+    for one in programs:
         try:
-            out, errors = program.communicate(max(0.1, end - time.monotonic()))
+            out, errors = one.communicate(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            program.send_signal(signal.SIGKILL)
-            out, errors = program.communicate()
-        assert program.returncode is not None
-        done.append(subprocess.CompletedProcess(["-c"], program.returncode, out, errors))
+            one.send_signal(signal.SIGKILL)
+            out, errors = one.communicate()
+        assert one.returncode is not None
+        done.append(subprocess.CompletedProcess([str(file or "-c")], one.returncode, out, errors))
     return done
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import run_ranks
 
 import lazy_backend
 from lazy_backend.diagnostics.findings import find
@@ -69,3 +70,21 @@ def test_serve() -> None:
     outcome = serve.run(threads=4, requests=50, swaps=10)
     assert outcome.wrong == 0
     assert outcome.frames <= 4
+
+
+def test_gpt_in_two_processes(tmp_path: Path) -> None:
+    program = Path(EXAMPLES, "train_gpt_ddp.py")
+    first, second = run_ranks(program, tmp_path, 2, ["--backend", "eager", "--steps", "8"])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "bit for bit equal to eager    yes" in first.stdout
+    assert second.stdout == ""
+
+
+def test_gpt_in_two_processes_is_started_with_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_gpt_ddp
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="start it as torchrun"):
+        train_gpt_ddp.main()

@@ -312,6 +312,74 @@ def test_ranks_compile_a_step_once(tmp_path: Path) -> None:
     assert sum(int(one.stdout) for one in done) <= 3
 
 
+_TENSOR_PARALLEL = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import lazy_backend
+from lazy_backend import config, metrics
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+config.cache, config.compile, config.backend = False, "foreground", sys.argv[1]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.narrow(torch.relu(self.wide(x))))
+
+
+def train(device, shape, names):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).to(device)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    for block in model:
+        parallelize_module(block, mesh["rows"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    # foreach kernels, which devices other than the CPU use by default, refuse tensors beside DTensors
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    losses = []
+    for number in range(8):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(device)
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        lazy_backend.mark_step()
+        if number == 3 and device == "lazy":
+            lazy_backend.wait_device_ops()
+            metrics.reset()
+    return [float(loss) for loss in losses]
+
+
+size = dist.get_world_size()
+for shape, names in (((size,), ("rows",)), ((2, size // 2), ("copies", "rows"))):
+    expected, found = train("cpu", shape, names), train("lazy", shape, names)
+    assert found == expected, (shape, found, expected)
+    assert metrics.counter_value("GraphCut") == 0, metrics.counter_names()
+    assert metrics.counter_value("CompileFailed") == 0
+# the rows of a mesh have names of their own, and one number
+hashes = [None] * size
+dist.all_gather_object(hashes, sorted(lazy_backend.computation.get_debug_states()))
+assert hashes == [hashes[0]] * size, hashes
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("backend", "count"), [("aot_eager", 2), ("eager", 4)])
+def test_tensor_parallel_steps_have_eagers_losses_and_no_cut(backend: str, count: int, tmp_path: Path) -> None:
+    check_ranks(_TENSOR_PARALLEL, tmp_path, [backend], count)
+
+
 # ----- ranks that differ, are late, or end
 
 _FAULT = """
