@@ -102,7 +102,12 @@ def with_node(
     call: RegionCall, results: list[torch.Tensor], inputs: Sequence[torch.Tensor], saved: list[int]
 ) -> tuple[torch.Tensor, ...]:
     """`results` with a node whose backward is `call.backward`. `saved`: the results that the backward uses."""
-    made: tuple[torch.Tensor, ...] = _apply(call, results, saved, *inputs)
+    made: tuple[torch.Tensor, ...]
+    if torch.is_grad_enabled():
+        made = _apply(call, results, saved, *inputs)
+    else:  # the body turned them on for itself
+        with torch.enable_grad():
+            made = _apply(call, results, saved, *inputs)
     return made
 
 
@@ -145,7 +150,7 @@ class WrittenCall(RegionCall):
         inner: list[torch.Tensor],
         inputs: list[torch.Tensor],
         outer: list[torch.Tensor],
-        rebuild: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]],
+        rebuild: Rebuild,
         refuse: Callable[[str], None],
         finish: Callable[[str | None], None],
     ) -> None:
@@ -212,18 +217,56 @@ def cannot_run_again(what: str) -> CaptureError:
     )
 
 
-def differentiate_again(rebuild: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]], grads: Grads) -> Grads:
+class Gate:
+    """Lets gradients pass to what came before a body that runs again, or not. See `gated`."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.gate = gate
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        return None, gradient if ctx.gate.is_open else None
+
+
+def gated(gate: Gate, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` behind a gate.
+
+    The graph of a body that runs again leads through its arguments to what came before, perhaps to the same parameters.
+    The gradients of the body end at its arguments, while gradients of these gradients go on.
+    """
+    with torch.enable_grad():
+        made: torch.Tensor = _Gated.apply(gate, tensor)
+    return made
+
+
+# Runs the body again behind a gate. Returns its differentiable results, and the tensors whose gradients are asked for.
+Rebuild = Callable[[Gate], tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+def differentiate_again(rebuild: Rebuild, grads: Grads) -> Grads:
     """Gradients that can be differentiated: those of the body's graph, which is made again."""
-    results, inputs = rebuild()
+    gate = Gate()
+    results, inputs = rebuild(gate)
     given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    return torch.autograd.grad(
-        [result for result, _ in given],
-        inputs,
-        [grad for _, grad in given],
-        create_graph=torch.is_grad_enabled(),
-        retain_graph=True,
-        allow_unused=True,
-    )
+    gate.is_open = False
+    try:
+        return torch.autograd.grad(
+            [result for result, _ in given],
+            inputs,
+            [grad for _, grad in given],
+            create_graph=torch.is_grad_enabled(),
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        gate.is_open = True
 
 
 class Lesson:
@@ -338,11 +381,14 @@ class JumpedCall(RegionCall):
         saved: Saved,
         operands: list[LazyTensor],
         inputs: list[int],
-        rebuild: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]],
+        rebuild: Rebuild,
         refuse: Callable[[str], None],
+        others: Sequence[torch.Tensor],
     ) -> None:
+        """`others`: results without gradients whose memory the backward uses."""
         self._context = context
         self._program = program
+        self._others = [(tensor, tensor._version) for tensor in others if not tensor.is_inference()]
         self._saved: Saved | None = saved
         self._operands = operands
         # 60 ns each instead of 150: a getter need not ask whether a subclass overrides it
@@ -358,12 +404,14 @@ class JumpedCall(RegionCall):
             return differentiate_again(self._checked_rebuild, grads)
         if ctx.saved_results:
             _ = ctx.saved_tensors  # raises if the user has written to a result that the backward uses
+        for tensor, version in self._others:
+            _check_version(tensor, version)
         assert self._saved is not None
         program = self._find_program(self._saved, pattern_of(grads))
         if program is None:
             return differentiate_again(self._checked_rebuild, grads)
         for place in program.uses:
-            self._check_version(place)
+            _check_version(self._operands[place], self._versions[place])
         made = self._made(program, self._saved, grads)
         if not keeps_graph:
             self._saved = None
@@ -436,24 +484,15 @@ class JumpedCall(RegionCall):
         assert isinstance(grad, LazyTensor)
         return grad._data
 
-    def _check_version(self, place: int) -> None:
-        tensor, expected = self._operands[place], self._versions[place]
-        if tensor._version != expected:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; expected version "
-                f"{expected} instead.\n  it was used by a captured module"
-            )
-
-    def _checked_rebuild(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        for place in range(len(self._operands)):
-            self._check_version(place)
+    def _checked_rebuild(self, gate: Gate) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        for tensor, version in zip(self._operands, self._versions, strict=True):
+            _check_version(tensor, version)
         assert self._saved is not None
         if any(self._saved.known.jump.generators):
             raise cannot_run_again("draws random numbers from a generator of its own")
         if not self._program.can_run_again:
             raise cannot_run_again("writes to its buffers")
-        return self._rebuild()
+        return self._rebuild(gate)
 
     def _record_again(
         self, program: BackwardProgram, data: Sequence[TensorData], name: Any, folds: bool
@@ -481,6 +520,15 @@ class JumpedCall(RegionCall):
         return made
 
 
+def _check_version(tensor: torch.Tensor, expected: int) -> None:
+    if tensor._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; expected version "
+            f"{expected} instead.\n  it was used by a captured module"
+        )
+
+
 def _accumulates(node: Any) -> bool:
     """Whether the engine executes `node`, which adds to a leaf's .grad."""
     try:
@@ -494,6 +542,7 @@ def _takes(leaf: LazyTensor, gradient: LazyTensor) -> bool:
     """Whether a leaf takes `gradient` as it is, and nothing is to be called when it does."""
     return (
         leaf.requires_grad
+        and leaf.is_leaf  # it was one when the backward was learned
         and leaf._backward_hooks is None
         and leaf._post_accumulate_grad_hooks is None  # type: ignore[attr-defined]
         and gradient._data.meta is leaf._data.meta

@@ -7,7 +7,7 @@ why the call runs as written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,10 @@ class CallArguments:
 
     def detached(self) -> CallArguments:
         """The same arguments; tensors that require gradients are leaves over the same data."""
-        inner = {id(t): t.detach().requires_grad_() for t in self.tensors if t.requires_grad}
+        return self.replaced({id(t): t.detach().requires_grad_() for t in self.tensors if t.requires_grad})
+
+    def replaced(self, inner: Mapping[int, torch.Tensor]) -> CallArguments:
+        """The same arguments with other tensors, by the id of those in their place."""
         leaves = tuple(inner.get(id(leaf), leaf) for leaf in self.leaves)
         args, kwargs = (leaves, {}) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
         tensors: list[Any] = [inner.get(id(tensor), tensor) for tensor in self.tensors]
@@ -71,7 +74,11 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
                 return "its arguments are on several devices"
             # the same tensor twice is one operand; views of one memory have alias groups in the jump's key
             place = first.setdefault(id(data), len(tensors))
-            key.append((data.meta, leaf.requires_grad, place))
+            if place == len(tensors):
+                key.append((data.meta, leaf.requires_grad, place))
+            else:  # for autograd, another tensor for the same data has a gradient of its own
+                same = next((number for number, one in enumerate(tensors) if one is leaf), -1)
+                key.append((data.meta, leaf.requires_grad, place, same))
             tensors.append(leaf)
         elif isinstance(leaf, torch.Tensor):
             return f"it got a tensor on {leaf.device}"

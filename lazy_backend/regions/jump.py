@@ -114,6 +114,7 @@ class Known:
     backwards: dict[Any, Any] = field(default_factory=dict)
     has_backward: bool = False  # whether one of `backwards` is confirmed
     saved_results: list[int] = field(default_factory=list)  # differentiable results that a backward uses
+    saved_others: tuple[int, ...] = ()  # places in `tokens` of the other results whose memory a backward uses
 
 
 def key_of(stretch: Stretch, name: Hashable, implied: Container[Token] = ()) -> Hashable:
@@ -151,6 +152,8 @@ def save(known: Known, stretch: Stretch, tokens: Sequence[Token], results: Seque
     known.unfolding = make_jump(stretch, known.saved)
     roots = set(map(stretch.root, known.saved))
     known.saved_results = [number for number, token in enumerate(results) if stretch.root(token) in roots]
+    others = [place for place, token in enumerate(known.tokens) if token not in results]
+    known.saved_others = tuple(place for place in others if stretch.root(known.tokens[place]) in roots)
 
 
 class Saved(Bundle):

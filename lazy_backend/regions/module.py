@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -31,11 +31,13 @@ from lazy_backend.precision.autocast import autocast_as
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.regions.accounts import PATIENCE, RETRY, Account
 from lazy_backend.regions.autograd import (
+    Gate,
     JumpedCall,
     Lesson,
     WrittenCall,
     cannot_run_again,
     checkpoints_reentrantly,
+    gated,
     leaves_of,
     with_node,
 )
@@ -45,7 +47,7 @@ from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jum
 from lazy_backend.regions.members import REGISTERED, MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
 from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
-from lazy_backend.regions.results import ResultStructure, flatten_result, opaque_in, unflatten_result
+from lazy_backend.regions.results import ResultStructure, flatten_result, kept_container, opaque_in, unflatten_result
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.tensors.state import DeviceContext, TensorData
@@ -178,6 +180,7 @@ class CapturedModule:
             torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
         wrappers = known.jump.wrappers
         results: list[torch.Tensor] = [wrap_with(wrappers[place], made[place]) for place in program.differentiable]
+        others = {place: wrap(made[place]) for place in known.saved_others}
         if saved is not None:
             call = JumpedCall(
                 context,
@@ -185,11 +188,12 @@ class CapturedModule:
                 saved,
                 operands,
                 program.inputs,
-                lambda: self._rebuild(module, state, program, saved, operands, arguments),
+                lambda gate: self._rebuild(module, state, program, saved, operands, arguments, gate),
                 self._refuse,
+                [*others.values()],
             )
             results = list(with_node(call, results, [operands[n] for n in program.inputs], known.saved_results))
-        return (self._result(program, arguments.tensors, made, results),)
+        return (self._result(program, arguments.tensors, made, results, others),)
 
     def _result(
         self,
@@ -197,12 +201,15 @@ class CapturedModule:
         arguments: Sequence[torch.Tensor],
         made: Sequence[TensorData],
         differentiable: Sequence[torch.Tensor],
+        others: Mapping[int, torch.Tensor],
     ) -> Any:
+        """`others`: tensors made already, by place."""
         following = iter(differentiable)
         leaves: list[Any] = []
         for leaf in program.leaves:
             if isinstance(leaf, MadeLeaf):
-                leaves.append(next(following) if leaf.requires_grad else wrap(made[leaf.place]))
+                own = next(following) if leaf.requires_grad else others.get(leaf.place)
+                leaves.append(wrap(made[leaf.place]) if own is None else own)
             elif isinstance(leaf, ArgumentLeaf):
                 leaves.append(arguments[leaf.place])
             else:
@@ -217,6 +224,7 @@ class CapturedModule:
         saved: Saved,
         operands: Sequence[LazyTensor],
         arguments: CallArguments,
+        gate: Gate,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The differentiable results and the inputs of a call, with the graph of the body, which runs again.
 
@@ -231,8 +239,7 @@ class CapturedModule:
         try:
             if saved.random is not None:
                 torch.default_generator.set_state(saved.random)
-            with torch.enable_grad(), autocast_as(arguments.autocast):
-                leaves, _ = flatten_result(module._call_impl(*arguments.args, **arguments.kwargs))
+            leaves, inner = _run_again(module, arguments, gate)
         finally:
             torch.default_generator.set_state(now)
         if written:
@@ -245,7 +252,8 @@ class CapturedModule:
             for leaf, known in zip(leaves, program.leaves, strict=True)
             if isinstance(known, MadeLeaf) and known.requires_grad
         ]
-        return results, [operands[place] for place in program.inputs]
+        inputs = [operands[place] for place in program.inputs]
+        return results, [inner.get(id(one), one) for one in inputs]
 
     # ----- a call as written
 
@@ -264,24 +272,30 @@ class CapturedModule:
         context, before = arguments.context, signature.program
         members = members_of(module)
         has_node = before is not None and before.is_differentiable and not _hooked(members)
+        # a graph that leads to a member is not the body's own, and may be wanted by others
+        has_node = has_node and all(tensor.is_leaf for _, tensor in members)
         given = arguments.detached() if has_node else arguments
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
         followed = [(tensor, tensor._version if tensor.requires_grad else -1) for tensor in arguments.tensors]
         with context.lock:
             start = StretchStart(context, _random_state(module))
-        result = _run_body(module, given.args, given.kwargs)
-        leaves, structure = flatten_result(result)
-        del result
+        held = [_run_body(module, given.args, given.kwargs)]
+        leaves, structure = flatten_result(held[0])
+        kept = None if structure is None else kept_container(held)
+        original = held.pop() if kept is not None else None
+        del held
         is_changed = given.has_changed()
         if has_node:
             self._check_arguments(followed, is_changed)
-            self._check_result(leaves)
+            self._check_result(leaves, kept)
         kept_record = None if structure is None else structure.kept_record()
         lesson: tuple[Known, Stretch, Program] | None = None
         try:
             if kept_record is not None:
                 raise NotReplayable(f"something keeps the {kept_record} that it returns")
+            if kept is not None:
+                raise NotReplayable(f"something else holds the {kept} that it returns")
             holder = opaque_in(leaves)
             if holder is not None:
                 raise NotReplayable(
@@ -304,7 +318,7 @@ class CapturedModule:
         except NotReplayable as reason:
             self._give_up(signature, str(reason))
         if not has_node:
-            return unflatten_result(leaves, structure)
+            return unflatten_result(leaves, structure) if kept is None else original
         return self._with_node(module, state, signature, arguments, given, leaves, structure, lesson)
 
     def _learn(
@@ -348,9 +362,14 @@ class CapturedModule:
                 "  do not capture a module that does this only in some calls"
             )
 
-    def _check_result(self, leaves: Sequence[Any]) -> None:
+    def _check_result(self, leaves: Sequence[Any], kept: str | None) -> None:
         """Raise `CaptureError` if tensors may be where no node can be put between them and the body's graph."""
         holder = opaque_in(leaves)
+        if kept is not None:
+            raise CaptureError(
+                f"the captured {self._name} returned a {kept} that something else holds, and did not do so before\n"
+                f"  at {user_site()}\n  return a copy, or do not capture this module"
+            )
         if holder is not None:
             raise CaptureError(
                 f"the captured {self._name} returned a {holder}, which may hold tensors, and did not do so before\n"
@@ -404,14 +423,13 @@ class CapturedModule:
             elif signature.is_alike:
                 signature.failures = 0
 
-        def rebuild() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def rebuild(gate: Gate) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             if not state.holds(module):
                 raise cannot_run_again(f"was changed since ({state.why()})")
             if lesson is None or lesson[2].written or lesson[0].jump.generators:
                 raise cannot_run_again("writes to its buffers or draws random numbers")
-            with torch.enable_grad(), autocast_as(arguments.autocast):
-                again, _ = flatten_result(module._call_impl(*arguments.args, **arguments.kwargs))
-            return _differentiable(again), inputs
+            again, behind = _run_again(module, arguments, gate)
+            return _differentiable(again), [behind.get(id(one), one) for one in inputs]
 
         call = WrittenCall(arguments.context, inner, [*detached, *others], inputs, rebuild, self._refuse, finish)
         if lesson is not None:
@@ -456,6 +474,15 @@ def _run_body(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
     with autocast_state.own_casts():
         return module._call_impl(*args, **kwargs)
+
+
+def _run_again(module: torch.nn.Module, arguments: CallArguments, gate: Gate) -> tuple[list[Any], dict[int, Any]]:
+    """The leaves of what the body returns, and its arguments behind the gate, by the id of the caller's."""
+    behind = {id(one): gated(gate, one) for one in arguments.tensors if one.requires_grad}
+    given = arguments.replaced(behind)
+    with torch.enable_grad(), autocast_as(arguments.autocast):
+        leaves, _ = flatten_result(module._call_impl(*given.args, **given.kwargs))
+    return leaves, behind
 
 
 def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.Tensor | None]:

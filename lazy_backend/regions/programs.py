@@ -199,17 +199,18 @@ def _leaf(
     if data.epoch is not stretch.epoch or data.token not in stretch.made:
         raise NotReplayable("it returns a tensor that it did not make, and that is no argument")
     assert data.token is not None
-    if leaf.requires_grad and stretch.root(data.token) not in stretch.places:
-        raise NotReplayable("it returns a view of an argument or of a member, which autograd follows")
+    if stretch.root(data.token) not in stretch.places and not leaf.is_inference():
+        raise NotReplayable("it returns a view of an argument or of a member, whose writes autograd counts as one")
     tokens.append(data.token)
     return MadeLeaf(len(tokens) - 1, leaf.requires_grad)
 
 
 def _check_separate(stretch: Stretch, result: Sequence[Any], tokens: Sequence[Token]) -> None:
-    """With gradients, two returned tensors must not share memory: writing to one would change the other's history."""
+    """Two returned tensors must not share memory: autograd counts writes to both as one, and a replay's apart."""
     roots = [stretch.root(token) for token in tokens]
-    if len(set(roots)) < len(roots) and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in result):
-        raise NotReplayable("it returns two tensors that share memory, and autograd follows one of them")
+    counted = [leaf for leaf in result if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    if len(set(roots)) < len(roots) and counted:
+        raise NotReplayable("it returns two tensors that share memory")
 
 
 # ----- backward

@@ -16,6 +16,7 @@ returned itself, and the call is not replayed.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -81,6 +82,47 @@ def opaque_in(leaves: Iterable[Any]) -> str | None:
     return None
 
 
+def kept_container(held: list[Any]) -> str | None:
+    """The class of a list or dict in the result `held[0]` that something else holds, too.
+
+    A replay would return another one. An argument is held by the caller.
+    """
+    for place, value in enumerate(held):
+        kept = _kept(held, place, value)
+        if kept is not None:
+            return kept
+    return None
+
+
+def _kept(parent: Any, key: Any, value: Any) -> str | None:
+    if isinstance(value, list | dict):
+        # an ordered dict of transformers has its values as attributes, too
+        is_attribute = isinstance(key, str) and getattr(parent, "__dict__", {}).get(key) is value
+        if sys.getrefcount(value) > _REFERENCES + is_attribute:
+            return type(value).__name__
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, list | tuple):
+        children = enumerate(value)
+    elif isinstance(value, dict):
+        children = value.items()
+    for own, child in children:
+        kept = _kept(value, own, child)
+        if kept is not None:
+            return kept
+    return None
+
+
+def _references_to(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+def _count_of_one_holder() -> int:
+    """What `_kept` counts for a container that only its parent holds, besides the loop over the parent."""
+    for _, value in enumerate([[0]]):
+        return _references_to(value)
+    raise AssertionError
+
+
 class _OccursTwice(Exception):
     """A record, or a container in one, that occurs twice would become two: the record stays as it is."""
 
@@ -128,3 +170,6 @@ def _unflatten(given: Any, structure: ResultStructure) -> Any:
             vars(made).update(_unflatten(given, record.attributes))
             own.append(made)
     return pytree.tree_unflatten(own, structure.spec)
+
+
+_REFERENCES = _count_of_one_holder()
