@@ -25,7 +25,7 @@ from lazy_backend.compat.serialization import install_serialization
 from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
 from lazy_backend.distributed import c10d
-from lazy_backend.distributed.order import finish_collectives, in_order
+from lazy_backend.distributed.order import finish_group, in_order
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution import closures, disk_cache
 from lazy_backend.execution.forgotten_steps import forgotten_steps
@@ -80,7 +80,7 @@ def install() -> None:
     pytorch.finish_before_default_dtype_changes(_finish_everything)
     pytorch.support_autocast()
     pytorch.support_grad_scaler()
-    pytorch.order_collectives(in_order, finish_collectives)
+    pytorch.order_collectives(in_order, finish_group)
     c10d.install()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)

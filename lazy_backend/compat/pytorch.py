@@ -216,7 +216,9 @@ _ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
 _functional = torch.library.Library("_c10d_functional", "IMPL")
 
 
-def order_collectives(in_order: Callable[[Callable[..., Any]], Callable[..., Any]], finish: Callable[[], None]) -> None:
+def order_collectives(
+    in_order: Callable[[Callable[..., Any]], Callable[..., Any]], finish: Callable[[dist.ProcessGroup | None], None]
+) -> None:
     """Let collectives of other tensors come after those that were recorded before: groups have no hook for this.
 
     Ranks need not run what they recorded at the same time, but a group matches their collectives by order.
@@ -235,7 +237,7 @@ def order_collectives(in_order: Callable[[Callable[..., Any]], Callable[..., Any
 
     @functools.wraps(original)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        finish()
+        finish(group)
         original(group)
 
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group

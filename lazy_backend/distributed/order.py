@@ -11,9 +11,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from lazy_backend.caching.process_locks import process_lock
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.collectives.communication import communicating
 from lazy_backend.recording.arguments import flat
 from lazy_backend.tensors.contexts import contexts
@@ -46,6 +48,13 @@ def finish_collectives() -> None:
             if order._data.epoch is context.trace.epoch:
                 executor.cut(context, "a collective of tensors that are not lazy")
             context.locker.wait_idle()
+
+
+def finish_group(group: dist.ProcessGroup | None) -> None:
+    """What comes before a group is destroyed, or all of them."""
+    finish_collectives()
+    if group is None or group is dist.group.WORLD:
+        agreements.begin_generation()
 
 
 def in_order(communicate: Callable[..., Any]) -> Callable[..., Any]:

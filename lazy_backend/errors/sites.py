@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 import torch
+import typing_extensions
 
 from lazy_backend.settings import config
 
@@ -27,7 +28,12 @@ _LAYERS = [
     if (spec := importlib.util.find_spec(name)) is not None
 ]
 _OURS = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS))
-_INTERNAL = (*_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
+# torch calls deprecated functions of its own through typing_extensions
+_INTERNAL = (
+    *_OURS,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.abspath(typing_extensions.__file__),
+)
 # Generated code and `contextlib`, in which no line is the user's. `<stdin>`, `<string>` (python -c) and notebook cells
 # are the user's.
 _INTERNAL += ("<frozen ", "<eval_with_key", contextlib.__file__)

@@ -99,26 +99,37 @@ class Agreement:
         self._rank, self._size = group.rank(), group.size()
         self._timeout = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
         self._store = store
-        self._done = 0  # collectives that were called
+        self._done = 0  # collectives that were called, those that failed included
+        self._checked = 0  # how many of these, and of those that follow, need not be looked at any more
         self._latest = ""
 
     def announce(self, digest: str, calls: Sequence[Collective]) -> None:
-        """Say which collectives follow; look at the next rank's if they are not those of the run before."""
+        """Say which collectives follow."""
         is_new = digest != self._latest
         with _store_answers():
             if is_new:
                 text = json.dumps([[call.what, call.site] for call in calls])
                 self._store.set(f"what/{self._rank}/{digest}", text)
             self._store.set(f"now/{self._rank}", f"{self._done} {len(calls)} {digest}")
-            if is_new:
-                self._compare((self._rank + 1) % self._size, calls)
+        self._checked = self._done + (0 if is_new else len(calls))
         self._latest = digest
+
+    def check(self, calls: Sequence[Collective]) -> None:
+        """Look at what the next rank calls where `calls`, which follow, are not those of the run before."""
+        if self._done >= self._checked:
+            with _store_answers():
+                self._checked = self._compare((self._rank + 1) % self._size, calls)
 
     def count(self) -> None:
         """Note that a collective was called."""
         self._done += 1
 
-    def _compare(self, peer: int, calls: Sequence[Collective]) -> None:
+    def forget(self) -> None:
+        """Look at what the next rank calls in the next run, whatever that is: this one has failed."""
+        self._latest = ""
+
+    def _compare(self, peer: int, calls: Sequence[Collective]) -> int:
+        """Returns how many collectives are known to be alike from here on, counted from the first one."""
         end, pause = time.monotonic() + self._timeout, 0.0
         while (theirs := self._seen(peer)) is None or theirs[0] + len(theirs[1]) <= self._done:
             if time.monotonic() > end:
@@ -129,6 +140,8 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause + 0.0002, _LONGEST_PAUSE)
         self._check(peer, calls, *theirs)
+        # a root may be ahead, as it waits for nobody
+        return max(min(self._done + len(calls), theirs[0] + len(theirs[1])), self._done + 1)
 
     def _check(self, peer: int, calls: Sequence[Collective], start: int, theirs: Sequence[Sequence[str]]) -> None:
         for place, call in enumerate(calls):
@@ -153,7 +166,14 @@ class Agreement:
         return int(start), json.loads(self._store.get(f"what/{rank}/{digest}"))
 
     def explain(self, error: Exception, call: Collective) -> CollectiveError:
-        """`error`, which the next collective raised, with what is known of the other ranks."""
+        """`error`, which the latest collective raised, with what is known of the other ranks."""
+        self._done -= 1
+        try:
+            return self._explain(error, call)
+        finally:
+            self._done += 1
+
+    def _explain(self, error: Exception, call: Collective) -> CollectiveError:
         lines = [f"{error}", f"  in {self._name(0, call)}, on rank {self._rank}"]
         try:
             others = [rank for rank in range(min(self._size, _MAX_RANKS)) if rank != self._rank]
@@ -176,7 +196,7 @@ class Agreement:
         if start + len(calls) <= self._done:
             what, site = calls[-1]
             return f"rank {rank} has not come to it: its last one was {what} at {site or 'an unknown line'}"
-        return f"rank {rank} came to it as well, and may have failed or ended"
+        return f"rank {rank} came to it as well"
 
 
 class Agreements:
@@ -186,7 +206,11 @@ class Agreements:
         self.site_of_call: Callable[[], str] = str  # the user's line that calls us, for calls outside of graphs
         self._lock = process_lock()
         self._of: WeakKeyDictionary[dist.ProcessGroup, Agreement | None] = WeakKeyDictionary()
-        self._generations: dict[str, int] = {}
+        self._generation = 0
+
+    def begin_generation(self) -> None:
+        """All groups are about to end: those that are made anew, under the same names, find nothing of these."""
+        self._generation += 1
 
     def of(self, group: dist.ProcessGroup) -> Agreement | None:
         """The agreement of a group; None where nothing is asked."""
@@ -210,21 +234,23 @@ class Agreements:
         # a connection of its own: another thread may wait in the group's
         own = store.clone()
         own.set_timeout(_ANSWER)
-        # a group that is made anew under the same name finds nothing of the one before
-        generation = self._generations[group.group_name] = self._generations.get(group.group_name, -1) + 1
-        return Agreement(group, stores.PrefixStore(f"lazy_backend/{generation}", own))
+        return Agreement(group, stores.PrefixStore(f"lazy_backend/{self._generation}", own))
 
     @contextmanager
     def announced(self, run: RunCollectives) -> Iterator[None]:
         """Within the block the collectives of `run` are called, in their order."""
-        for number, (digest, calls) in run.of_groups.items():
-            agreement = self.of(group_numbers.group_at(number))
-            if agreement is not None:
-                agreement.announce(digest, calls)
+        own = {number: self.of(group_numbers.group_at(number)) for number in run.of_groups}
+        found = {number: agreement for number, agreement in own.items() if agreement is not None}
+        for number, agreement in found.items():
+            agreement.announce(*run.of_groups[number])
         before = _announced.calls
         try:
             _announced.calls = list(run.calls)
             yield
+        except BaseException:
+            for agreement in found.values():
+                agreement.forget()
+            raise
         finally:
             _announced.calls = before
 
@@ -238,15 +264,21 @@ class Agreements:
             return
         if _announced.calls:
             call = _announced.calls.pop(0)
+            following = [one for one in _announced.calls if one.group == number]
         else:
-            call = Collective(number, what(), self.site_of_call())
-            alone = RunCollectives([call])
-            agreement.announce(*alone.of_groups[number])
+            call, following = Collective(number, what(), self.site_of_call()), []
+            agreement.announce(*RunCollectives([call]).of_groups[number])
         try:
-            yield group
-        except RuntimeError as error:
-            raise agreement.explain(error, call) from error
-        agreement.count()
+            agreement.check([call, *following])
+            try:
+                yield group
+            finally:
+                agreement.count()
+        except BaseException as error:
+            agreement.forget()
+            if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+                raise agreement.explain(error, call) from error
+            raise
 
 
 agreements = Agreements()

@@ -11,6 +11,12 @@ Hugging Face model, which its cache concatenates with nothing; and `as_strided` 
 is emitted as `reshape`, which is the same view if it is possible. Where the storage is written, a copy would miss the
 write, so that the view stays one and a refusal is the compiler's error. What `as_strided` and its like read is laid out
 as recorded when it is made: a copy, unless the compiler finds that it lies so.
+
+Note [Memory written piece by piece]
+A bucket of gradients of `DistributedDataParallel` is flat memory with a view for each parameter, into which its
+gradient is written. AOTAutograd makes a new value of the whole bucket for each of these writes, and Inductor a kernel
+that asks of every element which of all writes it belongs to: a third of the step of a small GPT. Where the pieces cover
+the memory and nothing looks at it in between, each is computed apart, and they are joined and written at once.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from lazy_backend.lowering.ir.graph import (
 from lazy_backend.lowering.ir.optimizers import can_write_out
 from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arguments, seeded_op
 from lazy_backend.lowering.ir.shapes import Size
+from lazy_backend.lowering.ir.windows import Pieces, without_out, written_in_pieces
 
 aten = torch.ops.aten
 
@@ -86,8 +93,13 @@ class Signature:
 def to_fx(graph: Graph, constants: Sequence[float], signature: Signature) -> fx.GraphModule:
     """Lower `graph`. Constants that are not inputs become literals."""
     writer = _FxWriter(graph, constants, signature)
-    for node in graph.nodes:
-        writer.add(node)
+    pieces = [] if signature.numbers else written_in_pieces(graph)
+    writes = {place: (one, piece) for one in pieces for place, piece in one.writes.items()}
+    for place, node in enumerate(graph.nodes):
+        if place in writes:
+            writer.add_write_of_piece(node, place, *writes[place])
+        else:
+            writer.add(node)
     return writer.finish()
 
 
@@ -110,13 +122,14 @@ class _FxWriter:
         self.written = {value.storage for node in graph.nodes for value in node.mutates}
         self.strided = {node.inputs()[0].storage for node in graph.nodes if node.op in _STRIDED}
         self.signature = signature
+        self.promotes = frozenset(signature.scalars)
         self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
         self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
         numbers = range(graph.num_constants) if signature.numbers else ()
         self.numbers = [self.fx_graph.placeholder(f"c{i}") for i in numbers]
 
     def add(self, node: Node) -> None:
-        promoted = self.signature.scalars and not set(self.signature.scalars).isdisjoint(constants_of(node))
+        promoted = not self.promotes.isdisjoint(constants_of(node))
         # AOTAutograd of 2.13 cannot functionalise fused optimizers: it takes an empty tensor list as non-functional
         if promoted or (can_write_out(node) and not self.signature.numbers):
             self._add_promoted(node)
@@ -124,6 +137,33 @@ class _FxWriter:
             self._add_dropout(node)
         else:
             self._add_call(node)
+
+    def add_write_of_piece(self, node: Node, place: int, pieces: Pieces, piece: Value) -> None:
+        """See Note [Memory written piece by piece]."""
+        options: dict[str, Any] = {"dtype": piece.meta.dtype, "device": self.graph.device}
+        own = self.fx_graph.call_function(aten.empty.memory_format, (list(piece.meta.shape),), options)
+        self.values[piece] = own
+        returning = without_out(node.op)
+        if node.op is aten.copy_.default or returning is None or not self.promotes.isdisjoint(constants_of(node)):
+            self.add(node)
+        else:  # what is written into `out` would be laid out as the compiler likes
+            kwargs = {name: self._read(arg) for name, arg in node.kwargs if name != "out"}
+            made = self._call(returning, tuple(self._read(arg) for arg in node.args), kwargs)
+            self.fx_graph.call_function(aten.copy_.default, (own, made))
+        if place == pieces.last:
+            flat = [self.values[one] for one in pieces.in_order()]
+            flat = [self.fx_graph.call_function(aten.reshape.default, (one, [-1])) for one in flat]
+            whole = self.fx_graph.call_function(aten.cat.default, (flat,))
+            self.fx_graph.call_function(aten.copy_.default, (self.values[pieces.base], whole))
+            for maker in pieces.views:
+                self.add_again(self.graph.nodes[maker])
+
+    def add_again(self, view: Node) -> None:
+        """Make a view anew, of what was written since."""
+        (made,) = view.outputs
+        assert made is not None
+        del self.values[made]
+        self.add(view)
 
     def _read(self, arg: Arg) -> Any:
         if isinstance(arg, Value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from pathlib import Path
 
@@ -456,3 +457,121 @@ def test_ranks_that_differ_are_told_where(fault: str, first_sight: str, when: in
                 assert f"<string>:{line}" in stderr, stderr
     if fault in ("killed", "raises", "late"):
         assert "rank 1" in first.stderr, first.stderr
+
+
+_AFTER_A_FAILURE = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import lazy_backend
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+rank, case = dist.get_rank(), sys.argv[1]
+lazy_backend.config.cache, lazy_backend.config.compile = False, "off"
+
+
+def total(op=dist.ReduceOp.SUM):
+    x = torch.full((4,), rank + 1.0, device="lazy")
+    dist.all_reduce(x, op)
+    return x
+
+
+def fails_on_one_rank_and_goes_on():
+    for number in range(8):
+        place = 99 if rank == 1 and number == 4 else 3
+        try:
+            x = total()
+            z = x.index_select(0, torch.tensor([0, 1, 2, place]).to("lazy")) + rank
+            dist.all_reduce(z, dist.ReduceOp.MAX)
+            lazy_backend.mark_step(wait=True)
+        except lazy_backend.ExecutionError as error:
+            if "communicate alike" in str(error) or "Connection" in str(error):
+                raise
+        else:
+            assert x.tolist() == [3.0] * 4, x
+            assert z.tolist() == [4.0] * 4, z
+    raise AssertionError("nobody was told")
+
+
+def refused_on_all_ranks():
+    for _ in range(3):
+        try:
+            total(dist.ReduceOp.BAND).tolist()
+        except RuntimeError:
+            pass
+        assert total().tolist() == [3.0] * 4
+
+
+def fails_before_the_first_and_begins_again():
+    try:
+        if rank:
+            raise ValueError
+        total().tolist()
+    except (RuntimeError, ValueError):
+        pass
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    for _ in range(3):
+        assert total().tolist() == [3.0] * 4
+
+
+def a_known_step_with_one_more():
+    def step(more):
+        x = total()
+        if more:
+            y = total(dist.ReduceOp.MAX)
+            lazy_backend.mark_step(wait=True)
+            assert y.tolist() == [2.0] * 4
+        lazy_backend.mark_step(wait=True)
+        assert x.tolist() == [3.0] * 4
+
+    for more in [True] * 4 + [False] * 4:
+        step(more)
+    for _ in range(4):
+        step(rank == 1)
+    raise AssertionError("nobody was told")
+
+
+def reads_between_on_one_rank():
+    for _ in range(6):
+        x = total()
+        if rank == 0:
+            assert x.sum().item() == 12.0
+        y = total(dist.ReduceOp.MAX)
+        lazy_backend.mark_step()
+    assert (x.tolist(), y.tolist()) == ([3.0] * 4, [2.0] * 4)
+
+
+globals()[case]()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "is_told"),
+    [
+        ("fails_on_one_rank_and_goes_on", True),
+        ("a_known_step_with_one_more", True),
+        ("refused_on_all_ranks", False),
+        ("fails_before_the_first_and_begins_again", False),
+        ("reads_between_on_one_rank", False),
+    ],
+)
+def test_ranks_after_a_failure(case: str, is_told: bool, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    done = run_ranks(_AFTER_A_FAILURE, tmp_path, 2, [case, port], timeout=60)
+    told = "".join(one.stderr for one in done)
+    if is_told:
+        assert [one.returncode for one in done] == [1, 1], told
+        assert "ranks do not communicate alike" in told
+        assert "AssertionError" not in told
+    else:
+        assert [one.stdout for one in done] == ["done\n"] * 2, told
