@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lazy_backend.caching.process_locks import process_lock
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.collectives.communication import communicating
@@ -25,18 +24,14 @@ from lazy_backend.tensors.tensor import LazyTensor, wrap
 from lazy_backend.tensors.thread_state import run_clean
 
 _orders: WeakKeyDictionary[DeviceContext, LazyTensor] = WeakKeyDictionary()
-_lock = process_lock()
 
 
 def order_of(context: DeviceContext) -> LazyTensor:
     """The device's order tensor. See Note [Collectives have an order]."""
     found = _orders.get(context)
     if found is None:
-        with _lock:
-            found = _orders.get(context)
-            if found is None:
-                made = run_clean(lambda: torch.zeros(1, dtype=torch.int64, device=context.backing))
-                found = _orders[context] = wrap(new_data(context, made))
+        made = run_clean(lambda: torch.zeros(1, dtype=torch.int64, device=context.backing))
+        found = _orders.setdefault(context, wrap(new_data(context, made)))
     return found
 
 

@@ -87,40 +87,26 @@ def kept_container(held: list[Any]) -> str | None:
 
     A replay would return another one. An argument is held by the caller.
     """
-    for place, value in enumerate(held):
-        kept = _kept(held, place, value)
-        if kept is not None:
-            return kept
+    pending: list[tuple[Any, Any]] = [(held, 0)]
+    while pending:
+        parent, key = pending.pop()
+        value = dict.__getitem__(parent, key) if isinstance(parent, dict) else parent[key]
+        if isinstance(value, list | dict):
+            # an ordered dict of transformers has its values as attributes, too
+            is_attribute = isinstance(key, str) and getattr(parent, "__dict__", {}).get(key) is value
+            if sys.getrefcount(value) > _REFERENCES + is_attribute:
+                return type(value).__name__
+        if isinstance(value, list | tuple):
+            pending += [(value, place) for place in range(len(value))]
+        elif isinstance(value, dict):
+            pending += [(value, name) for name in value]
     return None
 
 
-def _kept(parent: Any, key: Any, value: Any) -> str | None:
-    if isinstance(value, list | dict):
-        # an ordered dict of transformers has its values as attributes, too
-        is_attribute = isinstance(key, str) and getattr(parent, "__dict__", {}).get(key) is value
-        if sys.getrefcount(value) > _REFERENCES + is_attribute:
-            return type(value).__name__
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, list | tuple):
-        children = enumerate(value)
-    elif isinstance(value, dict):
-        children = value.items()
-    for own, child in children:
-        kept = _kept(value, own, child)
-        if kept is not None:
-            return kept
-    return None
-
-
-def _references_to(value: Any) -> int:
-    return sys.getrefcount(value)
-
-
-def _count_of_one_holder() -> int:
-    """What `_kept` counts for a container that only its parent holds, besides the loop over the parent."""
-    for _, value in enumerate([[0]]):
-        return _references_to(value)
-    raise AssertionError
+# What refers to a container in `kept_container` if nothing else does: its parent, a variable, the call that counts.
+# Not more, as values that are passed on to functions of Python may be counted once or twice, which CPython changes as
+# it runs.
+_REFERENCES = 3
 
 
 class _OccursTwice(Exception):
@@ -170,6 +156,3 @@ def _unflatten(given: Any, structure: ResultStructure) -> Any:
             vars(made).update(_unflatten(given, record.attributes))
             own.append(made)
     return pytree.tree_unflatten(own, structure.spec)
-
-
-_REFERENCES = _count_of_one_holder()

@@ -45,9 +45,9 @@ and checks the order while programs train, replay, compile and serve):
 7. `DataCacheArena._lock`, `disk_cache._lock`: which cache a device or the process has.
 8. `Archive._lock`, `BoundedTable._lock`, `ComputationCache._lock`, `DataCache._lock`, `DiskCache._counting`,
    `FramePool._lock`, `GraphTask.lock`, `Layers._lock`, `ClosureRunner._lock`, `_Watches._lock`,
-   `DeviceContextArena._lock`, `History._lock`: one table each.
-9. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`, `WeakTable._lock`, `cpp_units._parsed_lock`: no code
-   that runs while they are held takes a lock.
+   `DeviceContextArena._lock`, `History._lock`, `Agreements._lock`: one table each.
+9. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`, `WeakTable._lock`, `communication._lock`,
+   `GroupNumbers._lock`, `cpp_units._parsed_lock`: no code that runs while they are held takes a lock.
 
 All are reentrant except two. `GraphTask.lock`: threads of one run take it for a few stores, during which no user code
 runs and no finalizer can need the same run. `cpp_units._parsed_lock`: only threads that build take it, to count.
