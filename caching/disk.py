@@ -34,7 +34,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from lazy_backend.caching.computation_cache import Key
 from lazy_backend.caching.entry import (
@@ -49,6 +49,9 @@ from lazy_backend.caching.entry import (
     split,
 )
 from lazy_backend.caching.folder import CacheRefused, Folder, Stored, open_folder, write_all
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 # A hit updates an entry's time of use only if that is older than this, so a loop over hits writes nothing. Seconds.
 TOUCH_AFTER = 60.0
@@ -288,16 +291,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _locked(self, folder: Folder) -> Iterator[None]:
-        from filelock import FileLock  # takes 30 ms, and reading does not need it
-
-        # a new lock object each time, 30 µs, since one does not survive a fork.
-        # No soft lock, which is a file that a dead process leaves behind; see Note [Bound in bytes] for the effect
-        lock = FileLock(folder.path / LOCK_FILE, LOCK_TIMEOUT, 0o600, poll_interval=0.002, fallback_to_soft=False)
-        try:
-            lock.acquire()
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        lock = _acquired(folder, LOCK_FILE, LOCK_TIMEOUT, 0.002)
         try:
             yield
         finally:
@@ -310,7 +304,7 @@ class DiskCache:
         See Note [One maker]. Waits at most `patience` seconds, and never raises. An entry that is there already is one
         that the caller cannot use.
         """
-        from filelock import FileLock, Timeout
+        from filelock import Timeout
 
         found, lock = None, None
         was_there = self.has(key)
@@ -319,12 +313,7 @@ class DiskCache:
                 folder = self._current_folder()
                 if folder is not None:
                     name = f".making-{int(key.hash_hex()[:8], 16) % _MAKERS:02}"
-                    lock = FileLock(folder.path / name, patience, 0o600, poll_interval=0.02, fallback_to_soft=False)
-                    try:
-                        lock.acquire()
-                    except OSError as error:
-                        if error.errno not in _NO_LOCKS:
-                            raise
+                    lock = _acquired(folder, name, patience, 0.02)
         try:
             if not was_there and self.has(key):
                 found = self.get(key)
@@ -449,6 +438,21 @@ class DiskCache:
     def _count(self, name: Count) -> None:
         with self._counting:
             setattr(self._counts, name, getattr(self._counts, name) + 1)
+
+
+def _acquired(folder: Folder, name: str, timeout: float, interval: float) -> FileLock:
+    """A lock file of `folder`, held; on a file system without locks it is not. Raises `Timeout` after `timeout` s."""
+    from filelock import FileLock  # takes 30 ms, and reading does not need it
+
+    # a new lock object each time, 30 µs, since one does not survive a fork.
+    # No soft lock, which is a file that a dead process leaves behind; see Note [Bound in bytes] for the effect
+    lock = FileLock(folder.path / name, timeout, 0o600, poll_interval=interval, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return lock
 
 
 def _read(file: BinaryIO, key: Key) -> bytes | None:

@@ -47,7 +47,14 @@ from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jum
 from lazy_backend.regions.members import REGISTERED, MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
 from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
-from lazy_backend.regions.results import ResultStructure, flatten_result, kept_container, opaque_in, unflatten_result
+from lazy_backend.regions.results import (
+    ResultStructure,
+    flatten_result,
+    kept_container,
+    opaque_in,
+    unflatten_result,
+    why_not_made_anew,
+)
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.tensors.state import DeviceContext, TensorData
@@ -271,9 +278,7 @@ class CapturedModule:
         metrics.increment("RegionRecorded")
         context, before = arguments.context, signature.program
         members = members_of(module)
-        has_node = before is not None and before.is_differentiable and not _hooked(members)
-        # a graph that leads to a member is not the body's own, and may be wanted by others
-        has_node = has_node and all(tensor.is_leaf for _, tensor in members)
+        has_node = before is not None and before.is_differentiable and _are_leaves_without_hooks(members)
         given = arguments.detached() if has_node else arguments
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
@@ -289,18 +294,11 @@ class CapturedModule:
         if has_node:
             self._check_arguments(followed, is_changed)
             self._check_result(leaves, kept)
-        kept_record = None if structure is None else structure.kept_record()
+        unfit = why_not_made_anew(leaves, structure, kept)
         lesson: tuple[Known, Stretch, Program] | None = None
         try:
-            if kept_record is not None:
-                raise NotReplayable(f"something keeps the {kept_record} that it returns")
-            if kept is not None:
-                raise NotReplayable(f"something else holds the {kept} that it returns")
-            holder = opaque_in(leaves)
-            if holder is not None:
-                raise NotReplayable(
-                    f"it returns a {holder}, which may hold tensors\n  return tensors, in lists, tuples or dicts"
-                )
+            if unfit is not None:
+                raise NotReplayable(unfit)
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")
             self._check_module(module, state)
@@ -501,6 +499,11 @@ def _context_of(module: torch.nn.Module) -> DeviceContext | None:
     """The lazy device of a module, going by its first parameter or buffer."""
     first = next(chain(module.parameters(), module.buffers()), None)
     return first._data.context if isinstance(first, LazyTensor) else None
+
+
+def _are_leaves_without_hooks(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> bool:
+    """Whether a node may stand for the body's graph: one that leads through a member is not the body's alone."""
+    return not _hooked(members) and all(tensor.is_leaf for _, tensor in members)
 
 
 def _hooked(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> str | None:

@@ -103,6 +103,22 @@ def kept_container(held: list[Any]) -> str | None:
     return None
 
 
+def why_not_made_anew(leaves: Iterable[Any], structure: ResultStructure | None, kept: str | None) -> str | None:
+    """Why a replay cannot make a result like this one; None if it can. `kept`: what `kept_container` found in it.
+
+    The result itself is gone by now: a record that is not gone is held by something else.
+    """
+    record = None if structure is None else structure.kept_record()
+    if record is not None:
+        return f"something keeps the {record} that it returns"
+    if kept is not None:
+        return f"something else holds the {kept} that it returns"
+    holder = opaque_in(leaves)
+    if holder is not None:
+        return f"it returns a {holder}, which may hold tensors\n  return tensors, in lists, tuples or dicts"
+    return None
+
+
 # What refers to a container in `kept_container` if nothing else does: its parent, a variable, the call that counts.
 # Not more, as values that are passed on to functions of Python may be counted once or twice, which CPython changes as
 # it runs.
