@@ -177,12 +177,19 @@ class WrittenCall(RegionCall):
             self._inner = None
             if lesson is not None and all(grad is None or type(grad) is LazyTensor for grad in grads):
                 try:
+                    self._check_not_frozen()
                     program = lesson.learn(self._context, start, grads, found)
                     lesson.watch_leaves(program, self._outer, found)
                     self._finish(None)
                 except NotReplayable as reason:
                     self._finish(f"in its backward, {reason}")
         return found
+
+    def _check_not_frozen(self) -> None:
+        # a backward that gave a leaf no gradient for that would be taken where the leaf is not frozen; one that gives
+        # it a gradient can be taken in both cases, as the engine drops what a frozen leaf gets
+        if not all(one.requires_grad for one in self._inputs):
+            raise NotReplayable("a leaf was frozen after the forward\n  freeze it before, or after the backward")
 
     def _run_engine(self, grads: Grads, keeps_graph: bool) -> Grads:
         """The gradients of the inputs. A leaf's hooks are not called: they are when the leaf gets its gradient."""

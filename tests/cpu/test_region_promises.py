@@ -100,8 +100,11 @@ def test_gradients_that_are_tensors_of_the_forward(at_first: str) -> None:
     check(program)
 
 
+@pytest.mark.parametrize("when", ["from", "until"])
 @pytest.mark.parametrize("what", ["hook", "freeze"])
-def test_a_change_between_forward_and_backward(what: str) -> None:
+def test_a_change_between_forward_and_backward(what: str, when: str) -> None:
+    """The change is made from one step on, or up to one step: also while the backward is learned."""
+
     def program(device: str, wrap: Wrap) -> list[Any]:
         values: list[Any] = []
         for first in range(8):
@@ -109,14 +112,15 @@ def test_a_change_between_forward_and_backward(what: str) -> None:
             for number in range(9):
                 model.zero_grad()
                 y = model(torch.ones(1, 2).to(device))
-                if number >= first:
+                is_changed = number >= first if when == "from" else number < first
+                if is_changed:
                     if what == "hook":
                         handle = model.weight.register_hook(lambda grad: grad * 2)
                     else:
                         model.weight.requires_grad_(False)
                 y.sum().backward()
                 values.append(None if model.weight.grad is None else model.weight.grad.clone())
-                if number >= first and what == "hook":
+                if is_changed and what == "hook":
                     handle.remove()
                 model.weight.requires_grad_(True)
                 mark_step()
