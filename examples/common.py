@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import lazy_backend
@@ -83,8 +84,11 @@ def progress(batches: Iterable[tuple[Tensor, Tensor]], total: int, device: str) 
 
 
 def finished(model: nn.Module, losses: Sequence[Tensor], stopwatch: Stopwatch) -> Run:
-    """The result of a run, fetched from the device in one sync."""
-    fetched, weights = lazy_backend.to_cpu((list(losses), dict(model.state_dict())))
+    """The result of a run, fetched from the device in one sync. Of weights that are sharded, this process's shards."""
+    states = {
+        name: value.to_local() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+    fetched, weights = lazy_backend.to_cpu((list(losses), states))
     return Run(model, torch.stack(fetched), weights, stopwatch.median())
 
 

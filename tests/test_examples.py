@@ -72,9 +72,10 @@ def test_serve() -> None:
     assert outcome.frames <= 4
 
 
-def test_gpt_in_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", [[], ["--fully-shard"]])
+def test_gpt_in_two_processes(option: list[str], tmp_path: Path) -> None:
     program = Path(EXAMPLES, "train_gpt_ddp.py")
-    first, second = run_ranks(program, tmp_path, 2, ["--backend", "eager", "--steps", "8"])
+    first, second = run_ranks(program, tmp_path, 2, ["--backend", "eager", "--steps", "8", *option])
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "bit for bit equal to eager    yes" in first.stdout
     assert second.stdout == ""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from lazy_backend.errors.sites import user_site
+from lazy_backend.compat import device_streams as streams
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.sync import executor
 from lazy_backend.tensors.contexts import Device, context_of, contexts
@@ -27,19 +25,7 @@ class _CurrentDevice:
         contexts.current = self._before
 
 
-class _DeviceModuleType(type):
-    def __getattr__(cls, name: str) -> Any:
-        """What is missing is an `AttributeError`, by which libraries find out what a device has."""
-        advice = ""
-        if name in ("Stream", "Event", "stream", "current_stream"):
-            advice = (
-                f"\n  at {user_site()}\n  what is recorded has one order; fully_shard and FullyShardedDataParallel, "
-                "which need streams, are not supported: take DistributedDataParallel or parallelize_module"
-            )
-        raise AttributeError(f"torch.lazy has no {name}{advice}")
-
-
-class DeviceModule(metaclass=_DeviceModuleType):
+class DeviceModule:
     """`torch.lazy`: the functions torch expects of a device module."""
 
     __name__ = "torch.lazy"
@@ -110,6 +96,9 @@ class DeviceModule(metaclass=_DeviceModuleType):
         """Set the state of torch's default generator, as returned by `get_rng_state`."""
         context_of(device)
         torch.set_rng_state(state)
+
+    Stream, Event = streams.Stream, streams.Event
+    stream, current_stream = staticmethod(streams.stream), staticmethod(streams.current_stream)
 
     @staticmethod
     def is_in_bad_fork() -> bool:

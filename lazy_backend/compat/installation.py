@@ -24,7 +24,7 @@ from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.serialization import install_serialization
 from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
-from lazy_backend.distributed import c10d
+from lazy_backend.distributed import c10d, fsdp
 from lazy_backend.distributed.order import finish_group, in_order
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution import closures, disk_cache
@@ -82,6 +82,7 @@ def install() -> None:
     pytorch.support_grad_scaler()
     pytorch.order_collectives(in_order, finish_group)
     c10d.install()
+    fsdp.install()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)

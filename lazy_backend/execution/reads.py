@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from lazy_backend.errors import LazyBackendError
+from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, backing_tensor, poisoned
@@ -25,6 +27,11 @@ def read(data: TensorData, cause: str) -> torch.Tensor:
     storage = data.storage
     if storage.error is not None:
         raise poisoned(storage)
+    if storage in context.given_back:
+        raise LazyBackendError(
+            f"this tensor has no memory: it was given back by untyped_storage().resize_(0)\n  at {user_site()}\n"
+            "  a parameter that fully_shard gathers has a value only from its module's forward to its backward"
+        )
     compute(context, [storage], cause)
     return run_clean(backing_tensor, data)
 

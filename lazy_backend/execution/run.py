@@ -38,7 +38,7 @@ from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.lowering.plans.profiling import ExecutionPlan
 from lazy_backend.settings import config
 from lazy_backend.tensors.locks import DeviceRun, Work
-from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import backing_tensor
 from lazy_backend.tensors.thread_state import run_clean
 
@@ -71,6 +71,7 @@ class SyncTensorCollection:
     storages: list[LazyStorage]  # those storages, held strongly from here on
     cause: str
     site: str
+    given_back: Sequence[LazyStorage] = ()  # what is no longer in memory after the trace
     hash: str = ""  # of the computation's key, once it is known
     is_new: bool = False  # whether neither the path nor its graph was known with this live set
 
@@ -113,10 +114,21 @@ class Async(Work):
                 self.deliveries.pop()
         self.delivered = True
         context = self.collection.context
+        if self.collection.given_back:
+            self._give_back()
         context.locker.lock(self)
         if self.in_background:
             context.queue.add(self.do)
             self.leave_to_queue()
+
+    def _give_back(self) -> None:
+        """See Note [Memory given back]. May be interrupted, and done again."""
+        given_back = {storage: _moved(storage) for storage in self.collection.given_back}
+        self.parameters_data = [
+            (data if (own := given_back.get(data.storage)) is None else _look(own, data), base)
+            for data, base in self.parameters_data
+        ]
+        self.collection.context.given_back.forget(given_back)
 
     def wait(self) -> None:
         """Wait for this run. Raises what it raised, without taking it from the device's lock."""
@@ -224,6 +236,18 @@ def held_outputs(bound: CachedComputation, storages: Sequence[LazyStorage]) -> l
     if bound.outputs is None:
         return list(storages)
     return [storages[place] if place >= 0 else None for place in bound.outputs]
+
+
+def _moved(storage: LazyStorage) -> LazyStorage:
+    """Another storage with the memory of `storage`."""
+    moved = LazyStorage(storage.context, None, None, storage.meta)
+    moved.tensor, moved.error = storage.tensor, storage.error
+    return moved
+
+
+def _look(storage: LazyStorage, data: TensorData) -> TensorData:
+    """What `data` is, over `storage`."""
+    return storage if data.meta is storage.meta else ViewData(storage.context, None, None, data.meta, storage)
 
 
 def _resolve(data: TensorData, base: bool) -> torch.Tensor:

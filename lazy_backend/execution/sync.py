@@ -87,15 +87,19 @@ class LazyGraphExecutor:
         return storage.tensor is None and storage.error is None
 
     def collect_sync_tensors(
-        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
+        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, goes_on: bool = False
     ) -> SyncTensorCollection:
-        """The live set of `context`: its pending storages that are still held. The caller holds the context's lock."""
+        """The live set of `context`: its pending storages that are still held. The caller holds the context's lock.
+
+        `goes_on`: whether the trace does.
+        """
         site = user_site()
         while True:  # again if a finalizer records something meanwhile
             trace, cursor = context.trace, context.trace.cursor
-            indices, storages = trace.live()
+            given_back = [] if goes_on else context.given_back.pending()
+            indices, storages = trace.live(goes_on)
             if context.trace is trace and trace.cursor is cursor:
-                return SyncTensorCollection(sync_config, context, cursor, indices, storages, cause, site)
+                return SyncTensorCollection(sync_config, context, cursor, indices, storages, cause, site, given_back)
 
     def extract_ir_and_prepare_tensor_data(
         self, trace: Trace, bound: CachedComputation
@@ -308,7 +312,7 @@ class LazyGraphExecutor:
 
     def _prepare_catch_up(self, context: DeviceContext) -> Async:
         trace, policy, settings = context.trace, compile_policy(), current_environment()
-        collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call")
+        collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call", goes_on=True)
         bound = self.computations.try_run_cached_sync(collection, settings) or run_clean(
             self.computations.compile, collection, settings
         )

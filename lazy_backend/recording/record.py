@@ -39,7 +39,7 @@ from lazy_backend.execution.run import conform
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
-from lazy_backend.lowering.ir.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, View
+from lazy_backend.lowering.ir.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, Token, View
 from lazy_backend.recording.arguments import flat, mutated_arguments, operand_at
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, draw_seed_for, run_at_once
 from lazy_backend.recording.describe import check_recordable, describe, num_slots_of
@@ -388,6 +388,9 @@ def enter(trace: Trace, context: DeviceContext, data: TensorData) -> Any:
             _record_empty(context, trace, storage)
             if data is storage:
                 return data.token
+    if storage.epoch is trace.epoch and storage not in trace.groups:
+        _record_view_of_made(context, trace, data)
+        return data.token
     group = trace.groups.setdefault(storage, len(trace.groups))
     token = INPUTS[len(trace.inputs)]
     if data.epoch is trace.epoch:  # a signal handler or a finalizer has entered it meanwhile
@@ -644,18 +647,54 @@ def _record_empty(context: DeviceContext, trace: Trace, storage: LazyStorage) ->
     storage.epoch = trace.epoch
 
 
+def _record_view_of_made(context: DeviceContext, trace: Trace, data: TensorData) -> None:
+    """Record how a view that is older than the trace looks into memory that the trace made.
+
+    Only memory that was given back and taken again is younger than its views. See Note [Memory given back].
+    """
+    storage, meta = data.storage, data.meta
+    if meta.dtype is not storage.meta.dtype or meta.conj or meta.neg:
+        raise NotRecordable("it uses an older view, of another dtype, of memory that was given back")
+    assert storage.token is not None
+    key = (id(aten.as_strided.default), storage.token, meta)
+    cursor, changes = trace.cursor, trace.changes
+    node = cursor.follower(key)
+    if node is None:
+        node = context.trie.add(cursor, key, _view_call(context, cursor, storage.token, meta))
+    made: Any = node.call
+    if trace.changes != changes or trace.cursor is not cursor:
+        raise _Interrupted
+    trace.cursor = node  # the commit, as in `record`
+    data.token = made.single.token
+    data.epoch = trace.epoch
+
+
 def _empty_call(context: DeviceContext, cursor: TrieNode[Call | Cut], meta: TensorMeta) -> Call:
+    made = Fresh(SLOTS[num_slots_of(cursor)], meta, wrapper_arguments(context, meta))
+    options = (("dtype", meta.dtype), ("device", context.backing))
+    return _call_of_ours(aten.empty_strided.default, (meta.shape, meta.stride), options, made)
+
+
+def _view_call(context: DeviceContext, cursor: TrieNode[Call | Cut], of: Token, meta: TensorMeta) -> Call:
+    made = View(SLOTS[num_slots_of(cursor)], meta, of, (0,), wrapper_arguments(context, meta))
+    return _call_of_ours(aten.as_strided.default, (of, meta.shape, meta.stride, meta.storage_offset), (), made)
+
+
+def _call_of_ours(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], made: Fresh | View
+) -> Call:
+    """A call that nobody made: before a call of the user's, it makes what that one takes."""
     return Call(
-        op=aten.empty_strided.default,
-        args=(meta.shape, meta.stride),
-        kwargs=(("dtype", meta.dtype), ("device", context.backing)),
-        results=(Fresh(SLOTS[num_slots_of(cursor)], meta, wrapper_arguments(context, meta)),),
+        op=op,
+        args=args,
+        kwargs=kwargs,
+        results=(made,),
         returns_list=False,
         mutates=(),
         entered=(),
         num_constants=0,
         seeded=False,
-        num_slots=num_slots_of(cursor) + 1,
+        num_slots=made.token.index + 1,
         site=user_site(),
         frames=further_frames(),
     )

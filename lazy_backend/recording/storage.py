@@ -81,10 +81,10 @@ class LazyUntypedStorage(torch.UntypedStorage):
         return self.plain.data_ptr()
 
     def nbytes(self) -> int:
-        if self.lazy_storage is None:
+        storage = self.lazy_storage
+        if storage is None:
             return self.plain.nbytes()
-        meta = self.lazy_storage.meta
-        return extent(meta) * meta.dtype.itemsize
+        return 0 if storage in storage.context.given_back else _full_size(storage)
 
     def size(self) -> int:
         return self.nbytes()
@@ -120,7 +120,23 @@ class LazyUntypedStorage(torch.UntypedStorage):
             "  write through a tensor, as in tensor.copy_(...), or copy it with tensor.cpu() first"
         )
 
-    __setitem__ = fill_ = copy_ = resize_ = byteswap = share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _refuse
+    def resize_(self, size: int) -> LazyUntypedStorage:  # type: ignore[override]
+        """Give the memory back (0 bytes), or take it again, as `fully_shard` does. See Note [Memory given back]."""
+        storage = self.lazy_storage
+        if storage is not None and size == 0:
+            with storage.context.lock:
+                storage.context.given_back.add(storage)
+        elif storage is not None and size == _full_size(storage):
+            with storage.context.lock:
+                storage.context.given_back.discard(storage)
+        elif size != self.nbytes():
+            raise RuntimeError(
+                f"the storage of a lazy tensor cannot be resized to {size} bytes: it has its {self.nbytes()} bytes, or "
+                f"none\n  at {user_site()}\n  resize the tensor, as in tensor.resize_(...)"
+            )
+        return self
+
+    __setitem__ = fill_ = copy_ = byteswap = share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _refuse
 
     def __reduce__(self) -> Any:  # type: ignore[override]
         # torch's own version would refer to this very object in the file; multiprocessing sends tensors this way
@@ -136,6 +152,10 @@ class LazyUntypedStorage(torch.UntypedStorage):
         if loaded is not None:
             loaded.untyped_storage().copy_(self.plain)
         return self
+
+
+def _full_size(storage: LazyStorage) -> int:
+    return extent(storage.meta) * storage.meta.dtype.itemsize
 
 
 def data_ptr(tensor: LazyTensor) -> int:

@@ -221,6 +221,8 @@ def operand_key(trace: Trace, operands: Sequence[TensorData]) -> tuple[list[Hash
             return None
         group = groups.get(storage)
         if group is None:
+            if storage.epoch is epoch:  # the trace has to make this view of it, see Note [Memory given back]
+                return None
             group = new_groups.setdefault(storage, len(groups) + len(new_groups))
         key.append((data.meta, group, storage.meta))
         entering.append(data)

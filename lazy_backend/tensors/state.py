@@ -17,6 +17,14 @@ a deferred trace refers strongly to every storage it made, none of which has mem
 counts: a count drops when the last holder is really gone, as objects here are not part of cycles. Once the calls of a
 trace get their values as they are recorded, the trace refers to its storages weakly, since memory must be freed as in
 eager; a storage that the collector hides then has its value already.
+
+Note [Memory given back]
+`tensor.untyped_storage().resize_(0)` gives memory back while tensors go on referring to it, and `resize_(nbytes)` takes
+memory again, with any content: so `fully_shard` keeps one tensor for each gathered parameter. Within a trace neither is
+recorded: what the calls between them would have used is not there in eager either, and a graph keeps values only as
+long as they are used. A storage that is given back when its trace ends is not in the live set, so it becomes no output;
+from then on it is `UNWRITTEN`, as memory that was never used. A run that takes its old value has it to itself. When the
+storage is written again, views of it that are older than the trace are made again from the base, by `record.enter`.
 """
 
 from __future__ import annotations
@@ -24,12 +32,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from sys import getrefcount
 from time import perf_counter
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -89,6 +97,11 @@ class LazyStorage(TensorData):
     def storage(self) -> LazyStorage:
         return self
 
+    def forget(self) -> None:
+        """Be memory that was never used. Whoever needs the value has it by now."""
+        self.tensor = self.error = self.epoch = None
+        self.token = UNWRITTEN
+
 
 class ViewData(TensorData):
     """A view: its own geometry, and the storage that it looks into and keeps alive."""
@@ -110,6 +123,40 @@ class ViewData(TensorData):
 
 
 UNWRITTEN = Token("unwritten", 0)
+
+
+class GivenBack:
+    """The storages of a device whose memory was given back. See its Note. The callers hold the context's lock."""
+
+    def __init__(self, registry: Registry[LazyStorage]) -> None:
+        self._registry = registry
+        self._storages: WeakSet[LazyStorage] = WeakSet()
+
+    def __contains__(self, storage: LazyStorage) -> bool:
+        return storage in self._storages
+
+    def __bool__(self) -> bool:
+        return bool(self._storages)
+
+    def add(self, storage: LazyStorage) -> None:
+        """Let the memory of `storage` go when the trace ends."""
+        if storage.error is not None:  # nothing uses it any more
+            self.forget([storage])
+        self._storages.add(storage)
+
+    def discard(self, storage: LazyStorage) -> None:
+        """Let tensors over `storage` have memory again. Its content is undefined."""
+        self._storages.discard(storage)
+
+    def pending(self) -> list[LazyStorage]:
+        """What the end of the trace does not leave in memory."""
+        return [one for one in self._storages if one.token is not UNWRITTEN] if self._storages else []
+
+    def forget(self, storages: Iterable[LazyStorage]) -> None:
+        """Let `storages` be memory that was never used. May be interrupted, and done again."""
+        for storage in storages:
+            self._registry.register_all((storage,))
+            storage.forget()
 
 
 # ----- the trace
@@ -198,10 +245,13 @@ class Trace:
         "entering",
         "run_seconds",
         "range",
+        "given_back",
     )
 
-    def __init__(self, root: TrieNode[Call | Cut], start: float) -> None:
+    def __init__(self, root: TrieNode[Call | Cut], start: float, given_back: GivenBack) -> None:
+        """`given_back`: the context's."""
         self.epoch = Epoch()
+        self.given_back = given_back
         self.cursor = root
         self.inputs: list[TensorData] = []
         self.groups: dict[LazyStorage, int] = {}
@@ -262,8 +312,11 @@ class Trace:
         weak = [_gone if storage is None else ref(storage) for storage in self.pending]
         self.pending, self.computed = weak, run  # no call between the two stores
 
-    def live(self) -> tuple[tuple[int, ...], list[LazyStorage]]:
-        """The live set: the places of the pending storages that are still held, and the storages themselves."""
+    def live(self, goes_on: bool = False) -> tuple[tuple[int, ...], list[LazyStorage]]:
+        """The live set: the places of the pending storages that are still held, and the storages themselves.
+
+        If the trace `goes_on`, also those that were given back.
+        """
         self._unfold_held()
         pending = self.pending.copy()  # an interruption may shorten it
         if self.computed:
@@ -272,6 +325,8 @@ class Trace:
             counts = _reference_counts(pending)
             places = [place for place, count in enumerate(counts) if count > _UNHELD + 1]
             held = {place: pending[place] for place in places if pending[place] is not None}
+        if self.given_back and not goes_on:
+            held = {place: storage for place, storage in held.items() if storage not in self.given_back}
         return tuple(held), list(held.values())
 
     def _unfold_held(self) -> None:
@@ -309,14 +364,15 @@ class DeviceContext:
         self.lock = threading.RLock()
         self.trie: Trie[Call | Cut] = Trie()
         self.eager_root: TrieNode[Call | Cut] = TrieNode(None, None)  # without children, see Note [Eager mode]
+        # storages of a trace are in its `pending`; those that outlive it, or never were in a trace, are registered here
+        self.registry: Registry[LazyStorage] = Registry()
+        self.given_back = GivenBack(self.registry)
         self.trace = self._fresh_trace()
         self.queue = new_queue(index)
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
         self.fakes: dict[TensorMeta, Any] = {}  # operands for metadata inference, by geometry
         self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
         self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie depend on
-        # storages of a trace are in its `pending`; those that outlive it, or never were in a trace, are registered here
-        self.registry: Registry[LazyStorage] = Registry()
         self.paths = PathCounts()
         self.body: Body | None = None  # of a captured function that runs as written, see Note [Threads and bodies]
         self._baseline: Counter[str] = Counter()  # cumulative counters at the last `reset_counters`
@@ -353,6 +409,7 @@ class DeviceContext:
         self.trace.epoch.cursor = self.trace.cursor
         self.trace.changes += 1
         self.trace = fresh
+        self.given_back.forget(self.given_back.pending())
 
     def replace_trace(self, trace: Trace, cursor: TrieNode[Call | Cut], fresh: Trace) -> bool:
         """`new_trace`, unless something was recorded since `cursor`. The caller holds `lock`.
@@ -385,7 +442,7 @@ class DeviceContext:
         return self._fresh_trace()
 
     def _fresh_trace(self) -> Trace:
-        trace = Trace(self.eager_root if config.eager else self.trie.root, perf_counter())
+        trace = Trace(self.eager_root if config.eager else self.trie.root, perf_counter(), self.given_back)
         if is_profiling():
             trace.default_dtype = None
         return trace

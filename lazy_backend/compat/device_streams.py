@@ -1,0 +1,103 @@
+"""Streams and events of the lazy device: `torch.lazy.Stream` and its neighbours, which libraries look for.
+
+What a device records has one order, and its runs have one too. So work is in no stream but that of the program, waiting
+for another stream has nothing to do, and what an event marks is done when everything recorded so far is.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.execution.sync import executor
+from lazy_backend.tensors.contexts import Device, context_of
+
+
+class Event:
+    """Marks everything that was recorded before it."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        """The arguments are those of `torch.cuda.Event`; none has an effect."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Have no effect."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Have no effect: what is recorded later runs later."""
+
+    def query(self) -> bool:
+        """Whether nothing is pending, and no run is under way."""
+        context = context_of(None)
+        return not context.has_pending() and context.locker.is_idle()
+
+    @hide_internals
+    def synchronize(self) -> None:
+        """Run what is pending on the current device and wait for it, as `torch.lazy.synchronize()` does."""
+        _synchronize()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Raise `RuntimeError`: the work before an event may run long after it."""
+        raise RuntimeError(
+            f"events of the lazy device have no times\n  at {user_site()}\n"
+            "  time whole steps: call lazy_backend.wait_device_ops(), or use lazy_backend.explain() and torch.profiler"
+        )
+
+
+class Stream:
+    """Takes work in the order of the program, like every other stream."""
+
+    def __init__(self, device: Device = None, priority: int = 0) -> None:
+        self.priority = priority
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Have no effect: what is recorded later runs later."""
+
+    def wait_event(self, event: Event) -> None:
+        """Have no effect: what is recorded later runs later."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return `event`, or a new one."""
+        return Event() if event is None else event
+
+    def query(self) -> bool:
+        """Whether nothing is pending, and no run is under way."""
+        return Event().query()
+
+    @hide_internals
+    def synchronize(self) -> None:
+        """Run what is pending on the current device and wait for it, as `torch.lazy.synchronize()` does."""
+        _synchronize()
+
+    def __enter__(self) -> Stream:
+        _entered.streams.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _entered.streams.pop()
+
+
+def _synchronize() -> None:
+    executor.sync_live_tensors_graph([context_of(None)], wait=True, cause="synchronize")
+
+
+class _Entered(threading.local):
+    """The streams whose `with` blocks this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+
+
+_entered = _Entered()
+_default = Stream()
+
+
+def current_stream(device: Device = None) -> Stream:
+    """The stream whose `with` block this is, or the default one."""
+    return _entered.streams[-1] if _entered.streams else _default
+
+
+def stream(stream: Stream | None) -> AbstractContextManager[Stream | None]:
+    """A context manager within which `stream` is the current one; None changes nothing."""
+    return nullcontext() if stream is None else stream
