@@ -44,7 +44,24 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+# Files of minutes or with tests of half a minute: they come first, or one process would run the last of them alone.
+_LONG = (
+    "test_interruption.py",
+    "test_background.py",
+    "test_soak.py",
+    "test_package.py",
+    "test_collectives.py",
+    "test_inductor.py",
+    "test_fully_shard.py",
+    "test_grad_scaler.py",
+    "test_with_accelerate.py",
+    "test_with_transformers.py",
+    "test_cache_travels.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
     if config.getoption("--runslow"):
         return
     for item in items:
