@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -73,15 +74,19 @@ def test_serve() -> None:
 
 
 @pytest.mark.parametrize("option", [[], ["--fully-shard"]])
-def test_gpt_in_two_processes(option: list[str], tmp_path: Path) -> None:
-    program = Path(EXAMPLES, "train_gpt_ddp.py")
-    first, second = run_ranks(program, tmp_path, 2, ["--backend", "eager", "--steps", "8", *option])
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+@pytest.mark.parametrize(("steps", "count"), [(8, 2), pytest.param(100, 4, marks=pytest.mark.slow)])
+def test_gpt_in_several_processes(steps: int, count: int, option: list[str], tmp_path: Path) -> None:
+    arguments = ["--backend", "eager", "--steps", str(steps), *option]
+    first, *others = run_ranks(Path(EXAMPLES, "train_gpt_ddp.py"), tmp_path, count, arguments)
+    assert [one.returncode for one in (first, *others)] == [0] * count, first.stderr + others[0].stderr
     assert "bit for bit equal to eager    yes" in first.stdout
-    assert second.stdout == ""
+    # in making the model, in the first two steps of DistributedDataParallel and for the evaluation, and none later
+    cuts = re.search(r"graph cuts +(\d+)\n", first.stdout)
+    assert cuts is not None and int(cuts[1]) <= 5, first.stdout
+    assert not any(one.stdout for one in others)
 
 
-def test_gpt_in_two_processes_is_started_with_torchrun(
+def test_gpt_in_several_processes_is_started_with_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import train_gpt_ddp

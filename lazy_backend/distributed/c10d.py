@@ -59,6 +59,11 @@ def _copied(tensor: LazyTensor) -> LazyTensor:
     return recorder.record(aten.clone.default, (tensor,), options)  # type: ignore[no-any-return]
 
 
+def _apart(tensor: LazyTensor, written: LazyTensor) -> LazyTensor:
+    """`tensor`, or a copy if it shares memory with `written`: compilers refuse calls that read what they write."""
+    return _copied(tensor) if tensor._data.storage is written._data.storage else tensor
+
+
 def _made(like: LazyTensor, rows: int, per: int = 1) -> LazyTensor:
     """Memory for `rows` times what `like` has along its first dimension, divided by `per`."""
     first, *rest = like.shape or (1,)
@@ -166,7 +171,7 @@ def _all_gather(
 def _all_gather_into(
     output_tensor: LazyTensor, input_tensor: LazyTensor, process_group: Any, **options: Any
 ) -> LazyTensor:
-    _write("all_gather_", output_tensor, input_tensor, _number(process_group))
+    _write("all_gather_", output_tensor, _apart(input_tensor, output_tensor), _number(process_group))
     return output_tensor
 
 
@@ -174,13 +179,14 @@ def _all_gather_into_coalesced(
     outputs: list[LazyTensor], inputs: list[LazyTensor], process_group: Any, **options: Any
 ) -> None:
     for output, tensor in zip(outputs, inputs, strict=True):
-        _write("all_gather_", output, tensor, _number(process_group))
+        _write("all_gather_", output, _apart(tensor, output), _number(process_group))
 
 
 def _reduce_scatter_into(
     output_tensor: LazyTensor, input_tensor: LazyTensor, process_group: Any, reduce_op: Any, **options: Any
 ) -> LazyTensor:
-    _write("reduce_scatter_", output_tensor, input_tensor, _reduction(reduce_op), _number(process_group))
+    parts = _apart(input_tensor, output_tensor)
+    _write("reduce_scatter_", output_tensor, parts, _reduction(reduce_op), _number(process_group))
     return output_tensor
 
 
@@ -188,7 +194,7 @@ def _reduce_scatter_into_coalesced(
     outputs: list[LazyTensor], inputs: list[LazyTensor], process_group: Any, reduce_op: Any, **options: Any
 ) -> None:
     for output, tensor in zip(outputs, inputs, strict=True):
-        _write("reduce_scatter_", output, tensor, _reduction(reduce_op), _number(process_group))
+        _write("reduce_scatter_", output, _apart(tensor, output), _reduction(reduce_op), _number(process_group))
 
 
 def _reduce_scatter(

@@ -29,11 +29,12 @@ def _all_gather_copy_in(
     all_gather_input_numel: int,
     rank: int,
 ) -> tuple[LazyTensor, LazyTensor]:
-    """Put this rank's shards into their place in memory for those of all ranks."""
-    place = (all_gather_output, 0, all_gather_input_numel * rank, all_gather_input_numel * (rank + 1))
-    own = record(aten.slice.Tensor, place, {})
-    _fill(record(aten.split_with_sizes.default, (own, list(inp_split_sizes)), {}), all_gather_inputs)
-    return own, all_gather_output
+    """Put this rank's shards one after another.
+
+    Into memory of their own: PyTorch's kernel takes their place in what is gathered, but compilers refuse calls that
+    read memory that they write.
+    """
+    return record(aten.cat.default, (list(all_gather_inputs),), {}), all_gather_output
 
 
 def _split_with_sizes_copy(

@@ -68,6 +68,15 @@ def reduce_scatter_tensor(x):
     return scattered * 2
 
 
+def in_their_place(x):
+    whole = x.new_zeros(8)
+    whole[4 * rank : 4 * rank + 4] = x
+    dist.all_gather_into_tensor(whole, whole[4 * rank : 4 * rank + 4])
+    parts = whole * 2
+    dist.reduce_scatter_tensor(parts[4 * rank : 4 * rank + 4], parts)
+    return whole + parts
+
+
 def all_to_all_single(x):
     received = x.new_empty(2 if rank else 6)
     dist.all_to_all_single(received, x, [1, 1] if rank else [3, 3], [3, 1])
@@ -142,6 +151,7 @@ recorded = {
     "all_gather_into_tensor": all_gather_into_tensor,
     "reduce_scatter": reduce_scatter,
     "reduce_scatter_tensor": reduce_scatter_tensor,
+    "in their place": in_their_place,
     "all_to_all_single": all_to_all_single,
     "asynchronous": asynchronous,
     "through views": through_views,
@@ -191,6 +201,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lazy_backend
 from lazy_backend import config, metrics
 
+warnings.filterwarnings("error", category=lazy_backend.CompileWarning)  # a step that is not compiled
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()

@@ -32,6 +32,7 @@ from lazy_backend import config, metrics
 from lazy_backend.tensors.contexts import context_of
 
 warnings.filterwarnings("ignore", "This overload of", UserWarning)  # PyTorch's own call
+warnings.filterwarnings("error", category=lazy_backend.CompileWarning)  # a step that is not compiled
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -157,7 +158,8 @@ def train(device, way):
 for way in sys.argv[3:]:
     (expected, weights), (found, lazy_weights) = train("cpu", way), train("lazy", way)
     if backend == "inductor":
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+        rough = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in way or "autocast" in way else {}
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), **rough)
     else:
         assert found == expected, (way, found, expected)
         assert all(torch.equal(lazy_weights[name], weights[name]) for name in weights), way
