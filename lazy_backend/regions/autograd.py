@@ -27,6 +27,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
@@ -140,14 +141,15 @@ def checkpoints_reentrantly(results: Sequence[torch.Tensor]) -> bool:
 class WrittenCall(RegionCall):
     """A call whose body ran as written; its backward is learned.
 
-    `inner` are the body's own results, `inputs` the tensors whose gradients are asked for: detached arguments, leaves.
+    `inner` is where the graphs of the body's own results end: the user may write to these, and a view that was written
+    would get another graph. `inputs` are the tensors whose gradients are asked for: detached arguments, leaves.
     `outer`: the inputs of the node, the same but for the arguments themselves.
     """
 
     def __init__(
         self,
         context: DeviceContext,
-        inner: list[torch.Tensor],
+        inner: list[GradientEdge],
         inputs: list[torch.Tensor],
         outer: list[torch.Tensor],
         rebuild: Rebuild,
@@ -157,7 +159,7 @@ class WrittenCall(RegionCall):
         self._context = context
         self._outer = outer
         self._finish = finish  # takes why the backward cannot be replayed, or None
-        self._inner: list[torch.Tensor] | None = inner
+        self._inner: list[GradientEdge] | None = inner
         self._inputs = inputs
         self._rebuild = rebuild
         self._refuse = refuse
@@ -409,6 +411,8 @@ class JumpedCall(RegionCall):
     def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
         if any(grad is not None and grad.__class__ is not LazyTensor for grad in grads):  # several at once, by vmap
             return differentiate_again(self._checked_rebuild, grads)
+        if torch.is_anomaly_enabled():  # it looks at what nodes return
+            self._writes = False
         if ctx.saved_results:
             _ = ctx.saved_tensors  # raises if the user has written to a result that the backward uses
         for tensor, version in self._others:
@@ -428,6 +432,10 @@ class JumpedCall(RegionCall):
     def _made(self, program: BackwardProgram, saved: Saved, grads: Grads) -> list[LazyTensor]:
         """What the calls of the backward make: by a jump, or recorded again."""
         context, name, data = self._context, program.name, None
+        if torch._C._len_torch_dispatch_stack():
+            with context.lock:
+                data = self._all(program, saved, grads)
+            return _shown_again(program, data)
         with context.lock:
             folds = program.folds and saved.epoch is context.trace.epoch
             if folds:
@@ -508,12 +516,7 @@ class JumpedCall(RegionCall):
         metrics.increment("RegionRecorded")
         with self._context.lock:
             start = StretchStart(self._context)
-        tensors = dict(zip(program.tokens, map(wrap, data), strict=True))
-        constants = iter(program.constants)
-        with torch.no_grad():
-            for call in program.calls:
-                _record_call(call, tensors, constants)
-        made = [wrap(tensors[token]._data) for token in program.made]  # the body's results may be one tensor
+        made = _calls_again(program, data, record)
         try:
             stretch = Stretch(self._context, start, may_be_empty=True)
         except NotReplayable:
@@ -525,6 +528,21 @@ class JumpedCall(RegionCall):
             implied = {token for token, source in pairs if folds and isinstance(source, FromForward)}
             learn_jump(stretch, name, tokens, implied=implied)  # type: ignore[arg-type]
         return made
+
+
+def _calls_again(program: BackwardProgram, data: Sequence[TensorData], do: Callable[..., Any]) -> list[LazyTensor]:
+    """What the calls of `program` make of `data`. `do` takes an operator, its arguments and those by name."""
+    tensors = dict(zip(program.tokens, map(wrap, data), strict=True))
+    constants = iter(program.constants)
+    with torch.no_grad():
+        for call in program.calls:
+            _call_again(call, tensors, constants, do)
+    return [wrap(tensors[token]._data) for token in program.made]  # the body's results may be one tensor
+
+
+def _shown_again(program: BackwardProgram, data: Sequence[TensorData]) -> list[LazyTensor]:
+    """As `_calls_again`, through PyTorch's dispatcher: modes see the calls, and may do something else."""
+    return _calls_again(program, data, lambda op, args, kwargs: op(*args, **kwargs))
 
 
 def _check_version(tensor: torch.Tensor, expected: int) -> None:
@@ -553,6 +571,7 @@ def _takes(leaf: LazyTensor, gradient: LazyTensor) -> bool:
         and leaf._backward_hooks is None
         and leaf._post_accumulate_grad_hooks is None  # type: ignore[attr-defined]
         and gradient._data.meta is leaf._data.meta
+        and leaf.grad_dtype is leaf.dtype  # type: ignore[attr-defined]
     )
 
 
@@ -565,8 +584,8 @@ def _add_to_grad(leaf: LazyTensor, gradient: LazyTensor) -> None:
             grad += gradient
 
 
-def _record_call(call: Call, tensors: dict[Token, LazyTensor], constants: Any) -> None:
-    """Record `call` with `tensors` for its tokens; adds its results to them."""
+def _call_again(call: Call, tensors: dict[Token, LazyTensor], constants: Any, do: Callable[..., Any]) -> None:
+    """Do `call` with `tensors` for its tokens; adds its results to them."""
     numbers = [next(constants) for _ in range(call.num_constants)]
 
     def given(arg: Any) -> Any:
@@ -579,7 +598,7 @@ def _record_call(call: Call, tensors: dict[Token, LazyTensor], constants: Any) -
         return arg
 
     named = {name: with_leaves(given, arg) for name, arg in call.kwargs}
-    results = record(call.op, with_leaves(given, call.args), named)
+    results = do(call.op, with_leaves(given, call.args), named)
     given_back = results if isinstance(results, list | tuple) else [results]
     for result, tensor in zip(call.results, given_back, strict=False):
         if result is not None:

@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
@@ -92,6 +93,16 @@ class _ModuleEntry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._captured.call(args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module is not captured; parametrized ones copy all their attributes."""
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What an entry is in a pickle."""
 
 
 class CapturedModule:
@@ -429,7 +440,8 @@ class CapturedModule:
             again, behind = _run_again(module, arguments, gate)
             return _differentiable(again), [behind.get(id(one), one) for one in inputs]
 
-        call = WrittenCall(arguments.context, inner, [*detached, *others], inputs, rebuild, self._refuse, finish)
+        ends = list(map(get_gradient_edge, inner))
+        call = WrittenCall(arguments.context, ends, [*detached, *others], inputs, rebuild, self._refuse, finish)
         if lesson is not None:
             known, stretch, program = lesson
             places = {id(operand): place for place, operand in enumerate(program.operands(arguments.tensors) or ())}

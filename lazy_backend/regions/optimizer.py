@@ -37,6 +37,7 @@ from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, key_of, learn_jump, make_jump, take_jump
 from lazy_backend.regions.stretch import NotReplayable, Stretch, StretchStart
 from lazy_backend.replay.captured_state import Watch, watches
+from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.structure import StructureGuard
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
@@ -67,6 +68,13 @@ def _operands_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Operand, L
                 yield value, value
 
 
+def _nested_in(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for state in optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else (state,):
+            if not isinstance(value, torch.Tensor) and not is_plain(value):
+                yield value
+
+
 class _OptimizerParts:
     """What an optimizer is made of besides its hyperparameters: parameters, the entries of its state, attributes.
 
@@ -77,7 +85,8 @@ class _OptimizerParts:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         others = {name: value for name, value in optimizer.__dict__.items() if name not in _SEEN_HERE}
-        self._inside = StructureGuard([others])  # of attributes, which `_find` compares by identity
+        # of what `_find` compares by identity: attributes, and containers and objects in the state
+        self._inside = StructureGuard([others, {"state": list(_nested_in(optimizer))}])
         found = self._find(optimizer)
         self._lengths = list(map(len, found))
         self._values = list(chain.from_iterable(found))
@@ -111,7 +120,8 @@ class _StepState:
     calls: int = 0
     failures: int = 0
     check_at: int = FIRST_CHECK
-    name: object = field(default_factory=object)
+    name: object = None
+    names: dict[tuple[Any, ...], object] = field(default_factory=dict)  # of the jumps of each program
 
 
 def capture_optimizer(
@@ -218,6 +228,8 @@ class CapturedOptimizer:
             return self._run(optimizer, args, kwargs)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         pattern = (describe_autocast(), *[grad is None for grad in grads])
+        if not type(optimizer).__module__.startswith("torch.optim."):  # which look at gradients only
+            pattern += tuple(p.requires_grad for group in optimizer.param_groups for p in group["params"])
         state = self._state(optimizer, pattern)
         is_due = state.floats is not None and state.calls >= state.check_at
         if state.floats is not None and not is_due and self._replay(optimizer, state, grads):
@@ -244,6 +256,8 @@ class CapturedOptimizer:
             return "a GradScaler has it unscale its gradients"
         if torch_optimizer._global_optimizer_pre_hooks:
             return "hooks of all optimizers are registered"
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            return "it is differentiable"
         hooks = torch_optimizer._global_optimizer_post_hooks
         if len(hooks) > forgotten_steps.is_watching + step_ends.is_watching:
             return "hooks of all optimizers are registered"
@@ -339,13 +353,15 @@ class CapturedOptimizer:
             raise NotReplayable(recorded.problem)
         stretch.check_nothing_kept(start.trace, ())
         operands = _find_operands(stretch, optimizer)
-        shape = tuple((call.op, call.num_constants) for call in stretch.calls)
+        shape = stretch.shape()
         floats = _shifted(recorded, start.num_constants)
         run = ProgramRun(floats, given, stretch.constants, {}, {}, state.guard.names)
         if is_check:
             self._check(start, state, stretch)
         is_same = shape == state.shape and _same_operands(operands, state.operands)
         state.runs = [*state.runs, run][-_MAX_RUNS:] if is_same else [run]
+        if not is_same:  # the floats of one program must not go into the jump of another
+            state.name = state.names.setdefault(shape, object())
         state.shape, state.operands, state.floats = shape, operands, None
         state.written = tuple(n for n, token in enumerate(stretch.operands) if token in stretch.mutates)
         learn_jump(stretch, state.name, (), with_constants=False)
@@ -395,6 +411,8 @@ def _find_operands(stretch: Stretch, optimizer: torch.optim.Optimizer) -> tuple[
     known: dict[Token, _Operand] = {}
     for operand, tensor in _operands_of(optimizer):
         data = tensor._data
+        if not tensor.is_leaf and not isinstance(operand, int):
+            raise NotReplayable("one of its tensors is no leaf, and autograd may follow what it writes")
         if data.epoch is stretch.epoch and data.token is not None:
             other = known.setdefault(data.token, operand)
             if other is not operand and not (isinstance(other, int) and other == operand):

@@ -106,6 +106,10 @@ def _same_place(one: int | MemberPlace, other: int | MemberPlace) -> bool:
     return one == other
 
 
+# Of a lazy tensor.
+_OWN_ATTRIBUTES = frozenset(("_data",))
+
+
 def learn_program(
     stretch: Stretch,
     arguments: Sequence[LazyTensor],
@@ -193,6 +197,8 @@ def _leaf(
     for number, argument in enumerate(arguments):
         if leaf is argument:
             return ArgumentLeaf(number)
+    if vars(leaf).keys() - _OWN_ATTRIBUTES:
+        raise NotReplayable("it sets an attribute of a tensor that it returns")
     if type(leaf) is not LazyTensor:
         raise NotReplayable(f"it returns a {type(leaf).__name__} on {leaf.device}")
     data = leaf._data
@@ -282,10 +288,13 @@ Pattern = tuple[Any, ...]
 
 
 def pattern_of(grads: Sequence[torch.Tensor | None]) -> Pattern:
-    """Which gradients are given, which of them are the same tensor, and what autocast does meanwhile."""
+    """Which gradients are given, with which geometry, which of them are the same tensor, and what autocast does."""
+    pattern: list[Any] = [describe_autocast()]
     first: dict[int, int] = {}
-    places = [
-        None if grad is None else first.setdefault(id(grad._data), place)  # type: ignore[attr-defined]
-        for place, grad in enumerate(grads)
-    ]
-    return describe_autocast(), *places
+    for place, grad in enumerate(grads):
+        if grad is None:
+            pattern.append(None)
+        else:
+            data = grad._data  # type: ignore[attr-defined]
+            pattern += (first.setdefault(id(data), place), data.meta)
+    return tuple(pattern)

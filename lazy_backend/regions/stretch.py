@@ -7,7 +7,7 @@ A stretch becomes a `Jump` once it is known where the tensors that it uses come 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,23 @@ class Stretch:
     def site_of_write(self, token: Token) -> str:
         """The line that first writes to the operand `token`."""
         return next(call.site for call in self.calls if token in map(self.root, call.mutates))
+
+    def shape(self) -> tuple[Hashable, ...]:
+        """The calls, whatever their tensors and floats are: equal for stretches that do the same elsewhere."""
+        numbers: dict[Token, int] = {}
+        for token in (*self.operands, *self.made):
+            numbers[token] = len(numbers)
+
+        def anywhere(arg: Any) -> Any:
+            if isinstance(arg, tuple):
+                return tuple(map(anywhere, arg))
+            # 1, 1.0 and True are equal, and name other calls
+            return (Token, numbers[arg]) if isinstance(arg, Token) else (type(arg), arg)
+
+        return tuple(
+            (call.op, anywhere(call.args), anywhere(call.kwargs), len(call.results), call.num_constants)
+            for call in self.calls
+        )
 
     def first_difference(self, end: Node, constants: tuple[float, ...]) -> str:
         """The first call that differs from those that led to `end` before, with its line."""

@@ -56,6 +56,7 @@ from lazy_backend.replay.recorded_call import (
 )
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram
 from lazy_backend.replay.state_guard import Found
+from lazy_backend.replay.structure import hooks_of
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import (
     MAX_TIMES_LET_THROUGH,
@@ -116,6 +117,10 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
             storage = data.storage
             key.append((data.context, data.meta, storage.meta, leaf.requires_grad))
             tensors.append(leaf)
+            if leaf.requires_grad:
+                hooks = hooks_of(leaf)
+                key.extend(map(id, hooks))
+                objects += hooks
         elif kind is float:
             key.append(_FLOAT if leaf or str(leaf) == "0.0" else _NEGATIVE_ZERO)
             floats.append(leaf)
@@ -134,6 +139,9 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
     if len(tensors) > 1:
         first: dict[LazyStorage, int] = {}
         key.extend(first.setdefault(tensor._data.storage, place) for place, tensor in enumerate(tensors))
+        if len(first) < len(tensors):  # for autograd, one tensor twice differs from two for the same memory
+            known: dict[int, int] = {}
+            key.extend(known.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
     return tuple(key), Arguments(tuple(tensors), tuple(floats)), objects
 
 

@@ -36,6 +36,8 @@ from lazy_backend.tensors.tensor import LazyTensor
 
 # More values than this are not walked, 1 µs each: what lies beyond is unknown.
 _MOST_VALUES = 20_000
+# Larger containers are not compared key by key.
+_MOST_KEYS = 1000
 # Modules of Python whose attributes are not state of the user.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
 # What `StructureGuard` sees of a module or an optimizer.
@@ -277,6 +279,9 @@ class PlaceGuard:
         self._on_the_way = list(on_the_way)  # kept alive: places name values by id
         self._containers = list(young)
         self._counts: list[int] = []
+        # what a body may walk through
+        self._walked = [one for one in self._on_the_way if is_a(one, dict | list | deque) and len(one) <= _MOST_KEYS]
+        self._contents = list(map(_keys_of, self._walked))
 
     def settle(self) -> None:
         """Note the reference counts of the containers, after the caller has dropped its own references."""
@@ -289,4 +294,11 @@ class PlaceGuard:
         for place in self._places:
             if not place.holds():
                 return False
+        if self._walked and list(map(_keys_of, self._walked)) != self._contents:
+            return False
         return not self._containers or self._count() == self._counts
+
+
+def _keys_of(container: Any) -> Any:
+    """The keys of a dict by identity, in their order, which is also that of its values; the length of a list."""
+    return list(map(id, container)) if is_a(container, dict) else len(container)

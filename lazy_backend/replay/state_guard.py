@@ -14,12 +14,15 @@ import torch
 
 from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable
-from lazy_backend.replay.structure import Root, StructureGuard
+from lazy_backend.replay.structure import Root, StructureGuard, hooks_of
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 
 _data_of = attrgetter("_data")
-_requires_grad = attrgetter("requires_grad")
+
+
+def _facts_of(tensors: Iterable[LazyTensor]) -> list[Any]:
+    return [(tensor.requires_grad, *map(id, hooks_of(tensor))) for tensor in tensors]
 
 
 class Found:
@@ -76,7 +79,7 @@ class StateGuard:
         self._data: list[Any] = list(map(_data_of, tensors))
         seen = set(map(id, structure.tensors))
         self._others = [tensor for tensor in tensors if id(tensor) not in seen]
-        self._need_grad = list(map(_requires_grad, self._others))
+        self._facts = _facts_of(self._others)
 
     def settle(self) -> None:
         """Note reference counts, after the caller has dropped its own references."""
@@ -92,6 +95,6 @@ class StateGuard:
             return "a tensor that it uses stands for other data"
         if not self._places.holds():
             return "a tensor, module or optimizer that it uses was replaced, moved, or is held elsewhere too"
-        if self._others and list(map(_requires_grad, self._others)) != self._need_grad:
-            return "requires_grad of a tensor that it uses changed"
+        if self._others and _facts_of(self._others) != self._facts:
+            return "requires_grad or a hook of a tensor that it uses changed"
         return ""

@@ -11,9 +11,9 @@ depth; the attributes of objects that hold nothing but such values, as configura
 strings and the like are compared by value, signed zeros told apart; tensors and all other objects by identity. It never
 compares tensors with `==`, which would call an operator.
 
-It does not see what is inside other objects (a dataset, a trainer, an array), attributes of classes, and the
-hyperparameters in param groups, which `OptimizerGuard` follows. Of containers with more than 1000 values it sees the
-length.
+It does not see what is inside other objects (a trainer with its modules, an array, a lock), attributes of classes, and
+the hyperparameters in param groups, which `OptimizerGuard` follows. Of containers with more than 1000 values it sees
+the length.
 
 The check compares one flat list of values by identity, in C: 25 ns for a value, 10 ns for a key, 250 ns for a
 parameter: 1.5 µs for a small module. Only if that fails, everything is walked again and compared by value.
@@ -64,6 +64,15 @@ def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
     # 70 ns for each attribute instead of 150: a getter need not ask whether a subclass overrides it
     with torch._C.DisableTorchFunctionSubclass():
         return [answer for ask in _FACTS for answer in map(ask, tensors)]
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The hooks that are called when a tensor gets its gradient."""
+    found: list[Any] = []
+    for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
+        if hooks:
+            found += hooks.values()
+    return tuple(found)
 
 
 class _Tensor:
@@ -285,12 +294,19 @@ def _is_configuration(value: Any) -> bool:
             if id(item) in seen or is_plain(item) or is_a(item, _IDENTITIES):
                 continue
             if not is_a(item, _CONTAINERS) and not _has_only_attributes(item):
+                if _is_inert(item):
+                    continue
                 return False
             seen.add(id(item))
             waiting.append(item)
             if len(seen) > _LARGEST_CONFIGURATION:
                 return False
     return True
+
+
+def _is_inert(value: Any) -> bool:
+    """Whether an object has no attributes of its own, as locks and arrays have none: it is compared by identity."""
+    return type(value).__dictoffset__ == 0 and not is_a(value, _OPAQUE)
 
 
 def _has_only_attributes(value: Any) -> bool:

@@ -1022,3 +1022,74 @@ def test_a_default_device_is_noticed() -> None:
                 results.append(f(ones("lazy")))
     assert [int(made[0]) for made in results] == [3, 3, 3, 2, 2, 2] * 2
     assert lazy_backend.metrics.counter_value("CapturedCall") == 8
+
+
+# ----- what tells tensors apart for autograd, and what leads to them
+
+
+def test_one_tensor_given_twice_and_two_for_its_memory() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        f = wrap(lambda a, b: torch.autograd.grad((a * a * b).sum(), [a, b]))
+        found = []
+        for step in range(9):
+            x = torch.full((2,), 3.0).to(device).requires_grad_()
+            found += values(*f(x, x if step % 3 else x.detach().requires_grad_()))
+        return found
+
+    check(program)
+
+
+def test_hooks_of_arguments_and_of_leaves() -> None:
+    def triple(tensor: torch.Tensor) -> None:
+        assert tensor.grad is not None
+        tensor.grad.mul_(3)
+
+    def program(device: str, wrap: Wrap) -> Any:
+        w = ones(device, 2).requires_grad_()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            (gradient,) = torch.autograd.grad((x * x).sum(), [x])
+            w.grad = None
+            (w * x.detach()).sum().backward()
+            return gradient
+
+        f, found = wrap(step), []
+        for number in range(12):
+            x = ones(device, 2).requires_grad_()
+            if number in (5, 8):
+                x.register_hook(lambda gradient, factor=number: gradient * factor)
+            if number == 6:
+                handle = w.register_hook(lambda gradient: gradient * 10)
+            if number == 7:
+                handle.remove()
+                handle = w.register_hook(lambda gradient: gradient * 100)
+            if number == 9:
+                handle.remove()
+                handle = w.register_post_accumulate_grad_hook(triple)
+            gradient = f(x)
+            assert w.grad is not None
+            found += values(gradient, w.grad)
+        return found
+
+    check(program)
+
+
+def test_tensors_added_to_what_leads_to_tensors() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        one = ones(device, 1)
+        by_name, several = {"a": one * 1, "b": one * 10}, [one * 1]
+
+        def compute(x: torch.Tensor) -> torch.Tensor:
+            first = next(iter(by_name.values()))
+            return torch.stack([x + sum(several), x + first])
+
+        f, found = wrap(compute), []
+        for number in range(12):
+            if number == 5:
+                several.append(one * 100)
+            if number == 8:
+                by_name["a"] = by_name.pop("a")
+            found += values(f(one * number))
+        return found
+
+    check(program)
