@@ -4,9 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# processes of the test run, on two cores: tests often wait, for compilers and timeouts. A file stays in one process, as
+# processes of the test run: a third gains nothing on two cores. A file stays in one process, as
 # its tests share what they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test lint ruff-check ruff-format mypy docs pictures bench conformance soak clean
 # two pips in one environment would get in each other's way

@@ -21,8 +21,8 @@ parameter: 1.5 µs for a small module. Only if that fails, everything is walked 
 
 from __future__ import annotations
 
+import _thread
 import enum
-import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -58,7 +58,7 @@ _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType)
 _IDENTITIES = (torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
 
 # Beside attributes they say nothing of them, unlike an iterator.
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_LOCKS = (_thread.LockType, _thread.RLock)
 
 _FACTS = tuple(map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
 
