@@ -27,7 +27,7 @@ from torch import nn
 KINDS = ("eager", "torch.compile", "lazy")
 
 # Steps until compiled code runs, and steps whose median counts.
-_WARM_STEPS, _STEPS = 15, 30
+_WARM_STEPS, _STEPS = 15, 150
 
 
 class Laps:

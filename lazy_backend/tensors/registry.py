@@ -49,6 +49,8 @@ class Registry(Generic[T]):
                 self._watched = None
 
     def _unregister_dead(self) -> None:
-        self.references = [reference for reference in self.references if reference() is not None]
+        # each once: memory that is given back and taken again is registered at each step
+        unique = {id(reference): reference for reference in self.references}
+        self.references = [reference for reference in unique.values() if reference() is not None]
         # doubling keeps the cost per registered tensor constant
         self._bound = max(1024, 2 * len(self.references))

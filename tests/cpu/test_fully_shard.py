@@ -10,6 +10,7 @@ from test_collectives import check_ranks
 
 import lazy_backend
 from lazy_backend import metrics
+from lazy_backend.tensors.contexts import context_of
 
 needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 
@@ -293,3 +294,13 @@ def test_memory_given_back_while_its_step_goes_on() -> None:
 def test_other_sizes_are_refused() -> None:
     with pytest.raises(RuntimeError, match="cannot be resized to 4 bytes"):
         torch.zeros(6, device="lazy").untyped_storage().resize_(4)
+
+
+def test_memory_taken_again_is_known_once() -> None:
+    memory = torch.zeros(6, device="lazy")
+    registry = context_of("lazy").registry
+    for number in range(3000):
+        refill(memory, float(number))
+        memory.untyped_storage().resize_(0)
+        lazy_backend.mark_step()
+    assert len(registry.references) <= 1025
