@@ -247,6 +247,70 @@ def test_flat_parameters_are_sharded(tmp_path: Path) -> None:
     check_ranks(_FLAT_PARAMETERS, tmp_path, [])
 
 
+_CHECKPOINT = """
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import lazy_backend
+from lazy_backend import config
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+config.cache, config.compile, config.backend = False, "foreground", "eager"
+
+
+def build(device):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 5)).to(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    fully_shard(net[0], mesh=mesh)
+    return fully_shard(net, mesh=mesh), torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def train(net, optimizer, device, first, last):
+    losses = []
+    for number in range(first, last):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).to(device)  # the same on all ranks
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        lazy_backend.mark_step()
+    return [float(loss) for loss in losses]
+
+
+net, optimizer = build("lazy")
+if sys.argv[1] == "save":
+    train(net, optimizer, "lazy", 0, 5)
+of_net, of_optimizer = states.get_state_dict(net, optimizer)
+if sys.argv[1] == "save":
+    checkpoint.save({"net": of_net, "optimizer": of_optimizer}, checkpoint_id="saved")
+    found, expected = train(net, optimizer, "lazy", 5, 10), train(*build("cpu"), "cpu", 0, 10)[5:]
+    assert found == expected
+else:
+    checkpoint.load({"net": of_net, "optimizer": of_optimizer}, checkpoint_id="saved")
+    states.set_state_dict(net, optimizer, model_state_dict=of_net, optim_state_dict=of_optimizer)
+    found = train(net, optimizer, "lazy", 5, 10)
+print(found)
+dist.destroy_process_group()
+"""
+
+
+@needs_distributed
+def test_shards_of_two_ranks_are_loaded_by_four(tmp_path: Path) -> None:
+    saved = check_ranks(_CHECKPOINT, tmp_path, ["save"])
+    loaded = check_ranks(_CHECKPOINT, tmp_path, ["load"], count=4)
+    assert {one.stdout for one in (*saved, *loaded)} == {saved[0].stdout}
+
+
 # ----- memory given back
 
 
