@@ -82,7 +82,7 @@ def install() -> None:
     pytorch.support_grad_scaler()
     pytorch.order_collectives(in_order, finish_group)
     c10d.install()
-    fsdp.install()
+    fsdp.install(pytorch.end_backwards_of_fully_shard)
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)

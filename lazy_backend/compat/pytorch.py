@@ -243,6 +243,27 @@ def order_collectives(
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
 
 
+@functools.cache
+def end_backwards_of_fully_shard() -> None:
+    """Let `fully_shard` end a backward that did not use a module whose parameters were gathered for it.
+
+    It asks `torch.accelerator` for a stream then, which knows PyTorch's own devices only. Called once `fully_shard` is
+    in use: importing it takes a second.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    original = FSDPParamGroup.finalize_backward
+
+    @functools.wraps(original)
+    def finalize_backward(self: Any) -> None:
+        gathered = self._all_gather_result
+        if gathered is not None and self.device.type == "lazy":
+            self._all_gather_result = gathered._replace(all_gather_event=None)  # what is recorded has one order
+        original(self)
+
+    FSDPParamGroup.finalize_backward = finalize_backward  # type: ignore[method-assign]
+
+
 def export_to_dlpack() -> None:
     """Let `torch.utils.dlpack.to_dlpack`, a C function that ignores `__dlpack__`, take lazy tensors."""
     module: Any = torch.utils.dlpack

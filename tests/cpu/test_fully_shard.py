@@ -46,8 +46,11 @@ class Block(nn.Module):
         super().__init__()
         self.wide, self.narrow, self.norm = nn.Linear(16, width), nn.Linear(width, 16), nn.LayerNorm(16)
         self.is_checkpointed = False
+        self.fails = False
 
     def compute(self, x):
+        if self.fails:
+            raise ValueError("a planted error")
         return self.norm(x + self.narrow(torch.relu(self.wide(x))))
 
     def forward(self, x):
@@ -107,6 +110,8 @@ def build(device, way):
 
 def train(device, way):
     net = build(device, way)
+    if "frozen" in way:
+        net.blocks[0].requires_grad_(False)
     # foreach kernels, which devices other than the CPU use by default, refuse meshes that differ
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach="parallel" not in way)
     if "captured" in way and device == "lazy":
@@ -121,6 +126,13 @@ def train(device, way):
     for number in range(steps):
         x = torch.randn(4, 16, generator=data).to(device)
         optimizer.zero_grad()
+        if "fails" in way and number in (2, 4):
+            net.blocks[1].fails = True
+            try:
+                loss_of(x)
+            except ValueError:
+                lazy_backend.mark_step()
+            net.blocks[1].fails = False
         if "accumulated" in way:
             net.set_requires_gradient_sync(False)
             loss_of(2 * x).backward()
@@ -176,6 +188,7 @@ _WAYS = (
     "autocast",
     "checkpoint",
     "meta evaluated",
+    "frozen fails",
 )
 
 
