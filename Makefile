@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# processes of the test run: a third gains nothing on two cores. A file stays in one process, as
-# its tests share what they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
+# processes of the test run: a third gains nothing on two cores. A file stays in one process, as its tests share what
+# they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test lint ruff-check ruff-format mypy docs pictures bench conformance soak clean

@@ -192,6 +192,27 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+# How programs for `run_ranks` begin that are given a backend as their first argument.
+RANK_PROGRAM = """
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lazy_backend
+from lazy_backend import config, metrics
+
+warnings.filterwarnings("error", category=lazy_backend.CompileWarning)  # a step that is not compiled
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+backend = sys.argv[1]
+config.cache, config.compile, config.backend = backend == "inductor", "foreground", backend
+"""
+
+
 def run_ranks(
     program: str | Path,
     cwd: Path,

@@ -48,20 +48,19 @@ def install() -> None:
 
 
 def _write(name: str, written: LazyTensor, *args: Any) -> None:
-    """Record the collective `name`, which writes `written`. `args`: its other arguments, without the order tensor."""
-    operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    """Record the collective `name`, which writes `written`. `args`: its other arguments, without the order tensor.
+
+    Operands in the memory that is written are copied first: compilers refuse calls that read what they write.
+    """
+    operands: list[Any] = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    apart = [_copied(one) if one._data.storage is written._data.storage else one for one in operands]
     rest = [arg for arg in args if not isinstance(arg, torch.Tensor)]
-    recorder.record(collective(name), (written, *operands, order_of(written._data.context), *rest), {})
+    recorder.record(collective(name), (written, *apart, order_of(written._data.context), *rest), {})
 
 
 def _copied(tensor: LazyTensor) -> LazyTensor:
     options = {"memory_format": torch.contiguous_format}
     return recorder.record(aten.clone.default, (tensor,), options)  # type: ignore[no-any-return]
-
-
-def _apart(tensor: LazyTensor, written: LazyTensor) -> LazyTensor:
-    """`tensor`, or a copy if it shares memory with `written`: compilers refuse calls that read what they write."""
-    return _copied(tensor) if tensor._data.storage is written._data.storage else tensor
 
 
 def _made(like: LazyTensor, rows: int, per: int = 1) -> LazyTensor:
@@ -171,7 +170,7 @@ def _all_gather(
 def _all_gather_into(
     output_tensor: LazyTensor, input_tensor: LazyTensor, process_group: Any, **options: Any
 ) -> LazyTensor:
-    _write("all_gather_", output_tensor, _apart(input_tensor, output_tensor), _number(process_group))
+    _write("all_gather_", output_tensor, input_tensor, _number(process_group))
     return output_tensor
 
 
@@ -179,14 +178,13 @@ def _all_gather_into_coalesced(
     outputs: list[LazyTensor], inputs: list[LazyTensor], process_group: Any, **options: Any
 ) -> None:
     for output, tensor in zip(outputs, inputs, strict=True):
-        _write("all_gather_", output, _apart(tensor, output), _number(process_group))
+        _write("all_gather_", output, tensor, _number(process_group))
 
 
 def _reduce_scatter_into(
     output_tensor: LazyTensor, input_tensor: LazyTensor, process_group: Any, reduce_op: Any, **options: Any
 ) -> LazyTensor:
-    parts = _apart(input_tensor, output_tensor)
-    _write("reduce_scatter_", output_tensor, parts, _reduction(reduce_op), _number(process_group))
+    _write("reduce_scatter_", output_tensor, input_tensor, _reduction(reduce_op), _number(process_group))
     return output_tensor
 
 
@@ -194,7 +192,7 @@ def _reduce_scatter_into_coalesced(
     outputs: list[LazyTensor], inputs: list[LazyTensor], process_group: Any, reduce_op: Any, **options: Any
 ) -> None:
     for output, tensor in zip(outputs, inputs, strict=True):
-        _write("reduce_scatter_", output, _apart(tensor, output), _reduction(reduce_op), _number(process_group))
+        _write("reduce_scatter_", output, tensor, _reduction(reduce_op), _number(process_group))
 
 
 def _reduce_scatter(

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from lazy_backend.errors import LazyBackendError
-from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
-from lazy_backend.tensors.tensor import LazyTensor, backing_tensor, poisoned
+from lazy_backend.tensors.tensor import LazyTensor, backing_tensor, poisoned, without_memory
 from lazy_backend.tensors.thread_state import run_clean
 from lazy_backend.tensors.transfers import counted_download
 
@@ -28,10 +26,7 @@ def read(data: TensorData, cause: str) -> torch.Tensor:
     if storage.error is not None:
         raise poisoned(storage)
     if storage in context.given_back:
-        raise LazyBackendError(
-            f"this tensor has no memory: it was given back by untyped_storage().resize_(0)\n  at {user_site()}\n"
-            "  a parameter that fully_shard gathers has a value only from its module's forward to its backward"
-        )
+        raise without_memory()
     compute(context, [storage], cause)
     return run_clean(backing_tensor, data)
 

@@ -61,7 +61,15 @@ from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
 from lazy_backend.tensors.outside import operand_from_outside
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, TensorData, Trace, ViewData
-from lazy_backend.tensors.tensor import LazyTensor, make, make_view, poisoned, set_bits, wrapper_arguments
+from lazy_backend.tensors.tensor import (
+    LazyTensor,
+    make,
+    make_view,
+    poisoned,
+    set_bits,
+    without_memory,
+    wrapper_arguments,
+)
 from lazy_backend.tensors.thread_state import run_clean
 
 aten = torch.ops.aten
@@ -382,6 +390,8 @@ def enter(trace: Trace, context: DeviceContext, data: TensorData) -> Any:
     if storage.error is not None:
         raise poisoned(storage)
     if storage.token is UNWRITTEN and storage.tensor is None:
+        if storage in context.given_back:
+            raise without_memory()
         if trace.cursor is context.eager_root:
             storage.tensor = run_clean(empty_of, storage.meta, context.backing)
         else:

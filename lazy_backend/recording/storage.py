@@ -123,12 +123,12 @@ class LazyUntypedStorage(torch.UntypedStorage):
     def resize_(self, size: int) -> LazyUntypedStorage:  # type: ignore[override]
         """Give the memory back (0 bytes), or take it again, as `fully_shard` does. See Note [Memory given back]."""
         storage = self.lazy_storage
-        if storage is not None and size == 0:
-            with storage.context.lock:
-                storage.context.given_back.add(storage)
-        elif storage is not None and size == _full_size(storage):
+        if storage is not None and size == _full_size(storage):  # of memory for no elements, also 0
             with storage.context.lock:
                 storage.context.given_back.discard(storage)
+        elif storage is not None and size == 0:
+            with storage.context.lock:
+                storage.context.given_back.add(storage)
         elif size != self.nbytes():
             raise RuntimeError(
                 f"the storage of a lazy tensor cannot be resized to {size} bytes: it has its {self.nbytes()} bytes, or "

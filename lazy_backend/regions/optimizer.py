@@ -47,6 +47,8 @@ from lazy_backend.tensors.thread_state import describe_autocast
 _SEEN_HERE = ("param_groups", "state", "step")
 # Patterns of gradients that are remembered.
 _MAX_STATES = 8
+# Programs of one pattern whose jumps are remembered, such as those of the branches of a schedule.
+_MAX_PROGRAMS = 16
 # Runs that are compared to learn which floats follow which.
 _MAX_RUNS = 4
 
@@ -361,6 +363,8 @@ class CapturedOptimizer:
         is_same = shape == state.shape and _same_operands(operands, state.operands)
         state.runs = [*state.runs, run][-_MAX_RUNS:] if is_same else [run]
         if not is_same:  # the floats of one program must not go into the jump of another
+            if len(state.names) >= _MAX_PROGRAMS:
+                state.names.clear()
             state.name = state.names.setdefault(shape, object())
         state.shape, state.operands, state.floats = shape, operands, None
         state.written = tuple(n for n, token in enumerate(stretch.operands) if token in stretch.mutates)

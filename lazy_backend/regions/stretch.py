@@ -148,8 +148,10 @@ class Stretch:
         def anywhere(arg: Any) -> Any:
             if isinstance(arg, tuple):
                 return tuple(map(anywhere, arg))
-            # 1, 1.0 and True are equal, and name other calls
-            return (Token, numbers[arg]) if isinstance(arg, Token) else (type(arg), arg)
+            if isinstance(arg, Token):
+                return Token, numbers[arg]
+            # 1, 1.0 and True are equal and name other calls, as do both zeros; a NaN does not equal itself
+            return type(arg), repr(arg) if isinstance(arg, float | complex) else arg
 
         return tuple(
             (call.op, anywhere(call.args), anywhere(call.kwargs), len(call.results), call.num_constants)

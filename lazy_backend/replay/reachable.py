@@ -25,6 +25,8 @@ import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from random import Random
 from sys import getrefcount
 from typing import Any
@@ -281,7 +283,9 @@ class PlaceGuard:
         self._counts: list[int] = []
         # what a body may walk through
         self._walked = [one for one in self._on_the_way if is_a(one, dict | list | deque) and len(one) <= _MOST_KEYS]
-        self._contents = list(map(_keys_of, self._walked))
+        self._lengths = list(map(len, self._walked))
+        self._dicts = [one for one in self._walked if is_a(one, dict)]  # the order of keys is that of values
+        self._keys = list(chain.from_iterable(self._dicts))
 
     def settle(self) -> None:
         """Note the reference counts of the containers, after the caller has dropped its own references."""
@@ -294,11 +298,8 @@ class PlaceGuard:
         for place in self._places:
             if not place.holds():
                 return False
-        if self._walked and list(map(_keys_of, self._walked)) != self._contents:
+        if list(map(len, self._walked)) != self._lengths:
+            return False
+        if not all(map(is_, chain.from_iterable(self._dicts), self._keys)):
             return False
         return not self._containers or self._count() == self._counts
-
-
-def _keys_of(container: Any) -> Any:
-    """The keys of a dict by identity, in their order, which is also that of its values; the length of a list."""
-    return list(map(id, container)) if is_a(container, dict) else len(container)

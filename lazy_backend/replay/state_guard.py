@@ -22,7 +22,8 @@ _data_of = attrgetter("_data")
 
 
 def _facts_of(tensors: Iterable[LazyTensor]) -> list[Any]:
-    return [(tensor.requires_grad, *map(id, hooks_of(tensor))) for tensor in tensors]
+    """What autograd does with tensors. Holds their hooks, whose ids could come back otherwise."""
+    return [fact for tensor in tensors for fact in (tensor.requires_grad, *hooks_of(tensor))]
 
 
 class Found:
@@ -95,6 +96,7 @@ class StateGuard:
             return "a tensor that it uses stands for other data"
         if not self._places.holds():
             return "a tensor, module or optimizer that it uses was replaced, moved, or is held elsewhere too"
-        if self._others and _facts_of(self._others) != self._facts:
+        facts = _facts_of(self._others)
+        if len(facts) != len(self._facts) or not all(map(is_, facts, self._facts)):
             return "requires_grad or a hook of a tensor that it uses changed"
         return ""

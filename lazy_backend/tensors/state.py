@@ -480,12 +480,15 @@ class DeviceContext:
         return Alive(len(sizes), sum(sizes), allocated)
 
     def _each_live(self) -> Iterator[LazyStorage]:
-        """Every live storage, held one at a time, so that counting does not keep alive what a run under way drops."""
+        """Every live storage that has memory or will have it.
+
+        Held one at a time, so that counting does not keep alive what a run under way drops.
+        """
         with self.lock:
             references = [*self.registry.references, *map(weakref.ref, self.trace.live()[1])]
         for reference in {id(reference): reference for reference in references}.values():
             storage = reference()
-            if storage is not None:
+            if storage is not None and storage not in self.given_back:
                 yield storage
 
     def live_by_line(self) -> list[dict[str, Any]]:

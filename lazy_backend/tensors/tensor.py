@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lazy_backend.errors import PoisonedTensorError
-from lazy_backend.errors.sites import reading_for
+from lazy_backend.errors import LazyBackendError, PoisonedTensorError
+from lazy_backend.errors.sites import reading_for, user_site
 from lazy_backend.errors.tracebacks import hide_frames, hide_internals, refusal_to_trace
 from lazy_backend.lowering.ir.graph import TensorMeta, contiguous_stride, empty_of
 from lazy_backend.tensors.contexts import contexts
@@ -88,6 +88,14 @@ def poisoned(storage: LazyStorage) -> PoisonedTensorError:
     )
     error.__cause__ = storage.error
     return error
+
+
+def without_memory() -> LazyBackendError:
+    """What using memory that was given back raises. See Note [Memory given back]."""
+    return LazyBackendError(
+        f"this tensor has no memory: it was given back by untyped_storage().resize_(0)\n  at {user_site()}\n"
+        "  a parameter that fully_shard gathers has a value only from its module's forward to its backward"
+    )
 
 
 class LazyTensor(torch.Tensor):

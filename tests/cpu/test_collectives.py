@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import RANK_PROGRAM, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 
@@ -187,26 +187,15 @@ dist.destroy_process_group()
 assert pending.item() == 3.0
 """
 
-_DATA_PARALLEL = """
+_DATA_PARALLEL = (
+    RANK_PROGRAM
+    + """
 import copy
-import sys
-import warnings
 
-import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import lazy_backend
-from lazy_backend import config, metrics
-
-warnings.filterwarnings("error", category=lazy_backend.CompileWarning)  # a step that is not compiled
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-backend, steps = sys.argv[1], int(sys.argv[2])
-config.cache, config.compile, config.backend = backend == "inductor", "foreground", backend
+steps = int(sys.argv[2])
 
 
 class Net(nn.Module):
@@ -286,6 +275,7 @@ for way in sys.argv[3:]:
     print(compiles)
 dist.destroy_process_group()
 """
+)
 
 _WAYS = ("plain", "unused", "static", "views", "no_sync clip", "autocast", "captured", "moved later", "hook", "join")
 
@@ -324,21 +314,11 @@ def test_ranks_compile_a_step_once(tmp_path: Path) -> None:
     assert sum(int(one.stdout) for one in done) <= 3
 
 
-_TENSOR_PARALLEL = """
-import sys
-
-import torch
-import torch.distributed as dist
-from torch import nn
+_TENSOR_PARALLEL = (
+    RANK_PROGRAM
+    + """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-import lazy_backend
-from lazy_backend import config, metrics
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-config.cache, config.compile, config.backend = False, "foreground", sys.argv[1]
 
 
 class Block(nn.Module):
@@ -373,7 +353,6 @@ def train(device, shape, names):
     return [float(loss) for loss in losses]
 
 
-size = dist.get_world_size()
 for shape, names in (((size,), ("rows",)), ((2, size // 2), ("copies", "rows"))):
     expected, found = train("cpu", shape, names), train("lazy", shape, names)
     assert found == expected, (shape, found, expected)
@@ -385,6 +364,7 @@ dist.all_gather_object(hashes, sorted(lazy_backend.computation.get_debug_states(
 assert hashes == [hashes[0]] * size, hashes
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.mark.parametrize(("backend", "count"), [("aot_eager", 2), ("eager", 4)])
