@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from harness import reset_state, settle, thread_state
@@ -69,6 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def seeds_of_devices_that_are_here() -> Iterator[None]:
+    """`torch.manual_seed` keeps the seed for devices that are not here, each time with its whole traceback, 2 ms."""
+    with pytest.MonkeyPatch.context() as patches:
+        for module in (torch.cuda, torch.xpu, torch.mtia):
+            if not module.is_available():
+                patches.setattr(module, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_the_module() -> None:
     """A search for garbage leaves out what was there before the module: torch, its compiler and 8,000 tests, 0.5 s."""
@@ -91,11 +102,16 @@ def fresh_state() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation as it is built. A broken link, an anchor that is missing or a page left out fails here."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    root, variables = Path(__file__).resolve().parent.parent, {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stderr
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    shared = tmp_path_factory.getbasetemp().parent if is_worker else tmp_path_factory.mktemp("shared")
+    folder = shared / "site"
+    with filelock.FileLock(shared / "site.lock"):  # one process builds it for all
+        if not folder.exists():
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(shared / "built")]
+            root, variables = Path(__file__).resolve().parent.parent, {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+            done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=variables)
+            assert done.returncode == 0, done.stderr
+            (shared / "built").rename(folder)
     return folder
 
 

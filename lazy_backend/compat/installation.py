@@ -18,7 +18,7 @@ import torch
 
 from lazy_backend import ir_cache, metrics
 from lazy_backend.caching import process_locks
-from lazy_backend.compat import pytorch
+from lazy_backend.compat import pytorch, pytorch_distributed
 from lazy_backend.compat.compiler_bundle import join_compiler_bundles
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.serialization import install_serialization
@@ -80,9 +80,12 @@ def install() -> None:
     pytorch.finish_before_default_dtype_changes(_finish_everything)
     pytorch.support_autocast()
     pytorch.support_grad_scaler()
-    pytorch.order_collectives(in_order, finish_group)
+    pytorch_distributed.order_collectives(in_order, finish_group)
+    pytorch_distributed.name_backend_of_lazy(contexts.backing_type)
+    pytorch_distributed.support_fully_shard()
+    pytorch_distributed.support_random_dtensors(contexts.backing_type)
     c10d.install()
-    fsdp.install(pytorch.end_backwards_of_fully_shard)
+    fsdp.install()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)

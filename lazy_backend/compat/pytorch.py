@@ -1,4 +1,4 @@
-"""Everything this package changes in PyTorch, in one place. Checked on 2.13.
+"""Everything this package changes in PyTorch but for `torch.distributed`, in one place. Checked on 2.13.
 
 Each function says what it changes and why no public API will do. `installation.install` calls each function once, but
 for `redirect_torch_lazy` (called by `import lazy_backend`) and `let_dynamo_trace` (called by `dynamo`).
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch._lazy  # PyTorch's test helpers use torch._lazy without importing it; the import takes 0.3 ms
 import torch.amp.autocast_mode
-import torch.distributed as dist
 import torch.optim.optimizer
 import torch.optim.swa_utils
 import torch.utils._foreach_utils as foreach_utils
@@ -193,75 +192,6 @@ def support_capturable_optimizers() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
             module._get_capturable_supported_devices = supported  # type: ignore[attr-defined]
-
-
-# What communicates, or ends a group that recorded collectives need.
-_COMMUNICATING = (
-    "_allgather_base", "_reduce_scatter_base", "abort", "all_gather_single", "all_gather_single_coalesced",
-    "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
-    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier", "recv",
-    "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced", "scatter", "send",
-)  # fmt: skip
-
-
-# Functional collectives, which C++ hands to the group. They have one kernel for all devices.
-_FUNCTIONAL = (
-    "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out", "all_reduce",
-    "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_to_all_single", "broadcast", "broadcast_",
-    "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_out",
-)  # fmt: skip
-_ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
-# kept: a library's kernels end with it
-_functional = torch.library.Library("_c10d_functional", "IMPL")
-
-
-def order_collectives(
-    in_order: Callable[[Callable[..., Any]], Callable[..., Any]], finish: Callable[[dist.ProcessGroup | None], None]
-) -> None:
-    """Let collectives of other tensors come after those that were recorded before: groups have no hook for this.
-
-    Ranks need not run what they recorded at the same time, but a group matches their collectives by order.
-    """
-    if not dist.is_available():
-        return
-    group: Any = dist.ProcessGroup
-    for name in _COMMUNICATING:
-        if hasattr(group, name):
-            setattr(group, name, in_order(getattr(group, name)))
-    for name in _FUNCTIONAL:
-        op = getattr(torch.ops._c10d_functional, name).default
-        for key in ("CPU", "CUDA"):
-            _functional.impl(name, in_order(functools.partial(op._op_dk, _ANY_DEVICE)), key)
-    original = dist.destroy_process_group
-
-    @functools.wraps(original)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        finish(group)
-        original(group)
-
-    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
-
-
-@functools.cache
-def end_backwards_of_fully_shard() -> None:
-    """Let `fully_shard` end a backward that did not use a module whose parameters were gathered for it.
-
-    It asks `torch.accelerator` for a stream then, which knows PyTorch's own devices only. Called once `fully_shard` is
-    in use: importing it takes a second.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    original = FSDPParamGroup.finalize_backward
-
-    @functools.wraps(original)
-    def finalize_backward(self: Any) -> None:
-        gathered = self._all_gather_result
-        if gathered is not None and self.device.type == "lazy":
-            self._all_gather_result = gathered._replace(all_gather_event=None)  # what is recorded has one order
-        original(self)
-
-    FSDPParamGroup.finalize_backward = finalize_backward  # type: ignore[method-assign]
 
 
 def export_to_dlpack() -> None:

@@ -17,14 +17,9 @@ from lazy_backend.tensors.tensor import LazyTensor
 aten = torch.ops.aten
 
 
-def install(prepare: Callable[[], None]) -> None:
-    """Record the operators of the library from now on. `prepare` is called when the first ones arrive."""
-
-    def choose(op: torch._ops.OpOverload) -> Handler:
-        prepare()
-        return _FSDP.get(op._opname, record)
-
-    add_handlers_of("fsdp", choose)
+def install() -> None:
+    """Record the operators of the library from now on."""
+    add_handlers_of("fsdp", lambda op: _FSDP.get(op._opname, record))
 
 
 def _all_gather_copy_in(

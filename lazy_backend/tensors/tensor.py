@@ -39,6 +39,7 @@ _COMPILERS = tuple(
     for name in ("_dynamo", "_export", "_functorch", "_guards", "_higher_order_ops", "_subclasses", "export", "fx")
 )
 _MARKING_DIMENSIONS = "torch._dynamo.decorators"  # mark_dynamic and similar functions, which compile nothing
+_LOOKING_FOR_FAKES = ("get_plain_tensors", "detect_fake_mode")  # the second calls the first
 
 
 def compiler_at(frame: types.FrameType | None) -> str | None:
@@ -50,6 +51,15 @@ def compiler_at(frame: types.FrameType | None) -> str | None:
         frame = frame.f_back
     name = "" if frame is None else str(frame.f_globals.get("__name__"))
     return name if f"{name}.".startswith(_COMPILERS) else None
+
+
+def _only_looks_for_fakes(frame: types.FrameType) -> bool:
+    """Whether `frame` asks which fake mode there is, and not for a compiler. A lazy tensor holds no fake tensor."""
+    for function in _LOOKING_FOR_FAKES:
+        if frame.f_code.co_name != function or frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return compiler_at(frame) is None
 
 
 def backing_tensor(data: TensorData) -> torch.Tensor:
@@ -125,10 +135,11 @@ class LazyTensor(torch.Tensor):
         This call runs nothing; reading the attribute does. Compilers call it too and must not see the attribute: those
         that may trace lazy tensors get tensors without inner ones.
         """
-        compiler = compiler_at(sys._getframe(1))
+        caller = sys._getframe(1)
+        compiler = compiler_at(caller)
         if compiler is None:
             return ["_backing_tensor"], self.device
-        if compiler == _MARKING_DIMENSIONS or self._may_be_traced_by(compiler):
+        if compiler == _MARKING_DIMENSIONS or self._may_be_traced_by(compiler) or _only_looks_for_fakes(caller):
             return [], None
         raise refusal_to_trace(NOT_TRACED)
 

@@ -362,23 +362,25 @@ def check_graph(graph: Graph) -> Graph:
     - Constants and seeds are within the declared counts.
     """
     known = {*graph.inputs, *graph.held}
+    taken = {v.number for v in known}
     highest = -1
     _require(len({v.storage for v in graph.inputs}) == len(graph.inputs), "two inputs share a storage", graph)
     for node in graph.nodes:
         operands = node.inputs()
-        _require(known.issuperset(operands), f"an operand is used before it is defined:\n  {node}", graph)
-        _require(set(node.mutates) <= set(operands), f"a mutated value is no operand:\n  {node}", graph)
+        _require(known.issuperset(operands), "an operand is used before it is defined", graph, node)
+        _require(set(node.mutates) <= set(operands), "a mutated value is no operand", graph, node)
         in_range = all(index < graph.num_constants for index in constants_of(node))
-        _require(in_range, f"a constant is out of range:\n  {node}", graph)
+        _require(in_range, "a constant is out of range", graph, node)
         results = [v for v in node.outputs if v is not None and v not in known]
         numbers = [v.number for v in results]
-        taken = {v.number for v in known}
-        _require(len(taken.union(numbers)) == len(taken) + len(numbers), f"a number is used twice:\n  {node}", graph)
+        unused = len(set(numbers)) == len(numbers) and taken.isdisjoint(numbers)
+        _require(unused, "a number is used twice", graph, node)
         rising = numbers == sorted(numbers) and all(number > highest for number in numbers)
-        _require(rising, f"numbers do not rise:\n  {node}", graph)
+        _require(rising, "numbers do not rise", graph, node)
         highest = max([highest, *numbers])
+        taken.update(numbers)
         known.update(results)
-        _require(node.seed is None or node.seed < graph.num_seeds, f"a seed is out of range:\n  {node}", graph)
+        _require(node.seed is None or node.seed < graph.num_seeds, "a seed is out of range", graph, node)
     own = known.difference(graph.inputs, graph.held)
     _require(own.issuperset(graph.outputs), "an output is no result of a node", graph)
     storages = [v.storage for v in graph.outputs]
@@ -386,6 +388,8 @@ def check_graph(graph: Graph) -> Graph:
     return graph
 
 
-def _require(holds: bool, rule: str, graph: Graph) -> None:
+def _require(holds: bool, rule: str, graph: Graph, node: Node | None = None) -> None:
+    """Print `node` and `graph` only if the rule is broken: this is called for each node of each graph in tests."""
     if not holds:
-        raise MalformedGraph(f"malformed graph: {rule}\nin\n{graph}")
+        at = "" if node is None else f":\n  {node}"
+        raise MalformedGraph(f"malformed graph: {rule}{at}\nin\n{graph}")

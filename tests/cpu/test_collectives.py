@@ -372,6 +372,53 @@ def test_tensor_parallel_steps_have_eagers_losses_and_no_cut(backend: str, count
     check_ranks(_TENSOR_PARALLEL, tmp_path, [backend], count)
 
 
+_RANDOM = (
+    RANK_PROGRAM
+    + """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, randn
+from torch.distributed.tensor.debug import CommDebugMode
+
+mesh = init_device_mesh("lazy", (size,))
+torch.manual_seed(7)
+own = torch.Generator().manual_seed(8)
+ones = torch.ones(4, 8, device="lazy")
+drawn = []
+for number in range(6):
+    if number == 3:
+        lazy_backend.wait_device_ops()
+        metrics.reset()
+    shards, copies = DTensor.from_local(ones, mesh, [Shard(0)]), DTensor.from_local(ones, mesh, [Replicate()])
+    with CommDebugMode() as communication:
+        given = shards.clone().uniform_(generator=own)
+        made = [nn.functional.dropout(shards, 0.5), randn(4 * size, 8, device_mesh=mesh, placements=[Shard(0)]), given]
+        same = nn.functional.dropout(copies, 0.5)
+    assert communication.get_total_counts() == (number == 0)  # once, the ranks' states of random numbers
+    numbers = [part.to_local() * 1 for part in (*made, same)]
+    lazy_backend.mark_step()
+    drawn.append([*numbers, torch.get_rng_state(), own.get_state()])
+lazy_backend.wait_device_ops()
+assert metrics.counter_value("Compile") == 0, "a seed is in a key"
+assert metrics.counter_value("GraphCut") == 0
+everywhere = [None] * size
+dist.all_gather_object(everywhere, [[one.cpu() for one in step] for step in drawn])
+for step in zip(*everywhere, strict=True):
+    *of_shards, of_copies, of_state, of_own = zip(*step, strict=True)
+    for one in of_shards:
+        assert not any(torch.equal(one[0], other) for other in one[1:]), "two shards have the same numbers"
+    for one in (of_copies, of_state, of_own):
+        assert all(torch.equal(one[0], other) for other in one[1:]), "copies differ"
+for one in zip(*everywhere[0], strict=True):
+    assert not torch.equal(one[0], one[1]), "two steps have the same numbers"
+assert dist.get_default_backend_for_device("lazy") == dist.get_default_backend_for_device("cpu")
+"""
+)
+
+
+def test_random_dtensors_have_numbers_of_their_own_in_each_shard(tmp_path: Path) -> None:
+    check_ranks(_RANDOM, tmp_path, ["aot_eager"], 2)
+
+
 # ----- ranks that differ, are late, or end
 
 _FAULT = """

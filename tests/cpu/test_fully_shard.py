@@ -75,7 +75,7 @@ def build(device, way):
         if "parallel" in way:
             parallel, mesh = mesh["rows"], mesh["copies"]
     else:
-        mesh = init_device_mesh(device, (size,))
+        mesh = None if "kept" in way else init_device_mesh(device, (size,))  # by default over all ranks
     if "meta" in way:
         with torch.device("meta"):
             net = Net(way)
@@ -87,6 +87,7 @@ def build(device, way):
         block.is_checkpointed = "checkpoint" in way
         fully_shard(block, mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
+    assert {parameter.device.type for parameter in net.parameters()} <= {device, "meta"}
     if "meta" in way:
         net.to_empty(device=device)
         generator = torch.Generator().manual_seed(rank)
