@@ -92,12 +92,16 @@ def name_backend_of_lazy(backing_type: Callable[[], str]) -> None:
 def support_fully_shard() -> None:
     """Let `fully_shard` take a mesh of lazy devices by default, and end any backward."""
     package = "torch.distributed.fsdp._fully_shard"
-    when_imported(f"{package}._fully_shard", _choose_mesh)
+    when_imported(f"{package}._fully_shard", _place_modules)
     when_imported(f"{package}._fsdp_param_group", _end_backwards)
 
 
-def _choose_mesh(module: ModuleType) -> None:
-    """Without a mesh, shard lazy parameters over all ranks. PyTorch would move them to one of its own devices."""
+def _place_modules(module: ModuleType) -> None:
+    """Without a mesh, shard lazy parameters over all ranks; with a mesh of lazy devices, move the module there.
+
+    PyTorch's default mesh is one of its own devices, and it moves parameters by writes to `data`, which keep a tensor's
+    kind.
+    """
     original = module.fully_shard
 
     @functools.wraps(original)
@@ -107,6 +111,11 @@ def _choose_mesh(module: ModuleType) -> None:
             if not dist.is_initialized():
                 dist.init_process_group()  # as PyTorch does for its default mesh
             options["mesh"] = init_device_mesh("lazy", (dist.get_world_size(),))
+        mesh = options.get("mesh")
+        if mesh is not None and mesh.device_type == "lazy":
+            ignored = set(options.get("ignored_params") or ())
+            for one in modules:
+                one._apply(lambda tensor: tensor if tensor.is_meta or tensor in ignored else tensor.to("lazy"))
         return original(module, **options)
 
     # where it is known already, if PyTorch's package was imported before this one

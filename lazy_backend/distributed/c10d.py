@@ -158,8 +158,7 @@ def _all_gather(
 ) -> list[list[LazyTensor]]:
     _check_single(input_tensors)
     (tensor,), (parts,) = input_tensors, output_tensors
-    if any(part.shape != tensor.shape or part.dtype is not tensor.dtype for part in parts):
-        raise _NotRecorded
+    _check_like(parts, tensor)
     gathered = recorder.record(aten.new_empty.default, (tensor, [len(parts), *tensor.shape]), {})
     _write("all_gather_", gathered, tensor, _number(process_group))
     for place, part in enumerate(parts):
@@ -204,10 +203,43 @@ def _reduce_scatter(
 ) -> list[LazyTensor]:
     _check_single(output_tensors)
     (output,), (parts,) = output_tensors, input_tensors
-    if any(part.shape != output.shape or part.dtype is not output.dtype for part in parts):
-        raise _NotRecorded
+    _check_like(parts, output)
     stacked = recorder.record(aten.stack.default, (parts,), {})
     _write("reduce_scatter_", output, stacked, _reduction(reduce_op), _number(process_group))
+    return output_tensors
+
+
+def _gather(
+    output_tensors: list[list[LazyTensor]],
+    input_tensors: list[LazyTensor],
+    process_group: Any,
+    root_rank: int,
+    **options: Any,
+) -> None:
+    _check_single(input_tensors)
+    (tensor,), (parts,) = input_tensors, output_tensors or [[]]
+    _check_like(parts, tensor)
+    gathered = recorder.record(aten.new_empty.default, (tensor, [len(parts), *tensor.shape]), {})
+    _write("gather_", gathered, tensor, root_rank, _number(process_group))
+    for place, part in enumerate(parts):
+        part.copy_(gathered[place])
+
+
+def _scatter(
+    output_tensors: list[LazyTensor],
+    input_tensors: list[list[LazyTensor]],
+    process_group: Any,
+    root_rank: int,
+    **options: Any,
+) -> list[LazyTensor]:
+    _check_single(output_tensors)
+    (output,), (parts,) = output_tensors, input_tensors or [[]]
+    _check_like(parts, output)
+    if parts:
+        stacked = recorder.record(aten.stack.default, (parts,), {})
+    else:
+        stacked = recorder.record(aten.new_empty.default, (output, [0, *output.shape]), {})
+    _write("scatter_", output, stacked, root_rank, _number(process_group))
     return output_tensors
 
 
@@ -228,6 +260,11 @@ def _check_single(tensors: Sequence[Any]) -> None:
         raise _NotRecorded
 
 
+def _check_like(parts: Sequence[LazyTensor], tensor: LazyTensor) -> None:
+    if any(part.shape != tensor.shape or part.dtype is not tensor.dtype for part in parts):
+        raise _NotRecorded
+
+
 _C10D: dict[str, Handler] = {
     "allreduce_": _c10d(_all_reduce),
     "allreduce_coalesced_": _c10d(_all_reduce_coalesced),
@@ -239,6 +276,8 @@ _C10D: dict[str, Handler] = {
     "reduce_scatter_": _c10d(_reduce_scatter),
     "_reduce_scatter_base_": _c10d(_reduce_scatter_into),
     "reduce_scatter_tensor_coalesced_": _c10d(_reduce_scatter_into_coalesced),
+    "gather_": _c10d(_gather),
+    "scatter_": _c10d(_scatter),
     "alltoall_base_": _c10d(_all_to_all_single),
 }
 

@@ -30,10 +30,17 @@ _SCHEMAS = {
     "reduce_": "Tensor(a!) tensor, Tensor(b!) order, str reduction, int root, int group",
     "all_gather_": "Tensor(a!) gathered, Tensor tensor, Tensor(b!) order, int group",
     "reduce_scatter_": "Tensor(a!) scattered, Tensor tensor, Tensor(b!) order, str reduction, int group",
+    "gather_": "Tensor(a!) gathered, Tensor tensor, Tensor(b!) order, int root, int group",
+    "scatter_": "Tensor(a!) scattered, Tensor parts, Tensor(b!) order, int root, int group",
     "all_to_all_": (
         "Tensor(a!) received, Tensor sent, Tensor(b!) order, int[] received_sizes, int[] sent_sizes, int group"
     ),
 }
+
+
+def place_of_common(name: str) -> int:
+    """Which operand of the collective `name` has the same dtype and shape on all ranks: what they compare."""
+    return 1 if name == "gather_" else 0
 
 
 @functools.cache
@@ -118,6 +125,24 @@ def _reduce_scatter(
         called._reduce_scatter_base(dense.view(-1), tensor.reshape(-1), options).wait()
 
 
+def _gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
+    """`gathered` has a row for each rank on the root, and is empty on the others."""
+    options = dist.GatherOptions()
+    options.rootRank = root
+    with _calling("gather_", tensor, group) as called, _dense(gathered) as dense:
+        rows = [list(dense.unbind())] if called.rank() == root else []
+        called.gather(rows, [tensor.contiguous()], options).wait()
+
+
+def _scatter(scattered: torch.Tensor, parts: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
+    """`parts` has a row for each rank on the root, and is empty on the others."""
+    options = dist.ScatterOptions()
+    options.rootRank = root
+    with _calling("scatter_", scattered, group) as called, _dense(scattered) as dense:
+        rows = [list(parts.contiguous().unbind())] if called.rank() == root else []
+        called.scatter([dense], rows, options).wait()
+
+
 def _all_to_all(
     received: torch.Tensor,
     sent: torch.Tensor,
@@ -131,9 +156,10 @@ def _all_to_all(
 
 
 def _calling(
-    name: str, written: torch.Tensor, group: int, reduction: str | None = None
+    name: str, tensor: torch.Tensor, group: int, reduction: str | None = None
 ) -> AbstractContextManager[dist.ProcessGroup]:
-    dtype, shape = written.dtype, written.shape
+    """`tensor`: the operand that `place_of_common` names."""
+    dtype, shape = tensor.dtype, tensor.shape
     return agreements.calling(group, lambda: describe_collective(name, dtype, shape, reduction))
 
 
@@ -143,6 +169,8 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "reduce_": _reduce,
     "all_gather_": _all_gather,
     "reduce_scatter_": _reduce_scatter,
+    "gather_": _gather,
+    "scatter_": _scatter,
     "all_to_all_": _all_to_all,
 }
 

@@ -14,7 +14,7 @@ import torch
 from lazy_backend.caching.computation_cache import Key
 from lazy_backend.lowering.artefacts.environment import Environment, key_parts
 from lazy_backend.lowering.collectives.agreement import Collective, RunCollectives, describe_collective
-from lazy_backend.lowering.collectives.communication import is_collective
+from lazy_backend.lowering.collectives.communication import is_collective, place_of_common
 from lazy_backend.lowering.compilation.compiler import backend_name
 from lazy_backend.lowering.ir.canonical import Parameter
 from lazy_backend.lowering.ir.graph import Graph, Node
@@ -79,8 +79,9 @@ def _collectives_of(graph: Graph) -> RunCollectives | None:
 
 def _collective(node: Node) -> Collective:
     named = {argument.name: arg for argument, arg in zip(node.op._schema.arguments, node.args, strict=True)}
-    written = node.args[0].meta
-    what = describe_collective(node.op._opname, written.dtype, written.shape, named.get("reduction"))
+    name = node.op._opname
+    common = node.args[place_of_common(name)].meta
+    what = describe_collective(name, common.dtype, common.shape, named.get("reduction"))
     return Collective(named["group"], what, node.site)
 
 

@@ -68,6 +68,18 @@ def reduce_scatter_tensor(x):
     return scattered * 2
 
 
+def gather(x):
+    parts = [torch.empty_like(x) for _ in range(2)] if rank == 1 else None
+    dist.gather(x.view(2, 2).t(), [part.view(2, 2) for part in parts] if parts else None, dst=1)
+    return parts[0] + 2 * parts[1] if parts else x
+
+
+def scatter(x):
+    part = x.new_empty(2, 2)
+    dist.scatter(part, [x.view(2, 2), x.view(2, 2) * 2] if rank == 1 else None, src=1)
+    return part * 3
+
+
 def in_their_place(x):
     whole = x.new_zeros(8)
     whole[4 * rank : 4 * rank + 4] = x
@@ -151,6 +163,8 @@ recorded = {
     "all_gather_into_tensor": all_gather_into_tensor,
     "reduce_scatter": reduce_scatter,
     "reduce_scatter_tensor": reduce_scatter_tensor,
+    "gather": gather,
+    "scatter": scatter,
     "in their place": in_their_place,
     "all_to_all_single": all_to_all_single,
     "asynchronous": asynchronous,

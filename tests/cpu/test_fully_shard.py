@@ -80,7 +80,8 @@ def build(device, way):
         with torch.device("meta"):
             net = Net(way)
     else:
-        net = Net(way).to(device)
+        # a mesh of lazy devices moves a module from the CPU
+        net = Net(way).to("cpu" if way == "bfloat16" else device)
     for block in net.blocks:
         if "parallel" in way:
             parallelize_module(block, parallel, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
