@@ -218,7 +218,8 @@ FLAGS: dict[str, Flag] = {
         None,
         lambda value: None if value in (None, "") else str(value),
         "Append each record to this file as it is made, as JSON lines, for python -m lazy_backend.report; also of a "
-        "program that is killed. {pid} in the name becomes the process's number. 50 µs per sync.",
+        "program that is killed. {pid} in the name becomes the process's number, {rank} that of the rank; without them "
+        "ranks append theirs to the name. 50 µs per sync.",
         "LAZY_BACKEND_LOG",
     ),
     "eager": Flag(

@@ -6,8 +6,8 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--diagnostics` and `--trainers` measure something else: the first steps of a process, what `config.explain`
-costs, and the loops of other packages' trainers.
+`--cold`, `--diagnostics`, `--trainers` and `--ranks` measure something else: the first steps of a process, what
+`config.explain` costs, the loops of other packages' trainers, and several processes that train together.
 See docs/benchmarks.md.
 """
 
@@ -30,6 +30,7 @@ from typing import IO, Any
 import cold
 import compile_time
 import diagnostics
+import rank_loops
 import torch
 import trainer_loops
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
@@ -239,6 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
+    parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print markdown")
@@ -279,6 +281,9 @@ def main() -> None:
     if arguments.trainers:
         rounds = arguments.rounds or (1 if arguments.quick else 3)
         trainer_loops.main(arguments.threads, rounds, "markdown" if arguments.markdown else "text")
+        return
+    if arguments.ranks:
+        rank_loops.main(arguments.ranks, arguments.rounds or 5, "markdown" if arguments.markdown else "text")
         return
     shown = render["markdown" if arguments.markdown else "text"]
     if arguments.diagnostics:

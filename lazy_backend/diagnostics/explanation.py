@@ -11,6 +11,7 @@ import html
 import itertools
 import json
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Explanation:
         """What `save` writes: one dict per sync, compile, program and so on, each with its `type`."""
         programs = [program.to_dict() for program in self.programs]
         records = [record.to_dict() for record in self.records]
-        yield describe_process()
+        yield describe_process(time.time() - history.now())
         yield source_lines(programs, records)
         yield from programs
         yield from (compiled.to_dict() for compiled in self.compiles)

@@ -92,6 +92,7 @@ def find(run: Run) -> list[Finding]:
         *_recording(syncs),
         *_waits(syncs),
         *_waits_for_the_compiler(run),
+        *_collectives(run, syncs),
     ]
     least = _SHOWN_SHARE * run_seconds(run)
     ranked = sorted((f for f in found if f.seconds >= least and f.seconds > 0.0), key=lambda f: -f.seconds)
@@ -311,6 +312,37 @@ def _waits_for_the_compiler(run: Run) -> Iterable[Finding]:
             "timeline",
             is_fault=False,
         )
+
+
+def _collectives(run: Run, syncs: Sequence[Line]) -> Iterable[Finding]:
+    """What ranks waited for each other: a collective takes long on those that come early, and not on the last one."""
+    spent: dict[str, float] = {}
+    for sync in syncs:
+        spent[sync["device"]] = spent.get(sync["device"], 0.0) + sync.get("collective_seconds", 0.0)
+    total, runs = sum(spent.values()), sum(sync["run_seconds"] or 0.0 for sync in syncs)
+    if "ranks" not in run.header:
+        yield Finding(
+            "Collectives took part of the runs",
+            f"{total / max(runs, total, 1e-9):.0%} of the time of runs, waiting for other ranks included.",
+            "see who waits for whom: python -m lazy_backend.report with the logs of all ranks",
+            total,
+            sum(bool(sync.get("collective_seconds")) for sync in syncs),
+            "",
+            "timeline",
+            is_fault=False,
+        )
+        return
+    last = min(spent, key=lambda device: spent[device])
+    each = ", ".join(f"{device} {seconds:.3g} s" for device, seconds in spent.items())
+    yield Finding(
+        f"Other ranks waited for {last}",
+        f"Seconds in collectives: {each}. Who spends the least there comes last, and the others wait.",
+        f"look at what {last} does in the timeline that the others do not, or give it less work",
+        max(spent.values()) - spent[last],
+        sum(bool(sync.get("collective_seconds")) for sync in syncs),
+        "",
+        "timeline",
+    )
 
 
 def _failures(run: Run) -> Iterable[Finding]:

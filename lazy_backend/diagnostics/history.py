@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -190,6 +191,7 @@ class SyncRecord:
     compiles: tuple[CompileRecord, ...] = ()  # a list per record would keep the garbage collector busy
     run_begin: float | None = None
     run_seconds: float | None = None
+    collective_seconds: float = 0.0  # of the run, waiting for other ranks included
 
     @property
     def advice(self) -> str:
@@ -296,11 +298,15 @@ class History:
         if config.log_file is not None:
             self._log(record)
 
-    def ran(self, record: SyncRecord, begin: float, seconds: float) -> None:
-        """Note that the run of `record` took `seconds` from `begin` (`perf_counter`). Takes no lock: a run must not."""
+    def ran(self, record: SyncRecord, begin: float, seconds: float, communicating: float = 0.0) -> None:
+        """Note that the run of `record` took `seconds` from `begin` (`perf_counter`). Takes no lock: a run must not.
+
+        `communicating`: those of its seconds that collectives took.
+        """
         record.run_begin, record.run_seconds = begin - self.start, seconds
+        record.collective_seconds = communicating
         if self.log is not None:
-            self.log.add_run(record.number, record.run_begin, seconds)
+            self.log.add_run(record.number, record.run_begin, seconds, communicating)
 
     def waited(self, call: str, site: str, begin: float, done: bool) -> None:
         """Note that the program waited in `call` from `begin` (`perf_counter`) until now."""
@@ -349,7 +355,7 @@ class History:
         with self._lock:  # two threads that open the log at the same time would split one run into two
             before, log = self.log, self.log
             if log is None or log.name != config.log_file:
-                log = self.log = RunLog(str(config.log_file), self.state)
+                log = self.log = RunLog(str(config.log_file), self.state, time.time() - self.now())
         if before is not None and before is not log:
             before.close()
         return log

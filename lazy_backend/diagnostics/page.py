@@ -17,7 +17,7 @@ from typing import Any
 
 from lazy_backend.diagnostics.explanation import explain
 from lazy_backend.diagnostics.page_content import page_data
-from lazy_backend.diagnostics.run_log import Run, RunLogError, collect, read_run
+from lazy_backend.diagnostics.run_log import Run, RunLogError, collect, merged, read_run
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.serving.executor import ProfileMetrics
 
@@ -67,14 +67,17 @@ def _embedded(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page for a run log, even if the run was killed. Returns the exit status."""
+    """Write the page for a run log, even if the run was killed, or for those of several ranks. Returns the status."""
     parser = argparse.ArgumentParser(prog="python -m lazy_backend.report", description="Show a run as a web page.")
-    parser.add_argument("log", type=Path, help="JSON lines from LAZY_BACKEND_LOG or lazy_backend.explain().save()")
-    parser.add_argument("-o", "--output", type=Path, help="the page (default: the log's name with .html)")
+    parser.add_argument(
+        "logs", type=Path, nargs="+", help="JSON lines from LAZY_BACKEND_LOG or explain().save(); one for each rank"
+    )
+    parser.add_argument("-o", "--output", type=Path, help="the page (default: the first log's name with .html)")
     given = parser.parse_args(arguments)
-    output = given.output or given.log.with_suffix(".html")
+    output = given.output or given.logs[0].with_suffix(".html")
     try:
-        output.write_text(render(read_run(given.log)), encoding="utf-8")
+        runs = [read_run(log) for log in given.logs]
+        output.write_text(render(merged(runs) if len(runs) > 1 else runs[0]), encoding="utf-8")
     except (RunLogError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,8 +32,11 @@ import torch
 Line = dict[str, Any]
 
 
-def describe_process() -> Line:
-    """The `run` line: command, directory, process, versions, number of threads, and the time of writing."""
+def describe_process(began: float) -> Line:
+    """The `run` line: command, directory, process, versions, number of threads, rank, and the time of writing.
+
+    `began`: the time from which the other lines count seconds, as `time.time`.
+    """
     return {
         "type": "run",
         "format": 1,
@@ -43,8 +46,25 @@ def describe_process() -> Line:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "rank": _rank(),
+        "began": began,
         "written": time.time(),
     }
+
+
+def _rank() -> int | None:
+    """The number of this process among those that torchrun started; None if there is no other."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() and os.environ.get("WORLD_SIZE") != "1" else None
+
+
+def file_of_process(name: str) -> str:
+    """The file that this process writes: `{pid}` and `{rank}` are filled in. Ranks never share one."""
+    rank = _rank()
+    if rank is not None and not any(place in name for place in ("{pid}", "{rank}")):
+        path = Path(name)
+        name = str(path.with_name(f"{path.stem}-rank{rank}{path.suffix}"))
+    return name.replace("{pid}", str(os.getpid())).replace("{rank}", str(rank or 0))
 
 
 def source_lines(programs: Iterable[Line], syncs: Iterable[Line] = (), known: set[str] | None = None) -> Line:
@@ -65,26 +85,27 @@ class RunLog:
     """Appends to the file `name`. Thread-safe; a forked child writes nothing. See Note [A run log].
 
     `state` is called on close, at the latest at exit. The first `OSError` goes to standard error and ends the log.
+    `began`: the time from which the lines count seconds, as `time.time`.
     """
 
-    def __init__(self, name: str, state: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, name: str, state: Callable[[], dict[str, Any]], began: float) -> None:
         self.name = name
         self.programs: set[str] = set()
         self._process = os.getpid()
         self._sites: set[str] = set()
         self._running: set[int] = set()  # numbers of the syncs that were written before their run ended
-        self._ended: deque[tuple[int, float, float]] = deque()  # runs that ended and are not in `_ran` yet
-        self._ran: dict[int, tuple[float, float]] = {}  # ended runs by number, until their sync is written
+        self._ended: deque[tuple[int, Line]] = deque()  # runs that ended and are not in `_ran` yet
+        self._ran: dict[int, Line] = {}  # ended runs by number, until their sync is written
         self._lock = threading.RLock()
         self._state = state
         self._file: BinaryIO | None = None
         try:
             # unbuffered: a line that was written is in the file, whatever happens to the process
-            self._file = open(name.replace("{pid}", str(self._process)), "ab", buffering=0)  # noqa: SIM115
+            self._file = open(file_of_process(name), "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             self._give_up(error)
             return
-        self.add(describe_process())
+        self.add(describe_process(began))
         atexit.register(self.close)
 
     def add(self, line: Line) -> None:
@@ -114,22 +135,22 @@ class RunLog:
         self._write_runs()
         self._ran.pop(sync["number"], None)
 
-    def add_run(self, number: int, begin: float, seconds: float) -> None:
-        """Note that the run of a sync ended. One C call, no lock: the lock's holder may be waiting for this run."""
-        self._ended.append((number, begin, seconds))
+    def add_run(self, number: int, begin: float, seconds: float, communicating: float) -> None:
+        """Note that the run of a sync ended. Takes no lock: the lock's holder may be waiting for this run."""
+        self._ended.append((number, {"run_begin": begin, "run_seconds": seconds, "collective_seconds": communicating}))
 
     def _write_runs(self) -> None:
         """Write the runs that ended after their sync was written."""
         with self._lock:
             with contextlib.suppress(IndexError):  # a signal handler may take the last one
                 while self._ended:
-                    number, begin, seconds = self._ended.popleft()
-                    self._ran[number] = begin, seconds
+                    number, run = self._ended.popleft()
+                    self._ran[number] = run
             over = self._running & self._ran.keys()
             self._running -= over
             runs = {number: self._ran.pop(number) for number in sorted(over)}
-        for number, (begin, seconds) in runs.items():
-            self.add({"type": "ran", "number": number, "run_begin": begin, "run_seconds": seconds})
+        for number, run in runs.items():
+            self.add({"type": "ran", "number": number, **run})
 
     def close(self) -> None:
         """Write the final state and close the file."""
@@ -233,7 +254,9 @@ def _take(run: Run, line: Line) -> None:
         for compiled in line["compiles"]:
             _take_compile(run, compiled)
     elif kind == "ran" and line["number"] in run.syncs:
-        run.syncs[line["number"]].update(run_begin=line["run_begin"], run_seconds=line["run_seconds"])
+        run.syncs[line["number"]].update(
+            {name: value for name, value in line.items() if name not in ("type", "number")}
+        )
     elif kind == "compile":
         _take_compile(run, line)
     elif kind == "memory":
@@ -269,3 +292,68 @@ def _fill_in(run: Run) -> None:
             program["graph"] = sync["graph"]
     for name, program in run.programs.items():
         program["syncs"] = max(program["syncs"], syncs.get(name, 0))
+
+
+# ----- several ranks
+
+
+def merged(runs: Sequence[Run]) -> Run:
+    """The runs of several ranks as one, in which a rank takes the place of a device. See Note [Several ranks].
+
+    Raises `RunLogError` if they are not the runs of several ranks.
+    """
+    ranks = [run.header.get("rank") for run in runs]
+    if None in ranks or len(set(ranks)) < len(ranks):
+        told = ", ".join(str(rank) for rank in ranks)
+        raise RunLogError(f"these are not the logs of several ranks: their ranks are {told}")
+    in_order = sorted(runs, key=lambda run: int(run.header["rank"]))
+    start = min(run.header["began"] for run in runs)
+    whole = Run(header={**in_order[0].header, "ranks": len(runs)}, state=in_order[0].state)
+    whole.notes.append(f"{len(runs)} ranks: seconds per step, and of findings, are sums over them.")
+    for place, run in enumerate(in_order):
+        _add_rank(whole, run, _OfRank(run.header["rank"], place, len(runs), run.header["began"] - start))
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _OfRank:
+    """How a rank's lines are told from those of others: `place` among `count` ranks, whose clocks differ by `shift`."""
+
+    rank: int
+    place: int
+    count: int
+    shift: float
+
+    def numbered(self, number: int) -> int:
+        return number * self.count + self.place
+
+    def line(self, line: Line) -> Line:
+        """`line` with names, numbers and times that no other rank has."""
+        changed = dict(line)
+        for name in ("program", "name", "nearest", "graph"):
+            if changed.get(name):
+                changed[name] = f"{changed[name]} of rank {self.rank}"
+        for name in ("begin", "run_begin", "wait_begin", "end", "time"):
+            if changed.get(name) is not None:
+                changed[name] += self.shift
+        if "number" in changed:
+            changed["number"] = self.numbered(changed["number"])
+        if "compiles" in changed:
+            changed["compiles"] = [self.line(compiled) for compiled in changed["compiles"]]
+        changed["device"] = f"rank {self.rank}"
+        return changed
+
+
+def _add_rank(whole: Run, run: Run, own: _OfRank) -> None:
+    for program in map(own.line, run.programs.values()):
+        whole.programs[program["name"]] = program
+    for sync in map(own.line, run.syncs.values()):
+        whole.syncs[sync["number"]] = sync
+    for compiled in map(own.line, run.compiles.values()):
+        whole.compiles[compiled["number"]] = compiled
+    whole.waits += map(own.line, run.waits)
+    whole.memory += map(own.line, run.memory)
+    for peak in map(own.line, run.peaks.values()):
+        whole.peaks[peak["device"]] = peak
+    whole.sources.update(run.sources)
+    whole.notes += [f"Rank {own.rank}: {note}" for note in run.notes]

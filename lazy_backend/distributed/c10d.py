@@ -254,6 +254,20 @@ def _all_to_all_single(
     _write("all_to_all_", output, input, output_split_sizes, input_split_sizes, _number(process_group))
 
 
+def _all_to_all(
+    output_tensors: list[LazyTensor], input_tensors: list[LazyTensor], process_group: Any, **options: Any
+) -> list[LazyTensor]:
+    if len({one.dtype for one in (*output_tensors, *input_tensors)}) != 1:
+        raise _NotRecorded
+    sizes, sent_sizes = ([one.numel() for one in side] for side in (output_tensors, input_tensors))
+    sent = torch.cat([one.reshape(-1) for one in input_tensors])
+    received = recorder.record(aten.new_empty.default, (sent, [sum(sizes)]), {})
+    _write("all_to_all_", received, sent, sizes, sent_sizes, _number(process_group))
+    for output, part in zip(output_tensors, received.split(sizes), strict=True):
+        output.copy_(part.view(output.shape))
+    return output_tensors
+
+
 def _check_single(tensors: Sequence[Any]) -> None:
     """The lists of c10d hold one tensor; they come from a time when a process had several GPUs."""
     if len(tensors) != 1:
@@ -278,6 +292,7 @@ _C10D: dict[str, Handler] = {
     "reduce_scatter_tensor_coalesced_": _c10d(_reduce_scatter_into_coalesced),
     "gather_": _c10d(_gather),
     "scatter_": _c10d(_scatter),
+    "alltoall_": _c10d(_all_to_all),
     "alltoall_base_": _c10d(_all_to_all_single),
 }
 

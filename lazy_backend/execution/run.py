@@ -97,6 +97,7 @@ class Async(Work):
     below: DeviceRun | None = None
     error: BaseException | None = None
     interruption: BaseException | None = None
+    collective_seconds: float = 0.0  # those that the plan took for communicating
 
     def __post_init__(self) -> None:
         Work.__init__(self)
@@ -182,8 +183,9 @@ class Async(Work):
         if collectives is None:
             outputs = plan.execute(inputs, self.constants, self.seeds)
         else:
-            with agreements.announced(collectives):
+            with agreements.announced(collectives) as announcement:
                 outputs = plan.execute(inputs, self.constants, self.seeds)
+            self.collective_seconds = announcement.seconds
         if plan.num_runs:
             plan.shortest_run = min(plan.shortest_run, perf_counter() - start)
         plan.num_runs += 1
@@ -202,7 +204,7 @@ class Async(Work):
         counted = {"ExecuteComputation": 1, "ExecuteFailed": 1} if failed else {"ExecuteComputation": 1}
         metrics.observe_in_run(counted, ExecuteTime=seconds)
         if self.record is not None:
-            history.ran(self.record, start, seconds)
+            history.ran(self.record, start, seconds, self.collective_seconds)
         if config.debug >= 2:
             device, computation = str(self.collection.context.device), self.cached_computation.computation
             print_run(device, computation, str(self.plan.kind), seconds, self.error or self.interruption)

@@ -82,10 +82,18 @@ class RunCollectives:
             self.of_groups[group] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), own
 
 
-class _Announced(threading.local):
-    """What the run on this thread has announced and not called yet."""
+@dataclass(slots=True)
+class Announcement:
+    """What a run has announced and not called yet, and the seconds that its collectives took, waiting included."""
 
-    calls: list[Collective] | None = None
+    calls: list[Collective]
+    seconds: float = 0.0
+
+
+class _Announced(threading.local):
+    """The announcement of the run on this thread."""
+
+    now: Announcement | None = None
 
 
 _announced = _Announced()
@@ -237,41 +245,54 @@ class Agreements:
         return Agreement(group, stores.PrefixStore(f"lazy_backend/{self._generation}", own))
 
     @contextmanager
-    def announced(self, run: RunCollectives) -> Iterator[None]:
+    def announced(self, run: RunCollectives) -> Iterator[Announcement]:
         """Within the block the collectives of `run` are called, in their order."""
         own = {number: self.of(group_numbers.group_at(number)) for number in run.of_groups}
         found = {number: agreement for number, agreement in own.items() if agreement is not None}
         for number, agreement in found.items():
             agreement.announce(*run.of_groups[number])
-        before = _announced.calls
+        before = _announced.now
+        announcement = Announcement(list(run.calls))
         try:
-            _announced.calls = list(run.calls)
-            yield
+            _announced.now = announcement
+            yield announcement
         except BaseException:
             for agreement in found.values():
                 agreement.forget()
             raise
         finally:
-            _announced.calls = before
+            _announced.now = before
 
     @contextmanager
     def calling(self, number: int, what: Callable[[], str]) -> Iterator[dist.ProcessGroup]:
         """Within the block, one collective is called on the group with this number, which is given."""
-        group = group_numbers.group_at(number)
-        agreement = self.of(group)
-        if agreement is None:
-            yield group
-            return
-        if _announced.calls:
-            call = _announced.calls.pop(0)
-            following = [one for one in _announced.calls if one.group == number]
+        announcement, begin = _announced.now, time.perf_counter()
+        try:
+            group = group_numbers.group_at(number)
+            agreement = self.of(group)
+            if agreement is None:
+                yield group
+            else:
+                with self._checked(agreement, number, what):
+                    yield group
+        finally:
+            if announcement is not None:
+                announcement.seconds += time.perf_counter() - begin
+
+    @contextmanager
+    def _checked(self, agreement: Agreement, number: int, what: Callable[[], str]) -> Iterator[None]:
+        """Within the block, the next collective of this thread's run is called, or one outside of runs."""
+        announcement = _announced.now
+        if announcement is not None and announcement.calls:
+            call = announcement.calls.pop(0)
+            following = [one for one in announcement.calls if one.group == number]
         else:
             call, following = Collective(number, what(), self.site_of_call()), []
             agreement.announce(*RunCollectives([call]).of_groups[number])
         try:
             agreement.check([call, *following])
             try:
-                yield group
+                yield
             finally:
                 agreement.count()
         except BaseException as error:

@@ -12,7 +12,7 @@ from synthetic_runs import make_run_of_variants
 
 import lazy_backend
 from lazy_backend.diagnostics.page import render
-from lazy_backend.diagnostics.run_log import Run
+from lazy_backend.diagnostics.run_log import Run, merged
 
 
 def window(page: Any, chart: str) -> tuple[float, float]:
@@ -231,6 +231,21 @@ def test_a_compile_that_is_not_over_is_counted(open_page: Open, many: Path) -> N
     page = open_page(many)
     assert "2\ncompiles, 1 of them not over" in page.locator("#tiles").inner_text()
     assert "so far" in page.locator("#compiles tbody").inner_text()
+
+
+def test_ranks_have_a_lane_each(open_page: Open, tmp_path: Path) -> None:
+    runs = [make_run_of_variants(3) for _ in range(2)]
+    for rank, run in enumerate(runs):
+        run.header |= {"rank": rank, "began": 100.0 + 2 * rank}
+    path = tmp_path / "ranks.html"
+    path.write_text(render(merged(runs)))
+    page = open_page(path)
+    names = page.evaluate("lanes.map((lane) => lane.name)")
+    assert names == ["rank 0, Python", "rank 0, runs", "rank 1, Python", "rank 1, runs", "compiler"]
+    waits = "segments.filter((segment) => segment.wait).map((one) => one.from)"
+    assert page.evaluate(f"[lanes[0].{waits}, lanes[2].{waits}]") == [[30.0], [32.0]]
+    option = "echarts.getInstanceByDom(document.getElementById('memory-chart')).getOption()"
+    assert page.evaluate(f"{option}.series.filter((line) => line.name.endsWith('process')).length") == 2
 
 
 def test_memory_of_tensors_has_an_axis_of_its_own(open_page: Open, many: Path) -> None:

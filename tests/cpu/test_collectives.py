@@ -10,6 +10,10 @@ import pytest
 import torch
 from harness import RANK_PROGRAM, run_ranks
 
+from lazy_backend.diagnostics import page
+from lazy_backend.diagnostics.findings import find
+from lazy_backend.diagnostics.run_log import merged, read_run
+
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 
 _COLLECTIVES = """
@@ -95,6 +99,12 @@ def all_to_all_single(x):
     return received * 2
 
 
+def all_to_all(x):
+    received = [x.new_empty(2, 1) for _ in range(2)]
+    dist.all_to_all(received, [x[:2].view(2, 1) * 2, x[2:].view(2, 1)])
+    return torch.cat([part.view(2) for part in received])
+
+
 def asynchronous(x):
     one, other = x * 1, x * 2
     works = [dist.all_reduce(one, async_op=True), dist.all_reduce(other, async_op=True)]
@@ -167,6 +177,7 @@ recorded = {
     "scatter": scatter,
     "in their place": in_their_place,
     "all_to_all_single": all_to_all_single,
+    "all_to_all": all_to_all,
     "asynchronous": asynchronous,
     "through views": through_views,
     "unused": unused,
@@ -431,6 +442,41 @@ assert dist.get_default_backend_for_device("lazy") == dist.get_default_backend_f
 
 def test_random_dtensors_have_numbers_of_their_own_in_each_shard(tmp_path: Path) -> None:
     check_ranks(_RANDOM, tmp_path, ["aot_eager"], 2)
+
+
+_STRAGGLER = """
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import lazy_backend
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+lazy_backend.config.cache, lazy_backend.config.compile = False, "off"
+weight = torch.ones(64, 64, device="lazy")
+for number in range(20):
+    gradient = weight @ weight
+    dist.all_reduce(gradient)
+    weight = weight - gradient / 1e4
+    lazy_backend.mark_step(wait=True)
+    time.sleep(0.03 * rank)
+dist.destroy_process_group()
+"""
+
+
+def test_logs_of_ranks_make_one_report_that_names_who_is_waited_for(tmp_path: Path) -> None:
+    check_ranks(_STRAGGLER, tmp_path, [], LAZY_BACKEND_LOG=str(tmp_path / "run.jsonl"))
+    logs = [tmp_path / f"run-rank{rank}.jsonl" for rank in range(2)]
+    found = {finding.title: finding for finding in find(merged([read_run(log) for log in logs]))}
+    assert 0.3 < found["Other ranks waited for rank 1"].seconds < 5.0
+    assert page.main([*map(str, logs), "-o", str(tmp_path / "ranks.html")]) == 0
+    assert "rank 1" in (tmp_path / "ranks.html").read_text()
+    alone = {finding.title: finding for finding in find(read_run(logs[0]))}
+    assert alone["Collectives took part of the runs"].seconds > 0.3
 
 
 # ----- ranks that differ, are late, or end

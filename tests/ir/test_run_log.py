@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ from typing import Any
 import pytest
 from synthetic_runs import make_run
 
-from lazy_backend.diagnostics.run_log import Run, RunLog, RunLogError, collect, read_run
+from lazy_backend.diagnostics.run_log import Run, RunLog, RunLogError, collect, file_of_process, merged, read_run
 
 SYNC = make_run(1, 3).syncs[1]
 PROGRAM = make_run(1, 3).programs["program 1"]
 
 
 def open_log(folder: Path, name: str = "run.jsonl", state: Callable[[], dict[str, Any]] = dict) -> RunLog:
-    return RunLog(str(folder / name), state)
+    return RunLog(str(folder / name), state, began=time.time())
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -58,16 +59,16 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
 def test_a_run_that_ends_after_its_sync_was_written(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.add_sync(SYNC | {"run_begin": None, "run_seconds": None})
-    log.add_run(1, 2.0, 0.5)
+    log.add_run(1, 2.0, 0.5, 0.25)
     log.close()
     sync = read_run(tmp_path / "run.jsonl").syncs[1]
-    assert (sync["run_begin"], sync["run_seconds"]) == (2.0, 0.5)
+    assert (sync["run_begin"], sync["run_seconds"], sync["collective_seconds"]) == (2.0, 0.5, 0.25)
 
 
 def test_a_run_that_was_over_is_not_written_twice(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.add_sync(SYNC)
-    log.add_run(1, 2.0, 0.5)
+    log.add_run(1, 2.0, 0.5, 0.0)
     log.close()
     assert '"ran"' not in (tmp_path / "run.jsonl").read_text()
 
@@ -120,3 +121,52 @@ def test_a_file_without_a_run(tmp_path: Path, text: str) -> None:
 def test_lines_of_a_later_version_are_passed_over() -> None:
     assert collect([{"type": "something new"}, SYNC]).syncs == {1: SYNC}
     assert isinstance(collect([]), Run)
+
+
+# ----- several ranks
+
+
+def of_rank(rank: int | None, began: float) -> Run:
+    run = make_run(4, 3)
+    run.header |= {"rank": rank, "began": began}
+    return run
+
+
+def test_runs_of_ranks_are_put_on_one_clock() -> None:
+    one, two = of_rank(0, 100.0), of_rank(1, 102.5)
+    both = merged([two, one])
+    assert {sync["device"] for sync in both.syncs.values()} == {"rank 0", "rank 1"}
+    assert len(both.syncs) == len(one.syncs) + len(two.syncs)
+    assert len(both.compiles) == len(one.compiles) + len(two.compiles)
+    begins = {sync["device"]: sync["begin"] for sync in both.syncs.values() if sync["step"] == 4}
+    assert begins["rank 1"] - begins["rank 0"] == pytest.approx(2.5)
+    for sync in both.syncs.values():
+        assert both.programs[sync["program"]]["device"] == sync["device"]
+    assert one.syncs[1]["device"] == "lazy:0", "the runs are left as they were"
+
+
+@pytest.mark.parametrize("ranks", [(None, None), (0, 0), (0, None)])
+def test_other_logs_are_not_merged(ranks: tuple[int | None, ...]) -> None:
+    with pytest.raises(RunLogError, match="not the logs of several ranks"):
+        merged([of_rank(rank, 100.0) for rank in ranks])
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "size", "file"),
+    [
+        ("run.jsonl", None, None, "run.jsonl"),
+        ("run.jsonl", "1", "2", "run-rank1.jsonl"),
+        ("run.jsonl", "0", "1", "run.jsonl"),
+        ("logs/{rank}.jsonl", "1", "2", "logs/1.jsonl"),
+        ("logs/{rank}.jsonl", None, None, "logs/0.jsonl"),
+        ("run-{pid}.jsonl", "1", "2", "run-{own}.jsonl"),
+    ],
+)
+def test_ranks_have_files_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, name: str, rank: str | None, size: str | None, file: str
+) -> None:
+    for variable, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    assert file_of_process(name) == file.replace("{own}", str(os.getpid()))

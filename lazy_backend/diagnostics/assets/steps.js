@@ -185,8 +185,12 @@ const lanes = (() => {
     }
     made.push(host, runs);
   }
-  const waits = data.waits.map((wait) => ({ from: wait.begin, to: wait.begin + wait.seconds, kind: "compile", wait }));
-  if (made.length) made[0].segments = [...made[0].segments, ...waits].sort((a, b) => a.from - b.from);
+  // a wait belongs to no device, but to a rank if there are several
+  for (const wait of data.waits) {
+    const lane = made.find(({ name }) => name === `${wait.device}, Python`) ?? made[0];
+    lane?.segments.push({ from: wait.begin, to: wait.begin + wait.seconds, kind: "compile", wait });
+  }
+  for (const lane of made) lane.segments.sort((a, b) => a.from - b.from);
   const end = Math.max(0, ...made.flatMap((lane) => lane.segments.length ? [lane.segments[lane.segments.length - 1].to] : []));
   const compiled = data.compiles.map((compile) => ({ from: compile.begin, to: compile.end ?? end, kind: "compile", compile }));
   if (compiled.length) made.push({ name: "compiler", segments: compiled.sort((a, b) => a.from - b.from) });

@@ -230,11 +230,11 @@ function showMemory() {
 }
 
 // One line per device and figure over time, each figure on the left axis (0) or the right one (1): beside a process's memory
-// that of its tensors would be a flat line. The process has one, whatever the device.
+// that of its tensors would be a flat line. The process has one, whatever the device; ranks have one each.
 function drawSamples(chart, figures, show) {
   const lines = [];
   for (const [key, name, axis] of figures) {
-    for (const device of key === "process_bytes" ? [null] : data.summary.devices) {
+    for (const device of key === "process_bytes" && !data.run.ranks ? [null] : data.summary.devices) {
       const samples = data.memory.filter((sample) => sample[key] !== null && (device === null || sample.device === device));
       if (samples.length) {
         lines.push({ name: device === null ? name : `${device}: ${name}`, type: "line", yAxisIndex: axis, showSymbol: false, lineStyle: { width: 2 },
