@@ -108,7 +108,12 @@ def _loop(kind: str, way: str, size: GPTSize) -> Loop:
 
 def _communicated(loop: Loop) -> dict[str, list[int]]:
     """For each collective of a step: how often it is called, and the bytes of its operands."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    import lazy_backend
+
+    with (
+        lazy_backend.config.patch(run_in_background="never"),  # the profiler sees this thread's calls
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile,
+    ):
         loop.steps(1)
         loop.wait()
     found: dict[str, list[int]] = {}

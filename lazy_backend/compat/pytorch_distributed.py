@@ -196,4 +196,6 @@ def _seeded_for(shard: int, generator: torch.Generator | None) -> Iterator[None]
 
 
 def _draw(generator: torch.Generator | None) -> int:
-    return int(torch.randint(2**62, (), generator=generator))
+    # Three numbers, where a recorded call draws one: what captures a body that comes here sees that a replay, which
+    # draws the seeds of the recorded calls, would leave the generator in another state, and does not replay it.
+    return int(torch.randint(2**62, (3,), generator=generator, device="cpu")[0])

@@ -407,6 +407,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 mesh = init_device_mesh("lazy", (size,))
 torch.manual_seed(7)
 own = torch.Generator().manual_seed(8)
+
+
+class Inside(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(DTensor.from_local(x, mesh, [Shard(0)]), 0.5).to_local()
+
+
+captured = lazy_backend.capture(Inside())
 ones = torch.ones(4, 8, device="lazy")
 drawn = []
 for number in range(6):
@@ -419,7 +427,7 @@ for number in range(6):
         made = [nn.functional.dropout(shards, 0.5), randn(4 * size, 8, device_mesh=mesh, placements=[Shard(0)]), given]
         same = nn.functional.dropout(copies, 0.5)
     assert communication.get_total_counts() == (number == 0)  # once, the ranks' states of random numbers
-    numbers = [part.to_local() * 1 for part in (*made, same)]
+    numbers = [captured(ones), *(part.to_local() * 1 for part in (*made, same))]
     lazy_backend.mark_step()
     drawn.append([*numbers, torch.get_rng_state(), own.get_state()])
 lazy_backend.wait_device_ops()
