@@ -41,7 +41,8 @@ from tqdm import tqdm
 # Their numbers are drawn, or are whatever the memory held: only the shapes of their results are compared.
 ARBITRARY = re.compile(
     r"^(bernoulli|cauchy|empty|exponential|geometric|log_normal|multinomial|new_empty|normal|rand|uniform|"
-    r"nn\.functional\.(\w*dropout|rrelu|fractional_max_pool|scaled_dot_product_attention)|pca_lowrank|svd_lowrank)"
+    r"nn\.functional\.(\w*dropout|rrelu|fractional_max_pool|multi_head_attention|scaled_dot_product)|"
+    r"pca_lowrank|svd_lowrank)"
 )
 
 

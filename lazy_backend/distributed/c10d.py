@@ -312,7 +312,14 @@ def _functional_all_reduce(tensor: LazyTensor, reduction: str, group: Any) -> La
     return _functional_all_reduce_in_place(_copied(tensor), reduction, group)
 
 
+def _check_complex(tensor: LazyTensor, reduction: str) -> None:
+    """Complex numbers are communicated as pairs, as in eager."""
+    if tensor.dtype.is_complex and reduction not in ("sum", "avg"):
+        raise RuntimeError(f"all_reduce and reduce_scatter do not support {reduction} of complex tensors")
+
+
 def _functional_all_reduce_in_place(tensor: LazyTensor, reduction: str, group: Any) -> LazyTensor:
+    _check_complex(tensor, reduction)
     _write("all_reduce_", tensor, reduction, _number(group))
     return tensor
 
@@ -335,6 +342,7 @@ def _functional_all_gather(tensor: LazyTensor, size: int, group: Any, *, out: La
 def _functional_reduce_scatter(
     tensor: LazyTensor, reduction: str, size: int, group: Any, *, out: LazyTensor | None = None
 ) -> LazyTensor:
+    _check_complex(tensor, reduction)
     scattered = _made(tensor, 1, size) if out is None else out
     _write("reduce_scatter_", scattered, tensor, reduction, _number(group))
     return scattered

@@ -81,11 +81,16 @@ def _as_ours(kernel: Callable[..., None]) -> Callable[..., None]:
 def _dense(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Contiguous memory whose content `tensor` has after the block: backends communicate nothing else."""
     if tensor.is_contiguous():
-        yield tensor
+        yield _real(tensor)
         return
     dense = tensor.contiguous()
-    yield dense
+    yield _real(dense)
     tensor.copy_(dense)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, of which backends know the dtype."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _all_reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, group: int) -> None:
@@ -113,7 +118,7 @@ def _reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, root: int
 def _all_gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, group: int) -> None:
     with _calling("all_gather_", gathered, group) as called, _dense(gathered) as dense:
         # flat, as backends compare shapes
-        called._allgather_base(dense.view(-1), tensor.reshape(-1)).wait()
+        called._allgather_base(dense.view(-1), _real(tensor).reshape(-1)).wait()
 
 
 def _reduce_scatter(
@@ -122,7 +127,7 @@ def _reduce_scatter(
     options = dist.ReduceScatterOptions()
     options.reduceOp = _reductions()[reduction]
     with _calling("reduce_scatter_", scattered, group, reduction) as called, _dense(scattered) as dense:
-        called._reduce_scatter_base(dense.view(-1), tensor.reshape(-1), options).wait()
+        called._reduce_scatter_base(dense.view(-1), _real(tensor).reshape(-1), options).wait()
 
 
 def _gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
@@ -131,7 +136,7 @@ def _gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, r
     options.rootRank = root
     with _calling("gather_", tensor, group) as called, _dense(gathered) as dense:
         rows = [list(dense.unbind())] if called.rank() == root else []
-        called.gather(rows, [tensor.contiguous()], options).wait()
+        called.gather(rows, [_real(tensor.contiguous())], options).wait()
 
 
 def _scatter(scattered: torch.Tensor, parts: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
@@ -139,7 +144,7 @@ def _scatter(scattered: torch.Tensor, parts: torch.Tensor, order: torch.Tensor, 
     options = dist.ScatterOptions()
     options.rootRank = root
     with _calling("scatter_", scattered, group) as called, _dense(scattered) as dense:
-        rows = [list(parts.contiguous().unbind())] if called.rank() == root else []
+        rows = [list(_real(parts.contiguous()).unbind())] if called.rank() == root else []
         called.scatter([dense], rows, options).wait()
 
 
@@ -152,7 +157,7 @@ def _all_to_all(
     group: int,
 ) -> None:
     with _calling("all_to_all_", received, group) as called, _dense(received) as dense:
-        called.alltoall_base(dense, sent.contiguous(), list(received_sizes), list(sent_sizes)).wait()
+        called.alltoall_base(dense, _real(sent.contiguous()), list(received_sizes), list(sent_sizes)).wait()
 
 
 def _calling(

@@ -155,7 +155,24 @@ def to_the_next(x):
     return received
 
 
+def complex_numbers(x):
+    z = torch.complex(x, -x) * (1 + 2j)
+    gathered = functional.all_gather_tensor(z.conj(), 0, group)
+    scattered = functional.reduce_scatter_tensor(z.view(2, 2).t().reshape(4), "sum", 0, group)
+    return torch.cat([gathered, scattered, functional.all_reduce(z, "sum", group)])
+
+
+def complex_numbers_in_place(x):
+    z, whole = torch.complex(x, x + 1), torch.zeros(8, dtype=torch.complex64, device=x.device)
+    dist.all_gather_into_tensor(whole, z)
+    dist.all_reduce(z)
+    dist.broadcast(whole, 1)
+    return torch.cat([z, whole])
+
+
 recorded = {
+    "complex numbers": complex_numbers,
+    "complex numbers in place": complex_numbers_in_place,
     "functional.all_reduce": lambda x: functional.all_reduce(x, "sum", group) * 2,
     "functional.all_reduce avg": lambda x: functional.all_reduce(x, "max", group) * 2,
     "functional.all_gather_tensor": lambda x: functional.all_gather_tensor(x, 0, group) + 1,
