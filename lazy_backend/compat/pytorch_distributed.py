@@ -115,7 +115,7 @@ def _place_modules(module: ModuleType) -> None:
         if mesh is not None and mesh.device_type == "lazy":
             ignored = set(options.get("ignored_params") or ())
             for one in modules:
-                one._apply(lambda tensor: tensor if tensor.is_meta or tensor in ignored else tensor.to("lazy"))
+                _move(one, lambda tensor: tensor.device.type not in ("lazy", "meta") and tensor not in ignored)
         return original(module, **options)
 
     # where it is known already, if PyTorch's package was imported before this one
@@ -123,6 +123,13 @@ def _place_modules(module: ModuleType) -> None:
         place = sys.modules.get(f"torch.distributed.fsdp.{name}".rstrip("."))
         if getattr(place, "fully_shard", None) is original:
             place.fully_shard = fully_shard  # type: ignore[union-attr]
+
+
+def _move(module: torch.nn.Module, is_elsewhere: Callable[[torch.Tensor], bool]) -> None:
+    """Move what `is_elsewhere` to the lazy device, and touch no other tensor: some may be shards by now."""
+    for part in module.modules():
+        if any(map(is_elsewhere, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
+            part._apply(lambda tensor: tensor.to("lazy") if is_elsewhere(tensor) else tensor, recurse=False)  # type: ignore[no-untyped-call]
 
 
 def _has_lazy_parameters(modules: list[torch.nn.Module]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -30,13 +29,12 @@ class ChangingFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        change = self._changes.pop(name, None)
+        change = self._changes.get(name)
         if change is None:
             return None
-        try:
-            spec = importlib.util.find_spec(name)  # asks this finder again, which does not know the name now
-        finally:
-            self._changes[name] = change  # an import that fails may be tried again
+        # not importlib.util.find_spec, which knows a module that is loaded again as it is, changed
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             loader = spec.loader
             execute = loader.exec_module

@@ -303,8 +303,8 @@ class History:
 
         `communicating`: those of its seconds that collectives took.
         """
+        record.collective_seconds = communicating  # before the time that says that the run is over
         record.run_begin, record.run_seconds = begin - self.start, seconds
-        record.collective_seconds = communicating
         if self.log is not None:
             self.log.add_run(record.number, record.run_begin, seconds, communicating)
 
