@@ -33,7 +33,8 @@ class ChangingFinder(importlib.abc.MetaPathFinder):
         if change is None:
             return None
         # not importlib.util.find_spec, which knows a module that is loaded again as it is, changed
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        others = (finder.find_spec(name, path, target) for finder in finders)
         spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             loader = spec.loader

@@ -308,7 +308,9 @@ def merged(runs: Sequence[Run]) -> Run:
         raise RunLogError(f"these are not the logs of several ranks: their ranks are {told}")
     in_order = sorted(runs, key=lambda run: int(run.header["rank"]))
     start = min(run.header["began"] for run in runs)
-    whole = Run(header={**in_order[0].header, "ranks": len(runs)}, state=in_order[0].state)
+    # of what a process has at its end, the first rank's stands for all, but for the graphs
+    state = {**in_order[0].state, "computations": []} if in_order[0].state else {}
+    whole = Run(header={**in_order[0].header, "ranks": len(runs)}, state=state)
     whole.notes.append(f"{len(runs)} ranks: seconds per step, and of findings, are sums over them.")
     for place, run in enumerate(in_order):
         _add_rank(whole, run, _OfRank(run.header["rank"], place, len(runs), run.header["began"] - start))
@@ -327,12 +329,15 @@ class _OfRank:
     def numbered(self, number: int) -> int:
         return number * self.count + self.place
 
+    def named(self, name: str) -> str:
+        return f"{name} of rank {self.rank}"
+
     def line(self, line: Line) -> Line:
         """`line` with names, numbers and times that no other rank has."""
         changed = dict(line)
         for name in ("program", "name", "nearest", "graph"):
             if changed.get(name):
-                changed[name] = f"{changed[name]} of rank {self.rank}"
+                changed[name] = self.named(changed[name])
         for name in ("begin", "run_begin", "wait_begin", "end", "time"):
             if changed.get(name) is not None:
                 changed[name] += self.shift
@@ -355,5 +360,8 @@ def _add_rank(whole: Run, run: Run, own: _OfRank) -> None:
     whole.memory += map(own.line, run.memory)
     for peak in map(own.line, run.peaks.values()):
         whole.peaks[peak["device"]] = peak
+    if whole.state:
+        found = run.state.get("computations", ())
+        whole.state["computations"] += [line | {"graph": own.named(line["graph"])} for line in found]
     whole.sources.update(run.sources)
     whole.notes += [f"Rank {own.rank}: {note}" for note in run.notes]

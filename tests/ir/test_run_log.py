@@ -134,6 +134,8 @@ def of_rank(rank: int | None, began: float) -> Run:
 
 def test_runs_of_ranks_are_put_on_one_clock() -> None:
     one, two = of_rank(0, 100.0), of_rank(1, 102.5)
+    for run in (one, two):
+        run.state["computations"] = [{"graph": "#1", "nodes": 7, "compiles": 1}]
     both = merged([two, one])
     assert {sync["device"] for sync in both.syncs.values()} == {"rank 0", "rank 1"}
     assert len(both.syncs) == len(one.syncs) + len(two.syncs)
@@ -142,7 +144,8 @@ def test_runs_of_ranks_are_put_on_one_clock() -> None:
     assert begins["rank 1"] - begins["rank 0"] == pytest.approx(2.5)
     for sync in both.syncs.values():
         assert both.programs[sync["program"]]["device"] == sync["device"]
-    assert one.syncs[1]["device"] == "lazy:0", "the runs are left as they were"
+    assert {line["graph"] for line in both.state["computations"]} == {"#1 of rank 0", "#1 of rank 1"}
+    assert (one.syncs[1]["device"], len(one.state["computations"])) == ("lazy:0", 1), "the runs are left as they were"
 
 
 @pytest.mark.parametrize("ranks", [(None, None), (0, 0), (0, None)])
