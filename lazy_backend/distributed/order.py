@@ -32,6 +32,7 @@ def order_of(context: DeviceContext) -> LazyTensor:
     if found is None:
         made = run_clean(lambda: torch.zeros(1, dtype=torch.int64, device=context.backing))
         found = _orders.setdefault(context, wrap(new_data(context, made)))
+        context.order = found._data
     return found
 
 

@@ -37,7 +37,7 @@ from lazy_backend.replay.replayed_call import (
 )
 from lazy_backend.replay.state_guard import Found, StateGuard
 from lazy_backend.tensors.outside import new_data
-from lazy_backend.tensors.state import TensorData
+from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 
@@ -122,7 +122,7 @@ def bind(
         returned=returned,
         floats=floats,
         generators=record.generators,
-        state_guard=_state_guard(found, used, held, inputs),
+        state_guard=_state_guard(record.context, found, used, held, inputs),
         optimizer_guards=record.guards,
         kept=frozenset(id(data.storage) for data in used),
         must_lack_grad=tuple(p for p in start.without_grad if p not in with_grad),
@@ -131,13 +131,17 @@ def bind(
     )
 
 
-def _state_guard(found: Found, used: set[TensorData], held: Held, sources: Sequence[Source]) -> StateGuard:
+def _state_guard(
+    context: DeviceContext, found: Found, used: set[TensorData], held: Held, sources: Sequence[Source]
+) -> StateGuard:
     """A guard over the state, and the places of what the call replaced. Raises `NotCapturable`."""
     holders = [holder for each in held for _, holder in each if isinstance(holder, TensorHolder)]
     tensors = [tensor for holder in holders if (tensor := holder.tensor()) is not None]
     if any(id(tensor) not in found.tensors for tensor in tensors):
         raise NotCapturable(f"it leaves a tensor where its code does not show it\n{_ADVICE}")
     seen = found.data()
+    if context.order is not None:
+        seen.add(context.order)  # held by the device itself
     unseen = next((source for source in sources if isinstance(source, HeldTensor) and not source.is_among(seen)), None)
     if unseen is not None:
         raise NotCapturable(

@@ -375,6 +375,7 @@ class DeviceContext:
         self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie depend on
         self.paths = PathCounts()
         self.body: Body | None = None  # of a captured function that runs as written, see Note [Threads and bodies]
+        self.order: TensorData | None = None  # of the tensor that all collectives write to, once there is one
         self._baseline: Counter[str] = Counter()  # cumulative counters at the last `reset_counters`
 
     @property
