@@ -86,6 +86,19 @@ def name_backend_of_lazy(backing_type: Callable[[], str]) -> None:
     )
 
 
+# ----- DistributedDataParallel. Names were checked on 2.13
+
+
+def replace_reducer(reducer: Any, registering: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let `DistributedDataParallel` make reducers of another class, which hear of communication hooks."""
+    if not dist.is_available():
+        return
+    module: Any = dist  # where `DistributedDataParallel` looks
+    module.Reducer = reducer
+    for name in ("_register_comm_hook", "_register_builtin_comm_hook"):
+        setattr(module, name, registering(getattr(module, name)))
+
+
 # ----- fully_shard. Names and signatures were checked on 2.13
 
 

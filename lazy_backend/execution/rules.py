@@ -52,6 +52,20 @@ class Rules:
         finally:
             per_thread.refusal = None
 
+    @contextlib.contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Allow reads within `call_refusing`: of something that is not part of a step, as it happens once."""
+        # as above
+        refusal = per_thread.refusal
+        try:
+            try:
+                per_thread.refusal = None
+                yield
+            finally:
+                per_thread.refusal = refusal
+        finally:
+            per_thread.refusal = refusal
+
     def call_deferring(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `function`. This thread's lazy operators in it are recorded and none runs, seen before or not."""
         # as above

@@ -393,6 +393,11 @@ class Captured(Generic[P, R]):
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
                 leaves, spec = self._run_recorded(recorder, last, context, body, args, kwargs)
             watch.recorder = None
+            if body.has_read_once:
+                recorder.close()
+                self._sync(context)
+                signature.records = []  # what it did is not done again
+                return unflatten_result(leaves, spec)
             record, storages = record_call(
                 context, arguments, argument_data, start, watch, uploads, leaves, spec, recorder
             )

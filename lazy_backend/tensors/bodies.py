@@ -69,10 +69,17 @@ def note_device(name: str) -> None:
         body.devices.add(name)
 
 
+def note_read_once() -> None:
+    """Note that this thread has read something that later runs of the same code do not, if it runs a body."""
+    body = running.get(threading.get_ident())
+    if body is not None:
+        body.has_read_once = True
+
+
 class Body:
     """One run of a captured function's code, on one thread."""
 
-    __slots__ = ("name", "device", "thread", "devices", "ended", "refused")
+    __slots__ = ("name", "device", "thread", "devices", "ended", "refused", "has_read_once")
 
     def __init__(self, name: str, device: str) -> None:
         self.name = name
@@ -81,6 +88,7 @@ class Body:
         self.devices: set[str] = set()  # that it named, as in `torch.ones(3, device="lazy:1")`
         self.ended = False
         self.refused: CaptureError | None = None  # what a thread was told that waited for this body
+        self.has_read_once = False  # so that its program is in several pieces
 
     def wait(self) -> None:
         """Wait, on another thread, until the body has ended. Raises `CaptureError` if it stands still."""
