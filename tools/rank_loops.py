@@ -31,7 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import GPT, GPTSize
 
-KINDS = ("eager", "lazy")
+# `lazy`: a plain loop; with DistributedDataParallel its module and its optimizer are captured. `captured`: the whole
+# step is; what fully_shard does cannot be replayed.
+KINDS = {"DistributedDataParallel": ("eager", "lazy", "captured"), "fully_shard": ("eager", "lazy")}
+
+_ALL_KINDS = KINDS["DistributedDataParallel"]
 
 SIZES = {
     "2 layers of 64": GPTSize(layers=2, width=64, fused_attention=True),
@@ -65,45 +69,51 @@ class Loop:
     """A training loop of one kind, whose batches are this rank's own."""
 
     kind: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     inputs: torch.Tensor
     targets: torch.Tensor
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.optimizer.zero_grad()
-            self.model(self.inputs, self.targets).backward()
-            self.optimizer.step()
-            if self.kind == "lazy":
+            self.step(self.inputs, self.targets)
+            if self.kind != "eager":
                 import lazy_backend
 
                 lazy_backend.mark_step()
 
     def wait(self) -> None:
-        if self.kind == "lazy":
+        if self.kind != "eager":
             import lazy_backend
 
             lazy_backend.wait_device_ops()
 
 
 def _loop(kind: str, way: str, size: GPTSize) -> Loop:
-    torch.manual_seed(0)
-    device = "lazy" if kind == "lazy" else "cpu"
-    model = GPT(size).to(device)
-    if kind == "lazy":
-        import lazy_backend
+    import lazy_backend
 
-        if way == "DistributedDataParallel":  # what fully_shard does to a module is not replayed
-            lazy_backend.capture(model)
+    torch.manual_seed(0)
+    device = "cpu" if kind == "eager" else "lazy"
+    model = GPT(size).to(device)
+    captures_parts = kind == "lazy" and "captured" in KINDS[way]
+    if captures_parts:
+        lazy_backend.capture(model)
     wrapped = WAYS[way](model, device)
     optimizer = torch.optim.AdamW(wrapped.parameters())
-    if kind == "lazy" and way == "DistributedDataParallel":
+    if captures_parts:
         lazy_backend.capture(optimizer)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = wrapped(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
     tokens = torch.randint(
         size.vocabulary, (size.batch, size.length + 1), generator=torch.Generator().manual_seed(dist.get_rank())
     ).to(device)
-    return Loop(kind, wrapped, optimizer, tokens[:, :-1], tokens[:, 1:])
+    captured = lazy_backend.capture(step) if kind == "captured" else step
+    return Loop(kind, captured, tokens[:, :-1], tokens[:, 1:])
 
 
 def _communicated(loop: Loop) -> dict[str, list[int]]:
@@ -129,14 +139,15 @@ def measure(way: str, size: str, rounds: int) -> dict[str, Any]:
     """Train in this process, one of a group."""
     import lazy_backend
 
-    loops = [_loop(kind, way, SIZES[size]) for kind in KINDS]
+    loops = [_loop(kind, way, SIZES[size]) for kind in KINDS[way]]
     for loop in loops:
         loop.steps(_WARM_STEPS)
         loop.wait()
     lazy_backend.wait_for_compiles()
-    loops[1].steps(3)
+    for loop in loops:
+        loop.steps(3)
     compiles, cuts = (lazy_backend.metrics.counter_value(name) for name in ("Compile", "GraphCut"))
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    seconds: dict[str, list[float]] = {loop.kind: [] for loop in loops}
     for _ in range(rounds):
         for loop in loops:
             dist.barrier()
@@ -193,16 +204,25 @@ def serve(way: str, size: str, rounds: int) -> None:
 
 
 def _row(way: str, size: str, result: dict[str, Any]) -> list[str]:
-    times = [[1e3 * one for one in result["seconds"][kind]] for kind in KINDS]
-    ratios = sorted(eager / lazy for eager, lazy in zip(*times, strict=True))
-    sent = [_told(result["communicated"][kind]) for kind in KINDS]
+    times = {kind: [1e3 * one for one in seconds] for kind, seconds in result["seconds"].items()}
+    ratios = {kind: _ratios(times["eager"], own) for kind, own in times.items()}
     return [
         f"{way}, {size}",
-        *(f"{statistics.median(own):.1f}" for own in times),
-        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        *(f"{statistics.median(times[kind]):.1f}" if kind in times else "-" for kind in _ALL_KINDS),
+        *(ratios.get(kind, "-") for kind in _ALL_KINDS[1:]),
         str(result["compiles"]),
-        *sent,
+        _told(result["communicated"]["eager"]),
+        "the same" if _is_alike(result["communicated"]) else _told(result["communicated"]["lazy"]),
     ]
+
+
+def _ratios(eager: list[float], own: list[float]) -> str:
+    found = sorted(one / other for one, other in zip(eager, own, strict=True))
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+
+
+def _is_alike(communicated: dict[str, Any]) -> bool:
+    return all(one == communicated["eager"] for one in communicated.values())
 
 
 def _told(communicated: dict[str, list[int]]) -> str:
@@ -220,5 +240,6 @@ def main(count: int, rounds: int, form: str) -> None:
             print(
                 f"bench: {', '.join(rows[-1])}; late compiles and cuts: {result['late']}", file=sys.stderr, flush=True
             )
-    head = ["loop", "eager, ms", "lazy, ms", "eager / lazy", "compiles of all ranks", "eager calls", "lazy calls"]
+    head = ["loop", *(f"{kind}, ms" for kind in _ALL_KINDS), *(f"eager / {kind}" for kind in _ALL_KINDS[1:])]
+    head += ["compiles of all ranks", "eager calls", "lazy calls"]
     print(render[form](Table(f"{count} processes: a step", head, rows)))
