@@ -157,9 +157,19 @@ def support_autocast() -> None:
     internals: Any = torch._C
     internals._is_autocast_available = autocast.is_available(internals._is_autocast_available)
     block: Any = torch.amp.autocast_mode.autocast
-    block.__enter__ = autocast.remember_no_block(block.__enter__)
+    block.__enter__, block.__exit__ = autocast.entering(block.__enter__), autocast.leaving(block.__exit__)
+    checkpoint: Any = torch.utils.checkpoint
+    checkpoint._get_autocast_kwargs = autocast.restored_by_checkpoint(checkpoint._get_autocast_kwargs)
+    modes: Any = torch.amp.autocast_mode
+    for name in ("custom_fwd", "custom_bwd"):
+        made = autocast.also_for_lazy(getattr(modes, name))
+        setattr(modes, name, made)
+        setattr(torch.amp, name, made)
     library: Any = torch.library
     library.register_autocast = autocast.registered_by_name(library.register_autocast)
+    casters: tuple[Any, Any] = library, torch._library.custom_ops
+    for caster in casters:  # internal, checked on 2.13
+        caster._cast = autocast.cast_as_backing(caster._cast)
     library.CustomOpDef.register_autocast = autocast.registered_by_method(library.CustomOpDef.register_autocast)
 
 

@@ -13,7 +13,8 @@ tensor made: while autocast is on, the thread adds it to every call, as modes do
 
 Note [Which autocast counts]
 Users write `torch.autocast("lazy")`, but also have code that says `torch.autocast("cuda")` or, on the CPU,
-`torch.autocast("cpu")`. A block for "lazy" decides for lazy tensors, on or off; where there is none, a block for the
-backing device does. So code that turns autocast off for `tensor.device.type` is heard, and `torch.utils.checkpoint`,
-which enters a block for the tensors' device and another for the CPU, restores what there was.
+`torch.autocast("cpu")`. The innermost of these blocks decides for lazy tensors, on or off, so that code is heard that
+turns autocast off for `tensor.device.type`, and code that turns it on for the backing device. A block for the backing
+device does not count if it changes nothing for that device, or if it restores what there was for it: as
+`torch.utils.checkpoint` does, in a block that restores what there was for lazy tensors.
 """

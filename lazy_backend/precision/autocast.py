@@ -47,7 +47,7 @@ def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
     if _device_type(args, kwargs) == LAZY:
         autocast_state.enabled = kwargs["enabled"] if "enabled" in kwargs else args[-1]
     else:
-        set_enabled_on(*args, **kwargs)
+        set_enabled_on(*[bool(arg) if isinstance(arg, _Restored) else arg for arg in args], **kwargs)
     follow_blocks()
 
 
@@ -70,18 +70,106 @@ def clear_autocast_cache() -> None:
     torch._C.clear_autocast_cache()
 
 
-def remember_no_block(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`torch.autocast.__enter__`, which remembers for `__exit__` that there was no block for "lazy", or which."""
+def entering(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`torch.autocast.__enter__`, which remembers what was for lazy tensors. See Note [Which autocast counts]."""
 
     @functools.wraps(enter)
-    def __enter__(self: torch.autocast) -> Any:
+    def __enter__(self: Any) -> Any:
         before = autocast_state.enabled, autocast_state.dtype
+        counts = before[0] is not None and self.device != LAZY and _changes_backing(self)
         entered = enter(self)
         if self.device == LAZY:
-            self.prev, self.prev_fastdtype = before  # type: ignore[assignment]
+            self.prev, self.prev_fastdtype = before  # there may have been no block for "lazy"
+        elif counts:
+            autocast_state.enabled = autocast_state.dtype = None
+            self._lazy_blocks_outside = [*getattr(self, "_lazy_blocks_outside", ()), before]
+            follow_blocks()
         return entered
 
     return __enter__
+
+
+def leaving(leave: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autocast.__exit__`, which restores what was for lazy tensors."""
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            if self.device != LAZY and getattr(self, "_lazy_blocks_outside", None):
+                autocast_state.enabled, autocast_state.dtype = self._lazy_blocks_outside.pop()
+                follow_blocks()
+
+    return __exit__
+
+
+class _Restored:
+    """Whether a block is on that restores what there was for the CPU, beside one that restores it for lazy tensors."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def __bool__(self) -> bool:
+        return self._enabled
+
+
+def restored_by_checkpoint(original: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What `torch.utils.checkpoint` keeps of the blocks around it, to enter them again."""
+
+    @functools.wraps(original)
+    def _get_autocast_kwargs(device_type: str = "cuda") -> Any:
+        of_device, of_cpu = original(device_type)
+        if device_type == LAZY:
+            of_cpu["enabled"] = _Restored(of_cpu["enabled"])
+        return of_device, of_cpu
+
+    return _get_autocast_kwargs
+
+
+def _changes_backing(block: Any) -> bool:
+    """Whether a block that is about to be entered is for the backing device, and changes what counts for it."""
+    backing = contexts.backing_type()
+    if block.device != backing or isinstance(block._enabled, _Restored):
+        return False
+    is_on = is_enabled_on(backing)
+    return bool(block._enabled) != is_on or (is_on and block.fast_dtype != dtype_on(backing))
+
+
+def _counts_as_lazy(value: Any, device_type: str) -> bool:
+    """Whether a tensor is lazy, and code that names `device_type` means it too."""
+    is_lazy = isinstance(value, torch.Tensor) and value.device.type == LAZY
+    return is_lazy and device_type == contexts.backing_type()
+
+
+def cast_as_backing(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """What casts the operands of a kernel from `register_autocast` for a device type. It calls itself."""
+
+    @functools.wraps(cast)
+    def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, LAZY if _counts_as_lazy(value, device_type) else device_type, dtype)
+
+    return _cast
+
+
+def also_for_lazy(decorator: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.amp.custom_fwd` and `custom_bwd`: for the backing device, they count for lazy tensors."""
+
+    @functools.wraps(decorator)
+    def decorate(function: Any = None, *, device_type: str, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(decorate, device_type=device_type, **options)
+        plain = decorator(function, device_type=device_type, **options)
+        of_lazy = decorator(function, device_type=LAZY, **options) if isinstance(device_type, str) else plain
+
+        @functools.wraps(plain)
+        def call(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            is_lazy = any(_counts_as_lazy(one, device_type) for one in (*args, *kwargs.values()))
+            return (of_lazy if is_lazy else plain)(ctx, *args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from lazy_backend import metrics
-from lazy_backend.errors import CaptureError
+from lazy_backend.errors import CaptureError, PoisonedTensorError
 from lazy_backend.errors.sites import reading_for, user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.step_ends import step_ends
@@ -119,8 +119,8 @@ def _not_replayable(optimizer: Any) -> CaptureError:
     return CaptureError(
         f"a GradScaler steps this {type(optimizer).__name__} in a captured function, and may skip the step: a replay "
         f"would not know whether to go on with what is kept on the host, as step counts are\n  at {user_site()}\n"
-        "  capture the model and the optimizer instead of the function; or use fused=True; or use capturable=True, "
-        "which SGD does not need, and take two steps before the capture"
+        "  capture the model and the optimizer instead of the function; or use fused=True; or take two steps before "
+        "the capture, with capturable=True if the optimizer has it (SGD does not need it)"
     )
 
 
@@ -186,9 +186,11 @@ class _Unsettled:
         """The optimizer's state, after the flag was read and the step undone on the host if it was on the device."""
         if self._flag is None:
             return self._state
-        with reading_for("GradScaler.step"):
-            is_undone = bool(self._flag.item())
-        self._flag = None
+        try:
+            with reading_for("GradScaler.step"):
+                is_undone = bool(self._flag.item())
+        except PoisonedTensorError:
+            is_undone = True  # the run failed, perhaps by Ctrl-C, and the device has what was before the step
         if is_undone:
             for state, name, value in self._numbers:
                 state[name] = value
@@ -197,6 +199,7 @@ class _Unsettled:
                     tensor.copy_(value)
             for parameter in self._new:
                 self._state.pop(parameter, None)
+        self._flag = None  # last: whatever interrupts the lines above, they are done again
         return self._state
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,11 @@ def test_nested_blocks() -> None:
     assert not torch.is_autocast_enabled("lazy")
 
 
-def test_a_block_for_lazy_counts_before_one_for_the_backing_device() -> None:
+def test_the_innermost_block_for_lazy_or_the_backing_device_counts() -> None:
+    # it changes nothing for the CPU, so it says nothing
     assert casts(block=lambda: torch.autocast("cpu", enabled=False)) == torch.bfloat16
-    assert casts(enabled_outside=False, block=lambda: torch.autocast("cpu", torch.bfloat16)) == torch.float32
+    assert casts(enabled_outside=False, block=lambda: torch.autocast("cpu", torch.bfloat16)) == torch.bfloat16
+    assert casts(block=lambda: torch.autocast("cpu", torch.float16)) == torch.float16
     a = torch.ones(2, 2).to("lazy")
     with torch.autocast("cpu", torch.float16):
         assert torch.is_autocast_enabled("lazy")
@@ -339,6 +342,88 @@ def test_checkpoints_run_again_in_the_same_block(use_reentrant: bool) -> None:
             loss = checkpoint(model, x, use_reentrant=use_reentrant).float().square().sum()
         loss.backward()
         return [loss.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    assert_same(run("lazy"), run("cpu"))
+
+
+Block = tuple[str, str] | None  # the device type, and a dtype or "off"
+
+_BLOCKS: list[Block] = [None, *itertools.product(("lazy", "cpu"), ("bfloat16", "float16", "off"))]
+
+
+def enter(block: Block) -> Any:
+    if block is None:
+        return contextlib.nullcontext()
+    device, what = block
+    if what == "off":
+        return torch.autocast(device, enabled=False)
+    return torch.autocast(device, getattr(torch, what))
+
+
+def on_the_cpu(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks for tensors on the CPU that do what `blocks` do for lazy ones."""
+    lazy, cpu = "off", "off"
+    found: list[Block] = []
+    for block in blocks:
+        if block is not None and (block[0] == "lazy" or block[1] != cpu):
+            lazy = block[1]
+        cpu = block[1] if block is not None and block[0] == "cpu" else cpu
+        found.append(block and ("cpu", lazy))
+    return found
+
+
+@pytest.mark.parametrize("outer", _BLOCKS)
+def test_blocks_of_both_kinds_around_and_in_a_checkpoint(outer: Block) -> None:
+    config.compile = "off"
+
+    def run(device: str, blocks: Sequence[Block], how: bool | None) -> Any:
+        w, x = weight(device, 4, 4), weight(device, 4, 4, seed=1)
+
+        def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            with enter(blocks[2]):
+                y = torch.relu(x @ w)
+            return (y @ w.to(y.dtype)).float()
+
+        try:
+            with enter(blocks[0]), enter(blocks[1]):
+                y = body(x, w) if how is None else checkpoint(body, x, w, use_reentrant=how)
+            y.square().sum().backward()
+        except RuntimeError:
+            return "error"  # a cast that eager keeps may have another block's dtype
+        return [y.detach(), w.grad, x.grad]
+
+    for inner, within, how in itertools.product(_BLOCKS, _BLOCKS, (None, True, False)):
+        blocks = outer, inner, within
+        found, expected = run("lazy", blocks, how), run("cpu", on_the_cpu(blocks), how)
+        try:
+            assert_same(found, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{blocks}, checkpoint with use_reentrant={how}") from error
+    assert not torch.is_autocast_enabled("lazy")
+
+
+@pytest.mark.parametrize("block_for", ["lazy", "cpu"])
+def test_custom_functions_for_the_backing_device(block_for: str) -> None:
+    class ForTheCPU(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            a, b = ctx.saved_tensors
+            return grad @ b.t(), a.t() @ grad
+
+    def run(device: str) -> list[Any]:
+        a, b = weight(device, 4, 4), weight(device, 4, 4, seed=1)
+        with torch.autocast("cpu" if device == "cpu" else block_for, torch.bfloat16):
+            c = ForTheCPU.apply(a, b.bfloat16())
+        c.sum().backward()
+        outside = ForTheCPU.apply(a, b)
+        return [c.detach(), outside.detach(), a.grad, b.grad]
 
     assert_same(run("lazy"), run("cpu"))
 

@@ -147,6 +147,38 @@ def test_a_skipped_step_is_not_seen(look: str, capture: bool) -> None:
     assert_same(lazy.seen(), eager.seen())
 
 
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")  # the first steps, which make state, are skipped
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("before", [0, 5])
+def test_a_step_whose_run_fails_is_a_skipped_one(before: int, capture: bool) -> None:
+    lazy, eager = Training("lazy"), Training("cpu")
+    if capture:
+        lazy_backend.capture(lazy.model)
+        lazy_backend.capture(lazy.optimizer)
+    table = torch.ones(3, 4, device="lazy")
+    for number in range(before):
+        lazy.step(number)
+        eager.step(number)
+    forward = lazy.model.forward
+    lazy.model.forward = lambda x: forward(x) * table[torch.full((6,), 7, device="lazy")]  # no such row
+
+    def fail() -> None:
+        lazy.step(99)
+        lazy_backend.wait_device_ops()
+
+    with pytest.raises((IndexError, lazy_backend.LazyBackendError)):
+        fail()
+    del lazy.model.forward
+    if before:
+        assert_same(lazy.seen(), eager.seen())
+    lazy.optimizer.zero_grad()
+    lazy.scaler, eager.scaler = torch.amp.GradScaler("lazy"), torch.amp.GradScaler("cpu")
+    for number in range(before, before + 5):
+        lazy.step(number)
+        eager.step(number)
+    assert_same(lazy.seen(), eager.seen())
+
+
 def test_hooks_registered_after_a_skipped_step() -> None:
     """PyTorch goes through an optimizer's hooks while a step is settled, and must not find them changed."""
     calls: list[str] = []
