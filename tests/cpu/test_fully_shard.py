@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,8 @@ def test_memory_taken_again_is_known_once() -> None:
 
 
 def test_memory_that_was_given_back_is_not_used() -> None:
+    gc.collect()  # other tests' tensors may wait for it
+    before = context_of("lazy").alive().bytes
     memory = torch.arange(6.0, device="lazy")
     view = memory.view(2, 3)
     lazy_backend.mark_step()
@@ -363,7 +366,7 @@ def test_memory_that_was_given_back_is_not_used() -> None:
     (torch.ones(2, device="lazy") * 2).tolist()  # ends the trace
     with pytest.raises(lazy_backend.LazyBackendError, match="has no memory"):
         view + 1
-    assert context_of("lazy").alive().bytes == 0
+    assert context_of("lazy").alive().bytes == before
 
 
 def test_memory_for_no_elements_is_never_gone() -> None:
