@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,7 +117,8 @@ class Fork:
         request["file"] = None if file is None else str(file)
         early = {name: value for name, value in environment.items() if not name.startswith(_LATE[imports])}
         (out, to_out), (errors, to_errors), (status, to_status) = os.pipe(), os.pipe(), os.pipe()
-        forking, _ = _forking(imports, frozenset(early.items()))
+        with _starting:
+            forking, _ = _forking(imports, frozenset(early.items()))
         socket.send_fds(forking, [json.dumps(request).encode()], [to_out, to_errors, to_status])
         for descriptor in (to_out, to_errors, to_status):
             os.close(descriptor)
@@ -168,6 +170,9 @@ def run_fork(
         out, errors = program.communicate()
     assert program.returncode is not None
     return subprocess.CompletedProcess([str(file or "-c")], program.returncode, out, errors)
+
+
+_starting = threading.Lock()  # a test may run programs from several threads
 
 
 @functools.cache

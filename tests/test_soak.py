@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import TORCH, run_fork
 
 ROOT = Path(__file__).resolve().parent.parent
 SOAK = ROOT / "tools" / "soak.py"
@@ -105,8 +105,8 @@ def error(run):
 def run_soak(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Status, figures and output of the tool."""
     file = folder / "soak.json"
-    command = [sys.executable, str(SOAK), "--json", str(file), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    arguments = ("--json", str(file), *arguments)
+    done = run_fork(SOAK.read_text(), folder, dict(os.environ), SOAK, arguments, timeout=3600, imports=TORCH)
     assert file.exists(), done.stderr
     return done.returncode, json.loads(file.read_text()), done.stdout
 
@@ -172,11 +172,11 @@ def test_a_short_soak_writes_its_table(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- soak: begin -->\nfrom the run before\n<!-- soak: end -->\nafter\n")
     names = "threads,fork,serve-swaps"
-    status, results, output = run_soak(tmp_path, "--minutes", "0.2", "--only", names, "--write", str(page))
+    status, results, output = run_soak(tmp_path, "--minutes", "0.1", "--only", names, "--write", str(page))
     assert [failures(record) for record in results["scenarios"]] == [{}] * 3
     assert status == 0
     text = page.read_text()
-    assert text.startswith("before\n<!-- soak: begin -->\n3 scenarios in 0.2 minutes, no failed claims. ")
+    assert text.startswith("before\n<!-- soak: begin -->\n3 scenarios in 0.1 minutes, no failed claims. ")
     assert text.endswith("<!-- soak: end -->\nafter\n")
     assert output.strip() in text
     assert "from the run before" not in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_python
+from harness import run_program
 
 import lazy_backend
 
@@ -108,6 +108,6 @@ lazy_backend.add_step_closure(threading.Event().wait, run_async=True)
 lazy_backend.mark_step()
 print("done")
 """
-    assert run_python(code, tmp_path) == (
+    assert run_program(code, tmp_path) == (
         "done\nlazy_backend: an asynchronous step closure did not finish within 1 s and was abandoned\n"
     )

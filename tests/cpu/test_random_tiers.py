@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import as_bytes, assert_same, count, run_python
+from harness import as_bytes, assert_same, count, run_program
 from torch import distributions as D
 from torch import nn
 from torch.nn import functional as F
@@ -264,7 +264,7 @@ def test_operators_draw_from_the_same_stream_in_inductor() -> None:
 
 def test_a_fresh_process_draws_the_same(tmp_path) -> None:
     code = "import torch; torch.manual_seed(7); print(torch.rand(3, device='lazy').tolist())"
-    assert run_python(code, tmp_path).strip() == str(drawn(lambda: torch.rand(3, device="lazy"), 7).tolist())
+    assert run_program(code, tmp_path).strip() == str(drawn(lambda: torch.rand(3, device="lazy"), 7).tolist())
 
 
 def test_native_dropout_of_everything_is_eagers() -> None:

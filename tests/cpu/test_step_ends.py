@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from harness import assert_same, count, grid, run_python
+from harness import assert_same, count, grid, run_program
 from torch import nn
 
 import lazy_backend
@@ -252,4 +252,4 @@ import lazy_backend
 print(lazy_backend.metrics.counter_value("MarkStep"))
 """
     settings = {"LAZY_BACKEND_MARK_STEP_ON_OPTIMIZER_STEP": "1", "LAZY_BACKEND_BACKEND": "eager"}
-    assert run_python(code, tmp_path, **settings).strip() == "4"
+    assert run_program(code, tmp_path, **settings).strip() == "4"

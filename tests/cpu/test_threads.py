@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import assert_same, count, grid, run_python
+from harness import assert_same, count, grid, run_program
 from torch import nn
 
 import lazy_backend
@@ -197,7 +197,7 @@ if child == 0:
     os._exit(0 if ok else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (x + 1).tolist())
 """
-    assert run_python(code, tmp_path) == "0 [2.0, 3.0, 4.0]\n"
+    assert run_program(code, tmp_path) == "0 [2.0, 3.0, 4.0]\n"
 
 
 def test_the_interpreter_exits_with_a_run_under_way(tmp_path) -> None:
@@ -210,4 +210,4 @@ for _ in range(20):
 lazy_backend.mark_step()
 print("done")
 """
-    assert run_python(code, tmp_path) == "done\n"
+    assert run_program(code, tmp_path) == "done\n"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, count, grid, run_python
+from forks import TORCH
+from harness import assert_same, count, grid, run_program
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -47,7 +48,7 @@ print("torch._dynamo" in sys.modules)
 f = torch.compile(lambda x: x * 2 + 1, backend="lazy", fullgraph=True)
 print(f(torch.ones(3, device="lazy")).tolist())
 """
-    assert run_python(code, tmp_path, LAZY_BACKEND_COMPILE="off") == "False\n[3.0, 3.0, 3.0]\n"
+    assert run_program(code, tmp_path, TORCH, LAZY_BACKEND_COMPILE="off") == "False\n[3.0, 3.0, 3.0]\n"
 
 
 # ----- without autograd: traced once, replayed

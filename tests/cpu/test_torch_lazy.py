@@ -23,7 +23,8 @@ import torch._lazy.device_context
 import torch._lazy.ir_cache
 import torch._lazy.metrics
 import torch._lazy.ts_backend
-from harness import assert_same, count, grid, run_python
+from forks import TORCH
+from harness import assert_same, count, grid, run_program
 from torch import fx, nn
 from torch._lazy.extract_compiled_graph import extract_compiled_graph
 from torch._lazy.metrics import counter_value  # before install(), on purpose
@@ -90,7 +91,7 @@ try:
 except lazy_backend.DeviceError as error:
     print(error)
 """
-    assert "torch._lazy.ts_backend.init() was called before" in run_python(code, tmp_path)
+    assert "torch._lazy.ts_backend.init() was called before" in run_program(code, tmp_path)
 
 
 def test_the_environment_installs_it_without_a_line_of_ours(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ x = torch.ones(3, device="lazy") + 1
 torch._lazy.mark_step()
 print(x.tolist(), torch._lazy.metrics.counter_value("MarkStep"))
 """
-    assert run_python(code, tmp_path, LAZY_BACKEND_TORCH_LAZY="1") == "[2.0, 2.0, 2.0] 1\n"
+    assert run_program(code, tmp_path, TORCH, LAZY_BACKEND_TORCH_LAZY="1") == "[2.0, 2.0, 2.0] 1\n"
 
 
 # ----- torch._lazy

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from builder import VISIT, Built, Program, aten, branches, built, chain, random_graph, visiting, visits, wide
-from harness import assert_same, run_python
+from harness import assert_same, run_program
 
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
@@ -342,4 +342,4 @@ assert os.waitpid(child, 0)[1] == 0
 print("both")
 """
     tests = str(Path(__file__).resolve().parent.parent)
-    assert run_python(code.format(tests=tests), tmp_path) == "both\n"
+    assert run_program(code.format(tests=tests), tmp_path) == "both\n"
