@@ -228,7 +228,11 @@ def run_ranks(
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), **environment}
     file = program if isinstance(program, Path) else None
     text = f"import sys\nsys.argv[1:] = {list(arguments)!r}\n{program}" if file is None else file.read_text()
-    programs = [Fork(text, cwd, {**os.environ, **shared, "RANK": str(rank)}, file, arguments) for rank in range(count)]
+    environments = [{**os.environ, **shared, "RANK": str(rank)} for rank in range(count)]
+    programs = [
+        Fork(text, cwd, environment, file, arguments, is_dismantled=not rank)  # one rank shows how all would end
+        for rank, environment in enumerate(environments)
+    ]
     end = time.monotonic() + timeout
     done = []
     for one in programs:

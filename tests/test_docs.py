@@ -45,7 +45,8 @@ run({page!r}, {spans})
 
 
 def run_blocks(page: Path, spans: list[str], folder: Path) -> None:
-    done = run_fork(BLOCKS.format(page=str(page), spans=spans), folder, environment(), timeout=300)
+    code = BLOCKS.format(page=str(page), spans=spans)
+    done = run_fork(code, folder, environment(), timeout=300, is_dismantled=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

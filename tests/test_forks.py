@@ -76,3 +76,10 @@ def test_a_fork_starts_without_this_package(tmp_path: Path) -> None:
 def test_a_fork_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert run_fork("import time; time.sleep(600)", tmp_path, environment, timeout=0.1).returncode == -9
+
+
+@pytest.mark.parametrize("name", ["output", "atexit", "a_thread", "a_daemon", "a_status", "an_error"])
+def test_a_fork_that_is_not_dismantled_ends_alike(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    expected, found = (run_fork(PROGRAMS[name], tmp_path, environment, is_dismantled=way) for way in (True, False))
+    assert (found.returncode, found.stdout, found.stderr) == (expected.returncode, expected.stdout, expected.stderr)
