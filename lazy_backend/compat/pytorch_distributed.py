@@ -89,14 +89,18 @@ def name_backend_of_lazy(backing_type: Callable[[], str]) -> None:
 # ----- DistributedDataParallel. Names were checked on 2.13
 
 
-def replace_reducer(reducer: Any, registering: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let `DistributedDataParallel` make reducers of another class, which hear of communication hooks."""
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def support_data_parallel(reducer: Any, registering: Wrap, broadcasting: Wrap) -> None:
+    """Let `DistributedDataParallel` make reducers of another class, which hear of its hooks, and broadcast by us."""
     if not dist.is_available():
         return
     module: Any = dist  # where `DistributedDataParallel` looks
     module.Reducer = reducer
     for name in ("_register_comm_hook", "_register_builtin_comm_hook"):
         setattr(module, name, registering(getattr(module, name)))
+    module._broadcast_coalesced = broadcasting(module._broadcast_coalesced)
 
 
 # ----- fully_shard. Names and signatures were checked on 2.13

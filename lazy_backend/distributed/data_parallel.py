@@ -1,6 +1,6 @@
-"""Gradients of `DistributedDataParallel`, reduced by four calls for each bucket instead of three for each parameter.
+"""`DistributedDataParallel` with a few recorded calls for each bucket instead of several for each tensor.
 
-In: PyTorch's reducer of a module of this device. Out: one that gives the same gradients, bit for bit.
+In: PyTorch's reducer of a module of this device, and its broadcasts. Out: the same gradients and buffers, bit for bit.
 
 Note [Buckets in four calls]
 PyTorch's reducer multiplies each gradient into its place in a bucket, takes views of what was reduced, and copies each
@@ -55,28 +55,37 @@ class _Who(Enum):
     WE = 2
 
 
+def _joined(tensors: Sequence[torch.Tensor]) -> LazyTensor:
+    """The values of `tensors`, one after another. Recorded as one call, which the dispatcher would take apart."""
+    return record(aten.flatten_dense_tensors.default, (tensors,), {})  # type: ignore[no-any-return]
+
+
+def _copy_parts(values: LazyTensor, tensors: Sequence[Any]) -> None:
+    """Write what `_joined` would make of `tensors` into them."""
+    pieces = record(aten.unflatten_dense_tensors.default, (values, tensors), {})
+    torch._foreach_copy_(tensors, pieces)  # type: ignore[arg-type]
+
+
 class _Bucket:
     """Parameters whose gradients are reduced together."""
 
     def __init__(self, parameters: Sequence[LazyTensor]) -> None:
         self.parameters = parameters
         self.waits_for = len(parameters)
-        self._reduced: Any = None  # the gradients of all ranks, in one dimension
+        self._reduced: LazyTensor | None = None  # the gradients of all ranks
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        gradients = [self._gradient(one) for one in self.parameters]
-        # neither needs its kernel to be dispatched in parts: those are what is not to be recorded
-        self._reduced = record(aten.flatten_dense_tensors.default, (gradients,), {})
+        self._reduced = _joined([self._gradient(one) for one in self.parameters])
         self._reduced.mul_(1.0 / group.size())
         group.allreduce([self._reduced])
 
     def hand_out(self) -> None:
         reduced, self._reduced = self._reduced, None
-        pieces = record(aten.unflatten_dense_tensors.default, (reduced, self.parameters), {})
-        for parameter, piece in zip(self.parameters, pieces, strict=True):
+        for parameter in self.parameters:
             if parameter.grad is None:  # it got none here, but other ranks may have one
-                parameter.grad = torch.empty_like(piece)
-        record(aten._foreach_copy_.default, ([one.grad for one in self.parameters], pieces), {})
+                parameter.grad = torch.empty_like(parameter)
+        assert reduced is not None
+        _copy_parts(reduced, [one.grad for one in self.parameters])
 
     @staticmethod
     def _gradient(parameter: LazyTensor) -> torch.Tensor:
@@ -312,9 +321,37 @@ def _asks_for_more(given: dict[str, Any]) -> bool:
         or given.get("skip_all_reduce_unused_params", False)
         or given.get("use_python_reducer", False)
         or any(given.get("expect_sparse_gradients", ()))
-        or len({one._data.context for one in parameters}) != 1
+        or not _are_of_one_device(parameters)
         or not all(one.is_leaf and one.stride() == contiguous_stride(one.shape) for one in parameters)
     )
+
+
+def _are_of_one_device(tensors: Sequence[Any]) -> bool:
+    """Whether lazy tensors are on one device, and none is empty: PyTorch cuts empty ones into another shape."""
+    return len({one._data.context for one in tensors}) == 1 and all(one.numel() for one in tensors)
+
+
+def broadcasting(original: Callable[..., None]) -> Callable[..., None]:
+    """What `DistributedDataParallel` calls for a module's buffers in each forward: several tensors at a time.
+
+    The broadcasts are PyTorch's, with three calls for each instead of up to four for each tensor.
+    """
+
+    @functools.wraps(original)
+    def _broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Any], buffer_size: int, src: int = 0) -> None:
+        if not all(isinstance(one, LazyTensor) for one in tensors) or not _are_of_one_device(tensors):
+            original(group, tensors, buffer_size, src)
+            return
+        module: Any = dist
+        together, _ = module._compute_bucket_assignment_by_size(tensors, [buffer_size])
+        with torch.no_grad():
+            for places in together:
+                own = [tensors[place] for place in places]
+                values = _joined(own)
+                group.broadcast(values, src)
+                _copy_parts(values, own)
+
+    return _broadcast_coalesced
 
 
 def registering(register: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,9 @@ config.backend, config.compile = "eager", "foreground"
 class Net(nn.Module):
     def __init__(self, layers=3):
         super().__init__()
+        for number in range(layers):
+            self.register_buffer(f"buffer{number}", torch.full((3, number + 1), rank + 1.0 + number))
+            self.register_buffer(f"count{number}", torch.tensor(rank))
         self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.only_asked = nn.Linear(4, 4)
@@ -61,16 +64,21 @@ for layers in (2, 12):
         lazy_backend.mark_step()
     buckets = metrics.counter_value("lazy::all_reduce_")
     assert buckets >= 2
-    assert metrics.counter_value("lazy::flatten_dense_tensors") == buckets
-    assert metrics.counter_value("lazy::unflatten_dense_tensors") == buckets
-    assert metrics.counter_value("lazy::_foreach_copy_") == buckets
+    assert metrics.counter_value("lazy::broadcast_") == 2  # of one dtype each
+    assert metrics.counter_value("lazy::flatten_dense_tensors") == buckets + 2
+    assert metrics.counter_value("lazy::unflatten_dense_tensors") == buckets + 2
+    assert metrics.counter_value("lazy::_foreach_copy_") == buckets + 2
+    assert metrics.counter_value("lazy::slice") == 0
+    assert model.module.buffer1.tolist() == [[2.0] * 2] * 3  # those of rank 0
+    assert model.module.count1.item() == 0
     assert metrics.counter_value("lazy::as_strided") == metrics.counter_value("lazy::copy_") == 0
     # what lives between steps: parameters, their gradients, the loss; no bucket
     values = sum(one.numel() for one in model.parameters())
+    buffers = sum(one.nbytes for one in model.buffers())
     del x
     lazy_backend.wait_device_ops()
     alive = lazy_backend.tensors.contexts.context_of("lazy").alive().bytes
-    assert alive < 4 * (2 * values + 100), (alive, values)
+    assert alive < 4 * (2 * values + 100) + buffers, (alive, values)
     model.zero_grad()
     del model
 dist.destroy_process_group()
