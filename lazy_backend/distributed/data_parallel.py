@@ -10,8 +10,8 @@ by one call for all of its parameters when the last of them has its gradient, an
 the backward. Buckets, their order, and what is added to what are PyTorch's.
 
 PyTorch's reducer is then told of no backward, as under `no_sync`, so that it does nothing, and the memory of its own
-buckets is given back. It does everything itself where more is asked for: unused or
-sparse parameters, communication hooks, static graphs, gradients as views of buckets, `join`, mixed precision.
+buckets is given back. It does everything itself where more is asked for: unused or sparse parameters, communication
+hooks, static graphs, gradients as views of buckets, `join`, mixed precision.
 """
 
 from __future__ import annotations
@@ -183,9 +183,10 @@ class Reduction:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         what = (
             f"the last backward gave no gradient to {shown}\n"
-            "  use these parameters in each loss, or pass find_unused_parameters=True to DistributedDataParallel"
+            "  use these parameters in each loss, or pass find_unused_parameters=True to DistributedDataParallel; "
+            "if the backward was interrupted, wrap the module again, on all ranks"
             if missing
-            else "the last backward was interrupted, perhaps on this rank only\n  start all ranks again"
+            else "the last backward was interrupted\n  wrap the module again, on all ranks"
         )
         raise LazyBackendError(
             "expected to have finished reduction in the prior iteration before starting a new one\n"
@@ -204,7 +205,7 @@ class _MemoryOfBuckets(TorchDispatchMode):
         self.found: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
-        self.found.append(args[0])  # `zeros_like` of it
+        self.found.append(args[0])  # `zeros_like` of it, checked on 2.13
         return torch.empty(0)
 
 
@@ -250,8 +251,13 @@ class BucketReducer(_Original):  # type: ignore[misc]
         self._nodes: list[Any] = []
         if not self.is_asked_for_more:
             self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in parameters]
-        for place, node in enumerate(self._nodes):
-            node.register_hook(functools.partial(self._reduction.note, place))
+        note = self._reduction.note
+        self._handles = [node.register_hook(functools.partial(note, n)) for n, node in enumerate(self._nodes)]
+
+    def __del__(self) -> None:
+        # as PyTorch's reducer does: the nodes may live on, with the reducer of a module that is wrapped again
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
 
     def _rebuild_buckets(self) -> bool:
         self._reduction.check_finished()

@@ -233,6 +233,28 @@ def an_error_in_the_backward(model, data):
             yield gradients(model)
 
 
+def wrapped_again(model, data):
+    def fail(grad):
+        raise ZeroDivisionError
+
+    for number, x in enumerate(data):
+        model.zero_grad()
+        loss = model(x).square().sum()
+        if number == 3:  # a forward without its backward
+            model = DistributedDataParallel(model.module)
+        elif number == 5:
+            handle = model.module.scale.register_hook(fail)
+            try:
+                loss.backward()
+            except ZeroDivisionError:
+                yield "raised"
+            handle.remove()
+            model = DistributedDataParallel(model.module)
+        else:
+            loss.backward()
+            yield gradients(model)
+
+
 def in_evaluation(model, data):
     for number, x in enumerate(data):
         if number % 2:
@@ -283,7 +305,8 @@ dist.destroy_process_group()
 _SCENARIO_NAMES = (
     "forward_without_backward", "backward_twice", "two_losses", "gradients_kept", "accumulated",
     "synced_within_no_sync", "hooks", "no_gradient", "only_gradients_asked_for", "in_evaluation", "a_hook_later",
-    "copied", "unused", "an_error_in_the_backward", "marked_twice",
+    "copied", "unused", "an_error_in_the_backward", "wrapped_again",
+    "marked_twice",
 )  # fmt: skip
 
 _CAPTURED = (
