@@ -172,11 +172,11 @@ def test_a_short_soak_writes_its_table(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- soak: begin -->\nfrom the run before\n<!-- soak: end -->\nafter\n")
     names = "threads,fork,serve-swaps"
-    status, results, output = run_soak(tmp_path, "--minutes", "0.1", "--only", names, "--write", str(page))
+    status, results, output = run_soak(tmp_path, "--minutes", "0.2", "--only", names, "--write", str(page))
     assert [failures(record) for record in results["scenarios"]] == [{}] * 3
     assert status == 0
     text = page.read_text()
-    assert text.startswith("before\n<!-- soak: begin -->\n3 scenarios in 0.1 minutes, no failed claims. ")
+    assert text.startswith("before\n<!-- soak: begin -->\n3 scenarios in 0.2 minutes, no failed claims. ")
     assert text.endswith("<!-- soak: end -->\nafter\n")
     assert output.strip() in text
     assert "from the run before" not in text

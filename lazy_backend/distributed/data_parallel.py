@@ -127,8 +127,9 @@ class Reduction:
         self._buckets = []
 
     @property
-    def has_buckets(self) -> bool:
-        return bool(self._buckets)
+    def is_ours(self) -> bool:
+        """Whether PyTorch's reducer has no part in it: the final buckets are there, and it expects no backward."""
+        return bool(self._buckets) and self.who is not _Who.PYTORCH
 
     def expect(self, who: _Who) -> None:
         """A backward comes next."""
@@ -153,8 +154,10 @@ class Reduction:
             )
         self._is_there[place] = True
         if self.who is _Who.WE:
-            self._bucket_of[place].waits_for -= 1
-            self._reduce_whole_buckets()
+            bucket = self._bucket_of[place]
+            bucket.waits_for -= 1
+            if not bucket.waits_for:
+                self._reduce_whole_buckets()
         elif all(self._is_there):
             self.who = _Who.NOBODY
 
@@ -261,6 +264,8 @@ class BucketReducer(_Original):  # type: ignore[misc]
 
     def _rebuild_buckets(self) -> bool:
         self._reduction.check_finished()
+        if self._reduction.is_ours:
+            return False  # buckets are put together once
         with executor.rules.reading_once():  # ranks agree on the buckets
             is_rebuilt: bool = super()._rebuild_buckets()
         if is_rebuilt:
@@ -276,8 +281,7 @@ class BucketReducer(_Original):  # type: ignore[misc]
         reduction = self._reduction
         reduction.check_finished()
         # a backward that PyTorch's reducer was told of, and that did not come, is still expected by it
-        may_be_ours = reduction.has_buckets and reduction.who is not _Who.PYTORCH
-        if may_be_ours and not (self.is_asked_for_more or self._joins):
+        if reduction.is_ours and not (self.is_asked_for_more or self._joins):
             reduction.expect(_Who.WE)
             return
         self._joins = False

@@ -80,10 +80,12 @@ def entering(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
         entered = enter(self)
         if self.device == LAZY:
             self.prev, self.prev_fastdtype = before  # there may have been no block for "lazy"
-        elif counts:
+            return entered
+        if counts:
             autocast_state.enabled = autocast_state.dtype = None
-            self._lazy_blocks_outside = [*getattr(self, "_lazy_blocks_outside", ()), before]
             follow_blocks()
+        # one for each time it is entered: the same block may be entered again within itself
+        self._lazy_blocks_outside = [*getattr(self, "_lazy_blocks_outside", ()), before if counts else None]
         return entered
 
     return __enter__
@@ -98,8 +100,10 @@ def leaving(leave: Callable[..., Any]) -> Callable[..., Any]:
             return leave(self, *error)
         finally:
             if self.device != LAZY and getattr(self, "_lazy_blocks_outside", None):
-                autocast_state.enabled, autocast_state.dtype = self._lazy_blocks_outside.pop()
-                follow_blocks()
+                outside = self._lazy_blocks_outside.pop()
+                if outside is not None:
+                    autocast_state.enabled, autocast_state.dtype = outside
+                    follow_blocks()
 
     return __exit__
 

@@ -184,6 +184,18 @@ def test_the_innermost_block_for_lazy_or_the_backing_device_counts() -> None:
     assert (a @ a).dtype == torch.float32
 
 
+def test_a_block_is_entered_again_within_itself() -> None:
+    a = torch.ones(2, 2).to("lazy")
+    block = torch.autocast("cpu", torch.bfloat16)
+    # around it, since such a block leaves the CPU's state as its inner entry found it
+    with torch.autocast("cpu", enabled=False), torch.autocast("lazy", enabled=False):
+        with block:
+            with block:
+                assert (a @ a).dtype == torch.bfloat16
+            assert (a @ a).dtype == torch.bfloat16
+        assert (a @ a).dtype == torch.float32
+
+
 def test_functions_beside_the_block() -> None:
     assert torch.amp.is_autocast_available("lazy")
     assert torch.get_autocast_dtype("lazy") == torch.bfloat16
@@ -302,32 +314,30 @@ def test_no_weight_is_kept_alive_after_a_block() -> None:
 # ----- what else asks autocast
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="lazy")
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        return a @ b
+def product_for(device_type: str, **options: Any) -> Any:
+    """The product of two matrices as a function of its own, for blocks of `device_type`."""
 
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="lazy")
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        a, b = ctx.saved_tensors
-        return grad @ b.t(), a.t() @ grad
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type=device_type, **options)
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
 
+        @staticmethod
+        @torch.amp.custom_bwd(device_type=device_type)
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            a, b = ctx.saved_tensors
+            return grad @ b.t(), a.t() @ grad
 
-class ProductInFloat32(Product):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="lazy", cast_inputs=torch.float32)
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        return a @ b
+    return Product.apply
 
 
 def test_custom_functions() -> None:
     a, b = weight("lazy", 4, 4), weight("lazy", 4, 4, seed=1)
     with torch.autocast("lazy", torch.bfloat16):
-        low, full = Product.apply(a, b), ProductInFloat32.apply(a, b.bfloat16())
+        low = product_for("lazy")(a, b)
+        full = product_for("lazy", cast_inputs=torch.float32)(a, b.bfloat16())
     assert (low.dtype, full.dtype) == (torch.bfloat16, torch.float32)
     low.sum().backward()
     assert a.grad is not None
@@ -404,25 +414,14 @@ def test_blocks_of_both_kinds_around_and_in_a_checkpoint(outer: Block) -> None:
 
 @pytest.mark.parametrize("block_for", ["lazy", "cpu"])
 def test_custom_functions_for_the_backing_device(block_for: str) -> None:
-    class ForTheCPU(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
-        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(a, b)
-            return a @ b
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-            a, b = ctx.saved_tensors
-            return grad @ b.t(), a.t() @ grad
+    product = product_for("cpu", cast_inputs=torch.bfloat16)
 
     def run(device: str) -> list[Any]:
         a, b = weight(device, 4, 4), weight(device, 4, 4, seed=1)
         with torch.autocast("cpu" if device == "cpu" else block_for, torch.bfloat16):
-            c = ForTheCPU.apply(a, b.bfloat16())
+            c = product(a, b.bfloat16())
         c.sum().backward()
-        outside = ForTheCPU.apply(a, b)
+        outside = product(a, b)
         return [c.detach(), outside.detach(), a.grad, b.grad]
 
     assert_same(run("lazy"), run("cpu"))

@@ -165,10 +165,10 @@ def no_gradient(model, data):
     for number, x in enumerate(data):
         model.zero_grad()
         y = model(x, part=0)  # on rank 1, and at times on both, its other parameters get no numbers
-        Nothing.gives = rank == 0 and number % 2 == 0
+        gives = rank == 0 and number % 2 == 0
         for one in (*module.layers[1:].parameters(), module.scale, *module.only_asked.parameters()):
             passed = Nothing.apply(one)
-            passed.grad_fn.gives = Nothing.gives
+            passed.grad_fn.gives = gives
             y = y + passed.sum()
         y.square().sum().backward()
         yield gradients(model)
@@ -305,8 +305,7 @@ dist.destroy_process_group()
 _SCENARIO_NAMES = (
     "forward_without_backward", "backward_twice", "two_losses", "gradients_kept", "accumulated",
     "synced_within_no_sync", "hooks", "no_gradient", "only_gradients_asked_for", "in_evaluation", "a_hook_later",
-    "copied", "unused", "an_error_in_the_backward", "wrapped_again",
-    "marked_twice",
+    "copied", "unused", "an_error_in_the_backward", "wrapped_again", "marked_twice",
 )  # fmt: skip
 
 _CAPTURED = (
