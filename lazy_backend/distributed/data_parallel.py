@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lazy_backend.distributed.order import finish_collectives
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
@@ -232,14 +233,26 @@ def _asking_for_more(cls: Any) -> Any:
 _Original: Any = getattr(dist, "Reducer", object)  # absent where PyTorch was built without distributed
 
 
+class OrderedReducer(_Original):  # type: ignore[misc]
+    """PyTorch's reducer, for parameters that are not lazy. It communicates in C++, after what was recorded before."""
+
+    def _rebuild_buckets(self) -> bool:
+        finish_collectives()
+        return bool(super()._rebuild_buckets())
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        finish_collectives()
+        super().prepare_for_backward(outputs)
+
+
 @_asking_for_more
 class BucketReducer(_Original):  # type: ignore[misc]
-    """PyTorch's reducer, for lazy parameters: see Note [Buckets in four calls]. For others it makes the original."""
+    """PyTorch's reducer, for lazy parameters: see Note [Buckets in four calls]. For others it makes another one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         if not all(isinstance(one, LazyTensor) for one in given["params"]):
-            return _Original(*args, **kwargs)
+            return OrderedReducer(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -350,6 +363,8 @@ def broadcasting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def _broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Any], buffer_size: int, src: int = 0) -> None:
         if not all(isinstance(one, LazyTensor) for one in tensors) or not _are_of_one_device(tensors):
+            if not any(isinstance(one, LazyTensor) for one in tensors):
+                finish_collectives()
             original(group, tensors, buffer_size, src)
             return
         module: Any = dist

@@ -365,3 +365,36 @@ def test_what_happens_around_a_backward_does_what_it_does_in_eager(tmp_path: Pat
 
 def test_whole_steps_are_captured_from_the_first(tmp_path: Path) -> None:
     check_ranks(_CAPTURED, tmp_path)
+
+
+_BESIDE_EAGER = """
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lazy_backend
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)))
+for number in range(4):
+    y = torch.full((7,), float(rank)).to("lazy")
+    dist.all_reduce(y)
+    if rank == 0:
+        lazy_backend.mark_step()  # begins to communicate here; on the other rank this is only recorded
+    if number == 2:
+        model.eval()
+    loss = model(torch.full((2, 3), rank + 1.0)).sum()
+    if number < 3:
+        loss.backward()
+    assert y.tolist() == [1.0] * 7
+dist.destroy_process_group()
+"""
+
+
+def test_eager_modules_communicate_after_what_was_recorded_before(tmp_path: Path) -> None:
+    check_ranks(_BESIDE_EAGER, tmp_path)
