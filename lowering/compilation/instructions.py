@@ -1,9 +1,14 @@
-"""Detect the vector instruction sets that inductor may use once per machine, not once per process.
+"""Which vector instructions inductor uses: those of the processor, as long as the C++ compiler takes them.
 
-In: the directory of the disk cache. Out: nothing; inductor remembers the result itself.
-To detect an instruction set, inductor builds a small library for it and loads that library, which takes 5 s of a core.
-Inductor first looks for the libraries in its cache folder, but each worker process has a new folder. So a disk cache
-next to the one for graphs keeps the libraries.
+In: a block that compiles; after a refusal, the directory of the disk cache. Out: nothing; inductor remembers the result
+itself.
+
+Note [Instructions are not tried]
+To detect an instruction set, inductor builds a small library for it and loads that library in a new process: up to five
+of them before the first compile, 2 to 6 s of a core. But the processor says what it knows, and so does PyTorch, whose
+own kernels use the same functions. Only the C++ compiler may not know an option; then the first compile fails, and
+inductor detects after all. It first looks for the libraries in its cache folder, but each worker process has a new
+folder. So a disk cache next to the one for graphs keeps the libraries.
 """
 
 from __future__ import annotations
@@ -13,7 +18,10 @@ import functools
 import io
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,9 +34,61 @@ from lazy_backend.lowering.compilation.lifeline import OWN_INDUCTOR_FOLDER
 _MAX_BYTES = 1 << 24
 
 
+class NotAssumed(Exception):
+    """Why the processor's instructions are not used untried."""
+
+
+# Instructions with which a compile failed: from then on, inductor detects what the C++ compiler knows.
+_refused: list[str] = []
+
+
+@contextlib.contextmanager
+def assumed_instructions() -> Iterator[None]:
+    """Within this block inductor uses the processor's instructions. See Note [Instructions are not tried].
+
+    Raises `NotAssumed` if they were refused before, if the user's settings say something about them, or if PyTorch was
+    built without them. If the block raises, they are refused.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor import cpu_vec_isa  # internal, checked on 2.13
+
+    if _refused or inductor_config.cpp.vec_isa_ok is not None:
+        raise NotAssumed
+    check = mock.patch.object(cpu_vec_isa.VecISA, "check_build", return_value=True)
+    with inductor_config.patch({"cpp.vec_isa_ok": True}), check:
+        chosen = cpu_vec_isa.pick_vec_isa()
+        try:
+            # the same capability, which ATEN_CPU_CAPABILITY limits for both
+            if chosen and f"CPU_CAPABILITY_{torch.backends.cpu.get_cpu_capability()}" not in chosen.build_macro():
+                raise NotAssumed
+            yield
+        except BaseException:
+            _refused.append(str(chosen))
+            _forget()
+            raise
+
+
+def _forget() -> None:
+    """Have inductor ask for the instructions again. Internal, checked on 2.13."""
+    from torch._inductor import cpu_vec_isa
+
+    kinds = cpu_vec_isa.supported_vec_isa_list
+    found_by: list[Any] = [cpu_vec_isa.valid_vec_isa_list, *(type(one).__bool__ for one in kinds)]
+    for one in kinds:
+        for name in ("is_avx512_bf16_supported", "is_amx_fp16_supported"):
+            vars(one).pop(f"_{name}", None)
+            found_by.append(getattr(type(one), name, None))
+    for cached in found_by:
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+
+
 @functools.cache
 def try_instructions(directory: str) -> None:
-    """Have inductor detect the instruction sets. Does nothing if the user chose inductor's folder, which persists."""
+    """Have inductor detect the instruction sets, or take what it built for another process of this machine.
+
+    Does nothing if the user chose inductor's folder, which persists.
+    """
     # internal, checked on 2.13: the function caches its result, and finds libraries by a hash of their build inputs
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +21,7 @@ from lazy_backend.caching.disk import DiskCache, DiskCounts
 from lazy_backend.caching.folder import CacheRefused
 from lazy_backend.lowering.artefacts.environment import follow_state
 from lazy_backend.lowering.compilation.build import compile_to_bytes
-from lazy_backend.lowering.compilation.instructions import try_instructions
+from lazy_backend.lowering.compilation.instructions import NotAssumed, assumed_instructions, try_instructions
 from lazy_backend.lowering.compilation.lifeline import Lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import from_bytes
@@ -33,9 +32,6 @@ _CACHES_ON: dict[str, dict[str, Any]] = {
     "inductor": {"fx_graph_cache": True, "force_disable_caches": False},
     "functorch": {"enable_autograd_cache": True},
 }
-
-# Vector instructions with which a compile failed: from then on, inductor finds out what the C++ compiler knows.
-_refused_instructions: list[str] = []
 
 # Seconds to wait for another process that compiles the same graph, as other ranks do, or for one it shares a lock with.
 _PATIENCE = 300.0
@@ -72,8 +68,6 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
     from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
 
     follow_state(data["state"])
-    if data["keep"] is not None:
-        try_instructions(data["keep"]["directory"])
     request = CompileRequest.from_json(data["request"], from_bytes(graph_bytes), "inductor")
     threads = {"cpp.threads": torch.get_num_threads()}
     # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
@@ -84,31 +78,11 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
         stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
         if not data["caches"]:
             stack.enter_context(fresh_cache())
-        if inductor_config.cpp.vec_isa_ok is None and not _refused_instructions:
-            with contextlib.suppress(CppCompileError), _instructions_of_processor():
-                return compile_to_bytes(request.module, request.examples())
+        with contextlib.suppress(CppCompileError, NotAssumed), assumed_instructions():
+            return compile_to_bytes(request.module, request.examples())
+        if data["keep"] is not None:
+            try_instructions(data["keep"]["directory"])
         return compile_to_bytes(request.module, request.examples())
-
-
-@contextlib.contextmanager
-def _instructions_of_processor() -> Iterator[None]:
-    """Within this block, inductor uses all vector instructions of the processor, if the C++ compiler knows them or not.
-
-    It would find that out by compiling a program for each and running it in a process that imports torch: 6 s.
-    """
-    import torch._inductor.config as inductor_config
-    from torch._inductor import cpu_vec_isa  # internal, checked on 2.13
-
-    with inductor_config.patch({"cpp.vec_isa_ok": True}):
-        try:
-            yield
-        except BaseException:
-            _refused_instructions.append(str(cpu_vec_isa.pick_vec_isa()))
-            tests: list[Any] = [type(isa).__bool__ for isa in cpu_vec_isa.supported_vec_isa_list]
-            for cached in (cpu_vec_isa.valid_vec_isa_list, *tests):
-                if hasattr(cached, "cache_clear"):
-                    cached.cache_clear()
-            raise
 
 
 def _compile_once(

@@ -550,6 +550,12 @@ def test_a_cpp_compiler_that_is_killed_is_started_again(tmp_path: Path) -> None:
     assert killed.exists()
 
 
+def test_nothing_is_built_to_find_out_about_the_processor(tmp_path: Path) -> None:
+    compile_with(f'*) echo "$1" >>{tmp_path / "built"};;', tmp_path)
+    built = [Path(one).name for one in (tmp_path / "built").read_text().split() if one.endswith(".cpp")]
+    assert sorted(built) == ["kernels0.cpp", "runner.cpp"]
+
+
 def test_a_cpp_compiler_that_does_not_know_the_processor_is_used_as_it_is(tmp_path: Path) -> None:
     refused = tmp_path / "refused"
     refuse = f'echo "unrecognized option" >&2; echo "$*" >>{refused}; exit 1'
