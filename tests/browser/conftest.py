@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_runs import make_run
+from synthetic_runs import make_run, make_run_of_variants
 
 import lazy_backend.diagnostics.page
 
@@ -40,14 +41,15 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Open]:
-    """Fails at the end of the test if the page wrote to the console or asked for anything but its file."""
-    context = browser.new_context(viewport={"width": 1440, "height": 1000})
-    faults: list[str] = []
+class _Pages:
+    """Pages of one visitor, and what they wrote to the console or asked for beside their files."""
 
-    def open_file(path: Path) -> Any:
-        page = context.new_page()
+    def __init__(self, browser: Any) -> None:
+        self._context = browser.new_context(viewport={"width": 1440, "height": 1000})
+        self.faults: list[str] = []
+
+    def open(self, path: Path) -> Any:
+        page, faults = self._context.new_page(), self.faults
         page.on(
             "console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None
         )
@@ -59,9 +61,32 @@ def open_page(browser: Any) -> Iterator[Open]:
             faults.remove(path.as_uri())
         return page
 
-    yield open_file
-    context.close()
-    assert faults == []
+    def close(self) -> None:
+        self._context.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Fails at the end of the test if the page wrote to the console or asked for anything but its file."""
+    pages = _Pages(browser)
+    yield pages.open
+    pages.close()
+    assert pages.faults == []
+
+
+@pytest.fixture(scope="session")
+def _opened(browser: Any) -> Iterator[tuple[_Pages, Open]]:
+    pages = _Pages(browser)
+    yield pages, functools.cache(pages.open)
+    pages.close()
+
+
+@pytest.fixture
+def look_at(_opened: tuple[_Pages, Open]) -> Iterator[Open]:
+    """The same for tests that change nothing on a page: it is opened once for all of them, as that takes seconds."""
+    pages, open_once = _opened
+    yield open_once
+    assert pages.faults == []
 
 
 @pytest.fixture(scope="session")
@@ -77,4 +102,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of 900 steps of a program with 60 calls."""
     path = tmp_path_factory.mktemp("pages") / "small.html"
     path.write_text(lazy_backend.diagnostics.page.render(make_run(900, 60)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with 30 programs that differ in a number, a wait, and a compile that is not over."""
+    path = tmp_path_factory.mktemp("pages") / "many.html"
+    path.write_text(lazy_backend.diagnostics.page.render(make_run_of_variants(30)))
     return path

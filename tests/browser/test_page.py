@@ -43,24 +43,24 @@ def pixel_of_call(page: Any, place: int) -> tuple[float, float]:
     return box["x"] + x, box["y"] + y
 
 
-def test_every_section_is_drawn(open_page: Open, small: Path) -> None:
-    page = open_page(small)
+def test_every_section_is_drawn(look_at: Open, small: Path) -> None:
+    page = look_at(small)
     assert page.locator("nav a").count() == page.locator("section").count() == 9
     for chart in ("steps-chart", "timeline-chart", "graph-chart", "memory-chart", "tensors-chart"):
         assert page.locator(f"#{chart} canvas").count() == 1
     assert page.locator("#tiles").inner_text().startswith("19.5 s\nof 900 steps")
 
 
-def test_findings_come_first_with_lines_and_advice(open_page: Open, small: Path) -> None:
-    first = open_page(small).locator("ol.findings li").first
+def test_findings_come_first_with_lines_and_advice(look_at: Open, small: Path) -> None:
+    first = look_at(small).locator("ol.findings li").first
     assert "train.py:" in first.inner_text()
     assert first.locator(".advice").count() == 1
 
 
 def test_10_000_steps_and_5_000_calls_open_in_3_seconds(open_page: Open, big: Path) -> None:
     # the best of three: other processes of the machine are not what is measured
-    times = [open_page(big).evaluate("performance.getEntriesByName('ready')[0].startTime") for _ in range(3)]
-    assert min(times) < 3000
+    times = (open_page(big).evaluate("performance.getEntriesByName('ready')[0].startTime") for _ in range(3))
+    assert any(time < 3000 for time in times)
 
 
 def test_the_steps_zoom(open_page: Open, big: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_click_on_a_step_shows_its_time(open_page: Open, small: Path) -> None:
     assert after[1] - after[0] < 0.1 * (before[1] - before[0])
 
 
-def test_a_timeline_is_drawn_with_few_shapes(open_page: Open, big: Path) -> None:
-    assert open_page(big).evaluate("shownSegments.length") < 5000  # of 40,000 pieces
+def test_a_timeline_is_drawn_with_few_shapes(look_at: Open, big: Path) -> None:
+    assert look_at(big).evaluate("shownSegments.length") < 5000  # of 40,000 pieces
 
 
 def test_a_table_is_sorted_and_filtered(open_page: Open, small: Path) -> None:
@@ -188,14 +188,6 @@ def test_a_line_leads_to_its_calls(open_page: Open, small: Path) -> None:
     assert page.evaluate("graph.isFolded")
 
 
-@pytest.fixture
-def many(tmp_path: Path) -> Path:
-    """The page of a run with 30 programs that differ in a number, a wait, and a compile that is not over."""
-    path = tmp_path / "many.html"
-    path.write_text(render(make_run_of_variants(30)))
-    return path
-
-
 def test_programs_that_differ_in_a_number_are_one_row(open_page: Open, many: Path) -> None:
     page = open_page(many)
     rows = page.locator(".program:not(.variant)")
@@ -210,8 +202,8 @@ def test_programs_that_differ_in_a_number_are_one_row(open_page: Open, many: Pat
     assert "and 29 variants" in page.locator("#graphs tbody").inner_text()
 
 
-def test_what_can_be_changed_stands_apart(open_page: Open, many: Path) -> None:
-    page = open_page(many)
+def test_what_can_be_changed_stands_apart(look_at: Open, many: Path) -> None:
+    page = look_at(many)
     heads = page.locator("#findings .content > h3").all_inner_texts()
     assert heads == ["You can change", "For information"]
     assert "wait_for_compiles()" in page.locator("ol.information").inner_text()
@@ -219,16 +211,16 @@ def test_what_can_be_changed_stands_apart(open_page: Open, many: Path) -> None:
     assert all(cost.endswith(" s") for cost in costs)
 
 
-def test_a_wait_for_the_compiler_is_in_the_timeline(open_page: Open, many: Path) -> None:
-    page = open_page(many)
+def test_a_wait_for_the_compiler_is_in_the_timeline(look_at: Open, many: Path) -> None:
+    page = look_at(many)
     kinds = page.evaluate("lanes[0].segments.filter((segment) => segment.wait).map((one) => [one.from, one.to])")
     assert kinds == [[30.0, 150.0]]
     assert "the compiler" in page.locator("#timeline-legend").inner_text()
     assert "120 s\nin wait_for_compiles()" in page.locator("#tiles").inner_text()
 
 
-def test_a_compile_that_is_not_over_is_counted(open_page: Open, many: Path) -> None:
-    page = open_page(many)
+def test_a_compile_that_is_not_over_is_counted(look_at: Open, many: Path) -> None:
+    page = look_at(many)
     assert "2\ncompiles, 1 of them not over" in page.locator("#tiles").inner_text()
     assert "so far" in page.locator("#compiles tbody").inner_text()
 
@@ -248,8 +240,8 @@ def test_ranks_have_a_lane_each(open_page: Open, tmp_path: Path) -> None:
     assert page.evaluate(f"{option}.series.filter((line) => line.name.endsWith('process')).length") == 2
 
 
-def test_memory_of_tensors_has_an_axis_of_its_own(open_page: Open, many: Path) -> None:
-    page = open_page(many)
+def test_memory_of_tensors_has_an_axis_of_its_own(look_at: Open, many: Path) -> None:
+    page = look_at(many)
     option = "echarts.getInstanceByDom(document.getElementById('memory-chart')).getOption()"
     assert page.evaluate(f"{option}.yAxis.map((axis) => axis.position)") == ["left", "right"]
     assert page.evaluate(f"{option}.series.map((line) => line.yAxisIndex)") == [0, 1]
@@ -257,8 +249,8 @@ def test_memory_of_tensors_has_an_axis_of_its_own(open_page: Open, many: Path) -
     assert tensors < process / 10
 
 
-def test_a_column_of_times_has_one_unit(open_page: Open, many: Path) -> None:
-    page = open_page(many)
+def test_a_column_of_times_has_one_unit(look_at: Open, many: Path) -> None:
+    page = look_at(many)
     for section, column in (("misses", 2), ("graphs", 6), ("graphs", 7)):
         cells = page.locator(f"#{section} tbody tr td:nth-child({column})").all_inner_texts()
         assert len({cell.rpartition(" ")[2] for cell in cells if cell[0].isdigit()}) == 1, cells
