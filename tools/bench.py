@@ -6,9 +6,9 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--diagnostics`, `--trainers` and `--ranks` measure something else: the first steps of a process, what
-`config.explain` costs, the loops of other packages' trainers, and several processes that train together.
-See docs/benchmarks.md.
+`--cold`, `--diagnostics`, `--trainers`, `--ranks` and `--simulated-ranks` measure something else: the first steps of a
+process, what `config.explain` costs, the loops of other packages' trainers, several processes that train together, and
+what it costs many to agree. See docs/benchmarks.md and docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import cold
 import compile_time
 import diagnostics
 import rank_loops
+import rank_scaling
 import torch
 import trainer_loops
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
@@ -241,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
+    parser.add_argument("--simulated-ranks", action="store_true", help="what agreeing costs 8 to 10,000, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print markdown")
@@ -284,6 +286,9 @@ def main() -> None:
         return
     if arguments.ranks:
         rank_loops.main(arguments.ranks, arguments.rounds or 5, "markdown" if arguments.markdown else "text")
+        return
+    if arguments.simulated_ranks:
+        rank_scaling.main(rank_scaling.RANKS, "markdown" if arguments.markdown else "text")
         return
     shown = render["markdown" if arguments.markdown else "text"]
     if arguments.diagnostics:

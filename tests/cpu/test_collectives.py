@@ -698,3 +698,18 @@ def test_ranks_after_a_failure(case: str, is_told: bool, tmp_path: Path) -> None
         assert "AssertionError" not in told
     else:
         assert [one.stdout for one in done] == ["done\n"] * 2, told
+
+
+# ----- many ranks, simulated
+
+
+@pytest.mark.parametrize("count", [2, 100])
+def test_the_rank_that_goes_astray_finds_it_out(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tools"))
+    from rank_scaling import simulate
+
+    result = simulate(count)
+    ((rank, error),) = result["found"].items()
+    assert rank == result["astray"]
+    assert f"rank {rank} is about to call collective 29 of group simulated, broadcast of float32[1000]" in error
+    assert f"rank {(rank + 1) % count} is about to call all_reduce of float32[1000] (sum) at train.py:28" in error
