@@ -372,6 +372,9 @@ def broadcasting(original: Callable[..., None]) -> Callable[..., None]:
         with torch.no_grad():
             for places in together:
                 own = [tensors[place] for place in places]
+                if len(own) == 1:
+                    group.broadcast(own[0], src)
+                    continue
                 values = _joined(own)
                 group.broadcast(values, src)
                 _copy_parts(values, own)
