@@ -357,7 +357,7 @@ def _are_of_one_device(tensors: Sequence[Any]) -> bool:
 def broadcasting(original: Callable[..., None]) -> Callable[..., None]:
     """What `DistributedDataParallel` calls for a module's buffers in each forward: several tensors at a time.
 
-    The broadcasts are PyTorch's, with three calls for each instead of up to four for each tensor.
+    The broadcasts are PyTorch's. Each is one call for a tensor alone, and four for several, not up to four for each.
     """
 
     @functools.wraps(original)

@@ -21,7 +21,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -38,7 +37,7 @@ class NotAssumed(Exception):
     """Why the processor's instructions are not used untried."""
 
 
-# Instructions with which a compile failed: from then on, inductor detects what the C++ compiler knows.
+# Why instructions were refused: from then on, inductor detects what the C++ compiler knows.
 _refused: list[str] = []
 
 
@@ -47,25 +46,30 @@ def assumed_instructions() -> Iterator[None]:
     """Within this block inductor uses the processor's instructions. See Note [Instructions are not tried].
 
     Raises `NotAssumed` if they were refused before, if the user's settings say something about them, or if PyTorch was
-    built without them. If the block raises, they are refused.
+    built without them. If the C++ compiler raises within the block, they are refused from then on.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor import cpu_vec_isa  # internal, checked on 2.13
+    from torch._inductor.exc import CppCompileError
 
     if _refused or inductor_config.cpp.vec_isa_ok is not None:
         raise NotAssumed
-    check = mock.patch.object(cpu_vec_isa.VecISA, "check_build", return_value=True)
-    with inductor_config.patch({"cpp.vec_isa_ok": True}), check:
-        chosen = cpu_vec_isa.pick_vec_isa()
-        try:
+    kinds: Any = cpu_vec_isa.VecISA
+    check = kinds.check_build
+    kinds.check_build = lambda self, code: True
+    try:
+        with inductor_config.patch({"cpp.vec_isa_ok": True}):
+            chosen = cpu_vec_isa.pick_vec_isa()
             # the same capability, which ATEN_CPU_CAPABILITY limits for both
             if chosen and f"CPU_CAPABILITY_{torch.backends.cpu.get_cpu_capability()}" not in chosen.build_macro():
                 raise NotAssumed
             yield
-        except BaseException:
-            _refused.append(str(chosen))
-            _forget()
-            raise
+    except (CppCompileError, NotAssumed) as error:
+        _refused.append(type(error).__name__)
+        _forget()
+        raise
+    finally:
+        kinds.check_build = check
 
 
 def _forget() -> None:
