@@ -64,7 +64,11 @@ def _joined(tensors: Sequence[torch.Tensor]) -> LazyTensor:
 def _copy_parts(values: LazyTensor, tensors: Sequence[Any]) -> None:
     """Write what `_joined` would make of `tensors` into them."""
     pieces = record(aten.unflatten_dense_tensors.default, (values, tensors), {})
-    torch._foreach_copy_(tensors, pieces)  # type: ignore[arg-type]
+    if any(one.is_conj() or one.is_neg() for one in tensors):  # for which PyTorch has no writes to lists
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece)
+    else:
+        torch._foreach_copy_(tensors, pieces)  # type: ignore[arg-type]
 
 
 class _Bucket:

@@ -398,3 +398,57 @@ dist.destroy_process_group()
 
 def test_eager_modules_communicate_after_what_was_recorded_before(tmp_path: Path) -> None:
     check_ranks(_BESIDE_EAGER, tmp_path)
+
+
+_CONJUGATES = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lazy_backend
+
+lazy_backend.config.backend, lazy_backend.config.compile = sys.argv[1], "foreground"
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.full(shape, 1 + 2j)) for shape in ((3, 3), (3,)))
+        self.register_buffer("conjugate", torch.tensor([1 + 2j * (rank + 1), 3.0]).conj())
+        self.register_buffer("negative", torch.tensor([1 + 2j * (rank + 1), 3.0]).conj().imag)
+        self.register_buffer("real", torch.tensor([1.0 + rank]))
+        self.register_buffer("other", torch.tensor([2j, 4.0 + rank]))
+
+    def forward(self, x):
+        return (x @ self.weight.conj() + self.bias * self.other.sum() + self.conjugate.sum()).abs().square().sum()
+
+
+def train(device):
+    with torch.device(device):
+        module = Waves()
+    assert module.conjugate.is_conj()
+    assert module.negative.is_neg()
+    model = DistributedDataParallel(module)
+    found = []
+    for number in range(5):
+        model.zero_grad()
+        loss = model(torch.full((2, 3), number + 1j * rank, device=device))
+        loss.backward()
+        assert module.weight.grad.is_conj()
+        found += [loss.item(), *(one.cpu().resolve_conj().tolist() for one in (module.weight.grad, module.bias.grad))]
+        found += [one.cpu().resolve_conj().tolist() for one in module.buffers()]
+    return found
+
+
+assert train("lazy") == train("cpu")
+dist.destroy_process_group()
+"""
+
+
+def test_conjugated_gradients_and_buffers(tmp_path: Path) -> None:
+    check_ranks(_CONJUGATES, tmp_path)
