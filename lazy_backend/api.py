@@ -20,6 +20,8 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import closures, reads
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.device_graphs.devices import graph_device
+from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.plans import profiling
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import Device, context_of, contexts
@@ -63,6 +65,28 @@ def wait_for_compiles(timeout: float | None = None) -> bool:
     history.waited("wait_for_compiles()", user_site(), begin, finished)
     contexts.for_all_device_contexts(DeviceContext.restart_clock)
     return finished
+
+
+@hide_internals
+def memory_stats(device: Device = None) -> dict[str, int]:
+    """Bytes in use on the backing device of `device`.
+
+    `"allocated"`: held by tensors. `"reserved"`: held by the allocator, with what it keeps for reuse. `"peak"`: the
+    most that was allocated so far. `"graph_pools"`: of what is reserved, the memory of runs that are launched as one
+    graph (`config.device_graphs`), on all devices. A CPU does not count: there is `"allocated"` alone, the bytes of
+    live lazy tensors.
+    """
+    context = context_of(device)
+    graphs = graph_device(context.backing)
+    if context.backing.type == "cpu" or graphs is None:
+        return {"allocated": context.alive().bytes}
+    memory = graphs.memory()
+    return {
+        "allocated": memory.allocated,
+        "reserved": memory.reserved,
+        "peak": memory.peak,
+        "graph_pools": launches.pool_bytes(),
+    }
 
 
 @hide_internals

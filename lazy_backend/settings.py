@@ -113,6 +113,12 @@ FLAGS: dict[str, Flag] = {
         "teams would share the cores and runs take twice as long.",
         "LAZY_BACKEND_RUN_IN_BACKGROUND",
     ),
+    "device_graphs": Flag(
+        "auto",
+        _choice("auto", "off"),
+        "'auto': runs that recur are launched as one CUDA graph, where the device is a GPU. 'off': kernel by kernel.",
+        "LAZY_BACKEND_DEVICE_GRAPHS",
+    ),
     "mark_step_on_optimizer_step": Flag(
         False,
         _boolean,

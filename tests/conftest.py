@@ -17,6 +17,8 @@ from harness import reset_state, settle, thread_state
 
 import lazy_backend
 from lazy_backend import metrics
+from lazy_backend.lowering.device_graphs.devices import use_device
+from lazy_backend.lowering.device_graphs.fake import FakeDevice
 from lazy_backend.lowering.ir.passes import check_passes
 from lazy_backend.metrics.names import entry_of
 from lazy_backend.tensors.contexts import contexts
@@ -24,6 +26,7 @@ from lazy_backend.tensors.contexts import contexts
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="also run tests marked slow")
+    parser.addoption("--device-graphs", action="store_true", help="launch runs as graphs of a fake device")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,7 +91,17 @@ def garbage_of_the_module() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
+def device_graphs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--device-graphs`, what recurs is launched: not what CI runs, but what a change of the launcher should."""
+    if not request.config.getoption("--device-graphs"):
+        yield
+        return
+    with use_device(FakeDevice(repeats_calls=True)):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(device_graphs: None) -> Iterator[None]:
     reset_state()
     before = thread_state()
     yield

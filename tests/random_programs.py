@@ -57,7 +57,7 @@ def program(device, sync):
         # a random op is a function of a seed, drawn from torch's default generator when it is called
         if args[0].device.type == "lazy":
             return op(*args)
-        made = rng.run_seeded(op, rng.draw_seed(), torch.device("cpu"), args, {{}})
+        made = rng.run_seeded(op, [rng.draw_seed()], 0, torch.device("cpu"), args, {{}})
         return made if made is args[0] else made.data
 
 {body}
@@ -133,7 +133,7 @@ def _seeded(op: torch._ops.OpOverload, *args: Any) -> Any:
 
     if args[0].device.type == "lazy":
         return op(*args)
-    made = rng.run_seeded(op, rng.draw_seed(), torch.device("cpu"), args, {})
+    made = rng.run_seeded(op, [rng.draw_seed()], 0, torch.device("cpu"), args, {})
     return made if made is args[0] else made.data  # a new tensor, but written once: `.data` has version 0
 
 

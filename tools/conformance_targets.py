@@ -47,7 +47,7 @@ class SeededRandomOps(RandomOps):
     def draw(self, op: Any, args: Any, kwargs: Any) -> Any:
         if not self.rng.draws_random_numbers(op, args) or not self.rng.can_seed(op):
             return op(*args, **kwargs)
-        return self.rng.run_seeded(op, self.rng.draw_seed(), torch.device("cpu"), args, kwargs)
+        return self.rng.run_seeded(op, [self.rng.draw_seed()], 0, torch.device("cpu"), args, kwargs)
 
 
 class Target:

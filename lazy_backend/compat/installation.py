@@ -34,6 +34,7 @@ from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.background import worker
+from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.lowering.ir.passes import watch_passes
 from lazy_backend.precision.autocast import follow_backing_device
@@ -90,6 +91,8 @@ def install() -> None:
     fsdp.install()
     contexts.prepare = _prepare
     config.watch("force_fallback", _forget_all_paths)
+    config.watch("device_graphs", _switch_device_graphs)
+    _switch_device_graphs()
     config.watch("mark_step_on_optimizer_step", step_ends.watch)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     _wire()
@@ -123,6 +126,7 @@ def _wire() -> None:
         metrics.Source(contexts.read_counters, contexts.reset_counters),
         metrics.Source(outside.read_counters, outside.reset_counters),
         metrics.Source(disk_cache.read_counters, disk_cache.reset_counters),
+        metrics.Source(launches.read_counters, launches.reset_counters),
     ):
         metrics.add_source(source)
     agreements.site_of_call = user_site
@@ -137,6 +141,12 @@ def _wire() -> None:
 
 def _finish_everything() -> None:
     executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause="torch.set_default_dtype")
+
+
+def _switch_device_graphs() -> None:
+    launches.enabled = config.device_graphs == "auto"
+    if not launches.enabled:
+        launches.release()
 
 
 def _prepare() -> None:

@@ -30,6 +30,7 @@ from lazy_backend.diagnostics.debug_log import print_run
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import ExecutionError, LazyBackendError, PoisonedTensorError
 from lazy_backend.lowering.collectives.agreement import agreements
+from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import Call, Cut
@@ -212,7 +213,8 @@ class Async(Work):
     def _describe(self, raised: Exception) -> BaseException:
         if isinstance(raised, PoisonedTensorError):
             return raised
-        error = ExecutionError(f"{raised}\n  in {self._whereabouts()}")
+        hint = _hint_for_memory(raised)
+        error = ExecutionError(f"{raised}\n  in {self._whereabouts()}{hint}")
         # this error's text includes that of a NodeError
         error.__cause__ = raised.__cause__ if isinstance(raised, NodeError) else raised
         return error
@@ -231,6 +233,18 @@ class Async(Work):
             f"{computation!r}, {self.plan.kind}, on {collection.context.device}\n"
             f"  synced at {collection.site or 'an unknown line'} ({collection.cause})"
         )
+
+
+def _hint_for_memory(raised: Exception) -> str:
+    """What to do if the device had no memory left. What can be given back is given back for the next run."""
+    if not isinstance(raised, torch.OutOfMemoryError) and not isinstance(raised.__cause__, torch.OutOfMemoryError):
+        return ""
+    freed = launches.release()
+    given_back = f"; {freed >> 20} MiB of launched graphs are free now" if freed else ""
+    return (
+        f"\n  the device has no memory left{given_back}. lazy_backend.memory_stats() says who has it; smaller batches, "
+        'checkpointing, or config.device_graphs = "off" take less'
+    )
 
 
 def held_outputs(bound: CachedComputation, storages: Sequence[LazyStorage]) -> list[LazyStorage | None]:

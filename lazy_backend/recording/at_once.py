@@ -96,7 +96,7 @@ class RealCall:
         real_args = [to_real(arg) for arg in args]
         real_kwargs = {name: to_real(arg) for name, arg in kwargs.items()} if kwargs else kwargs
         if seed is not None:
-            return rng.run_seeded(op, seed, self.context.backing, real_args, real_kwargs)
+            return rng.run_seeded(op, [seed], 0, self.context.backing, real_args, real_kwargs)
         if self._has_bits:
             return run_clean(op, *real_args, **real_kwargs)
         return op(*real_args, **real_kwargs)

@@ -15,6 +15,7 @@ from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
+from lazy_backend.lowering.device_graphs.uploads import upload_to
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import contiguous_stride, empty_of, extent, intern_meta
 from lazy_backend.recording.at_once import run_at_once
@@ -100,7 +101,7 @@ def _uploaded_storage(context: DeviceContext, storage: torch.UntypedStorage, dty
 
     def upload_flat() -> torch.Tensor:
         flat = torch.empty(0, dtype=dtype).set_(plain)  # type: ignore[call-overload]
-        return counted_upload(flat.nbytes, lambda: flat.to(context.backing, copy=True))
+        return counted_upload(flat.nbytes, lambda: upload_to(context.backing, flat))
 
     made = new_data(context, run_clean(upload_flat))
     if isinstance(storage, LazyUntypedStorage):

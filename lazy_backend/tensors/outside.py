@@ -11,6 +11,7 @@ import torch
 from lazy_backend.caching.constants import ConstantKey, DataCacheArena
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
+from lazy_backend.lowering.device_graphs.uploads import upload_to
 from lazy_backend.lowering.ir.graph import TensorMeta, meta_of
 from lazy_backend.settings import config
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, TensorData
@@ -69,7 +70,7 @@ def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
 
 def _upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    copy = functools.partial(counted_upload, tensor.nbytes, lambda: tensor.to(context.backing, copy=True))
+    copy = functools.partial(counted_upload, tensor.nbytes, lambda: upload_to(context.backing, tensor))
     if tensor.dim() or tensor.device.type != "cpu":
         return copy()
     key = ConstantKey(tensor.dtype, (), bytes(tensor.reshape(1).view(torch.uint8).tolist()))

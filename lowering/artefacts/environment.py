@@ -136,7 +136,16 @@ _GENERAL = (
     Dependency("abi", Scope.ARTEFACT, lambda: importlib.machinery.EXTENSION_SUFFIXES[0]),
     Dependency("processor", Scope.ARTEFACT, processor),
 )
+
+
+def _cuda_driver() -> int:
+    """The version of CUDA that the driver is for; 0 without one."""
+    # internal, checked on 2.13; absent from a PyTorch without CUDA
+    return int(getattr(torch._C, "_cuda_getDriverVersion", int)())
+
+
 _CUDA = (
+    Dependency("cuda driver", Scope.ARTEFACT, _cuda_driver),
     _precision("cuda", "matmul", _SWITCHED),
     _precision("cuda", "conv", _SWITCHED),
     _precision("cuda", "rnn", _SWITCHED),

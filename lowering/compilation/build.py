@@ -30,6 +30,9 @@ from lazy_backend.lowering.compilation.inductor_defects import without_defects
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
 
+_OTHER_DEVICES = "devices beside the CPU"
+
+
 class NotLight(Exception):
     """Why a compiled graph needs PyTorch's own loader. See Note [Light and bundled artefacts]."""
 
@@ -37,6 +40,8 @@ class NotLight(Exception):
 def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Examples) -> bytes:
     """Compile the module that `make_module` makes. Raises whatever inductor raises."""
     try:
+        if not _is_for_cpu(examples):  # kernels are Triton's, which PyTorch's own artefacts have in them
+            raise NotLight(_OTHER_DEVICES)
         with _kernels_not_built():
             compiled = _compile(make_module(), examples)
         # internal, checked on 2.13: the AOTAutograd cache entry, which contains inductor's result
@@ -59,6 +64,11 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
     except NotLight as reason:
         bundled = _compile(make_module(), examples).serialize()
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
+
+
+def _is_for_cpu(examples: Examples) -> bool:
+    tensors = [one for one in examples.arguments if isinstance(one, torch.Tensor)]
+    return all(one.device.type == "cpu" for one in tensors)
 
 
 def _compile(module: fx.GraphModule, examples: Examples) -> Any:
@@ -105,7 +115,7 @@ def _require_no_wrappers(entry: Any) -> None:
         "functionalised random numbers": meta.is_rng_op_functionalized,
         "constants": result.constants or result.torchbind_constants or result.frozen_param_names,
         "inputs to align": result.inputs_to_check,
-        "devices beside the CPU": not set(result.device_types) <= {"cpu"},
+        _OTHER_DEVICES: not set(result.device_types) <= {"cpu"},
         "partitions": result.partition_maps,
         "wrapped regions": result._wrap_compiled_regions,
     }

@@ -23,6 +23,7 @@ from lazy_backend.lowering.compilation.fx import to_fx
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest
+from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.shapes import symbolic_graph
@@ -86,8 +87,6 @@ def may_fail_at_run_time(node: Node) -> bool:
 class CompiledPlan:
     """A compiled graph. Valid for the constants that are compiled in; the other constants are inputs."""
 
-    kind = PlanKind.COMPILED
-
     def __init__(
         self,
         request: CompileRequest,
@@ -106,9 +105,15 @@ class CompiledPlan:
         # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
+        self.launcher: GraphLauncher | None = None
         self.conforms = False
         self.num_runs = 0
         self.shortest_run = math.inf
+
+    @property
+    def kind(self) -> PlanKind:
+        is_launched = self.launcher is not None and self.launcher.is_launching
+        return PlanKind.COMPILED_AND_LAUNCHED if is_launched else PlanKind.COMPILED
 
     @property
     def graph(self) -> Graph:
@@ -147,17 +152,27 @@ class CompiledPlan:
         sizes: Sequence[int] = (),
     ) -> list[torch.Tensor]:
         """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees each after its last use."""
-        arguments: list[Any] = inputs
-        arguments[:0] = sizes
         if self.signature.scalars:
             # made on the CPU whatever the user's default device is: one transfer for all scalars of a step
             values = [constants[place] for place in self.signature.scalars]
             packed = torch.frombuffer(array("d", values), dtype=torch.float64)
-            arguments.append(packed.to(self._device, non_blocking=True))
+            inputs.append(packed.to(self._device, non_blocking=True))
+        numbers = constants if self.signature.numbers else ()
+        if self.launcher is None:
+            return self._compute(inputs, seeds, sizes, numbers)
+        which = (*sizes, array("d", numbers).tobytes())  # bits: 0.0 is not -0.0
+        return self.launcher.run(
+            lambda tensors, own_seeds: self._compute(tensors, own_seeds, sizes, numbers), inputs, seeds, which
+        )
+
+    def _compute(
+        self, arguments: list[Any], seeds: Sequence[int], sizes: Sequence[int], numbers: Sequence[float]
+    ) -> list[torch.Tensor]:
+        """Run once: `arguments` are the inputs, and the promoted floats if there are any."""
+        arguments[:0] = sizes
         if self.signature.seeds:
             arguments.append(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
-        if self.signature.numbers:
-            arguments.extend(constants)
+        arguments.extend(numbers)
         taken = {} if self._aliases.is_known() else watched_storages(arguments)
         # autograd and autocast act in the layers above: nothing here may record, and all casts are in the graph
         try:

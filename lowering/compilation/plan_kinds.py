@@ -16,6 +16,8 @@ class PlanKind(Enum):
     INTERPRETED_AS_SMALL = "interpreted, as it is small"  # it recurs, and may be compiled if it goes on to
     COMPILED = "compiled"
     COMPILED_FOR_SHAPES = "compiled for many shapes"
+    INTERPRETED_AND_LAUNCHED = "interpreted, launched as one graph of the device"
+    COMPILED_AND_LAUNCHED = "compiled, launched as one graph of the device"
 
     def __str__(self) -> str:
         return self.value
@@ -23,7 +25,7 @@ class PlanKind(Enum):
     @property
     def lays_out_alike(self) -> bool:
         """Whether results lie in memory alike in every run, so that one look at them holds for all."""
-        return self is PlanKind.COMPILED
+        return self in (PlanKind.COMPILED, PlanKind.COMPILED_AND_LAUNCHED)
 
     @property
     def is_generalised(self) -> bool:

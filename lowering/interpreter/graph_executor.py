@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
+from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.kernels import KernelGraph, make_kernels
 from lazy_backend.lowering.interpreter.task import ExecInfo, GraphTask, GraphTaskGuard, everything
@@ -23,17 +25,21 @@ from lazy_backend.lowering.ir.graph import Graph
 class GraphExecutor(ABC):
     """Runs the kernels of one graph. Keeps no values between runs; runs may overlap."""
 
-    kind = PlanKind.INTERPRETED
-
     def __init__(self, graph: Graph, kernels: KernelGraph | None = None, info: ExecInfo | None = None) -> None:
         self.graph = graph
         self.kernels = make_kernels(graph) if kernels is None else kernels
         self.exec_info = everything(self.kernels) if info is None else info
         self._outputs = [value.number for value in self.exec_info.outputs]
         self._aliases = OutputAliases()
+        self.launcher: GraphLauncher | None = None
         self.conforms = False
         self.num_runs = 0
         self.shortest_run = math.inf
+
+    @property
+    def kind(self) -> PlanKind:
+        is_launched = self.launcher is not None and self.launcher.is_launching
+        return PlanKind.INTERPRETED_AND_LAUNCHED if is_launched else PlanKind.INTERPRETED
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
@@ -42,6 +48,16 @@ class GraphExecutor(ABC):
 
         Raises `NodeError`, which names the operator and the user's line.
         """
+        if self.launcher is None:
+            return self._compute(inputs, constants, seeds)
+        which = array("d", constants).tobytes()  # bits: 0.0 is not -0.0
+        return self.launcher.run(
+            lambda tensors, own_seeds: self._compute(tensors, constants, own_seeds), inputs, seeds, which
+        )
+
+    def _compute(
+        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
         frame = ExecutionFrame()
         frame.fill(self.kernels.template, inputs, constants, seeds)
         inputs.clear()

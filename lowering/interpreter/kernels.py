@@ -113,7 +113,7 @@ class OpKernel:
         seed = self.node.seed
         if seed is None:
             return self._op(*args, **kwargs)
-        return run_seeded(self._op, frame.seeds[seed], self._device, args, kwargs)
+        return run_seeded(self._op, frame.seeds, seed, self._device, args, kwargs)
 
     def describe(self, error: Exception) -> Exception:
         return NodeError(self.node, error)

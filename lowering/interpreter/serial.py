@@ -7,6 +7,9 @@ after its last use. This is the interpreted plan: it needs no compiler and start
 
 from __future__ import annotations
 
+import torch
+
+from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
 from lazy_backend.lowering.interpreter.kernels import Kernel, KernelGraph
 from lazy_backend.lowering.interpreter.layout import last_uses
@@ -39,7 +42,12 @@ class SerialGraphExecutor(GraphExecutor):
         kernel: Kernel
         try:
             for kernel, captures, frees in self._steps:
-                kernel.compute(frame)
+                try:  # costs nothing unless it raises
+                    kernel.compute(frame)
+                except torch.OutOfMemoryError:
+                    if kernel.mutates or not launches.release():
+                        raise
+                    kernel.compute(frame)  # with the memory that graphs of the device had
                 if captures:
                     task.capture(captures)
                 for slot in frees:

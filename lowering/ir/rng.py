@@ -9,6 +9,8 @@ So `torch.manual_seed`, `fork_rng`, `set_rng_state` and checkpointing govern laz
 order of execution cannot change what is drawn, and no seed is ever part of a key. The interpreter and the compiled
 graph call the same kernel with identically seeded generators, so a change of plan does not change the numbers. A
 compiler sees an opaque operator in the `lazy_backend` namespace, which takes the seeds as one int64 tensor.
+While a device captures a run (`device_graphs`), nothing may be read or seeded: each random op then draws from a
+generator of its own, which is seeded before each launch.
 If a call is given a user's own generator on the lazy device, its seed is drawn from that generator instead of the
 default one.
 
@@ -22,7 +24,8 @@ the compiler fuses the products with what surrounds them. The values are the sam
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -42,17 +45,32 @@ _lock = process_lock()
 class _Generators(threading.local):
     """One generator per thread and device: seeding a generator takes 1 µs, making one 3 µs."""
 
+    captured: Sequence[torch.Generator] | None = None  # one for each seed, while a run is captured
+
     def __init__(self) -> None:
         self.by_device: dict[torch.device, torch.Generator] = {}
 
-    def get(self, device: torch.device, seed: int) -> torch.Generator:
+    def get(self, device: torch.device, seeds: Sequence[int] | torch.Tensor, place: int) -> torch.Generator:
+        """A generator that draws what the seed at `place` stands for."""
+        if self.captured is not None:
+            return self.captured[place]
         generator = self.by_device.get(device)
         if generator is None:
             generator = self.by_device[device] = torch.Generator(device)
-        return generator.manual_seed(seed)
+        return generator.manual_seed(int(seeds[place]))
 
 
 _generators = _Generators()
+
+
+@contextmanager
+def drawing_from(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Within the block this thread's random ops draw from `generators`, one for each seed, whatever the seeds are."""
+    try:
+        _generators.captured = generators
+        yield
+    finally:
+        _generators.captured = None  # a plain store, which nothing interrupts
 
 
 # explicit: under a user's default device, the draw itself would be recorded
@@ -114,7 +132,7 @@ def _dropout_mask(
     size: Sequence[int], stride: Sequence[int] | None, p: float, device: torch.device, seeds: torch.Tensor, seed: int
 ) -> torch.Tensor:
     mask = _empty_mask(size, stride, p, device, seeds, seed)
-    return mask.bernoulli_(1 - p, generator=_generators.get(device, int(seeds[seed])))
+    return mask.bernoulli_(1 - p, generator=_generators.get(device, seeds, seed))
 
 
 def _empty_mask(
@@ -224,9 +242,16 @@ def without_generator(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
     return args, kept
 
 
-def run_seeded(op: torch._ops.OpOverload, seed: int, device: torch.device, args: Any, kwargs: Any) -> Any:
-    """Call `op` with its random numbers drawn from a generator on `device` seeded with `seed`."""
-    generator = _generators.get(device, seed)
+def run_seeded(
+    op: torch._ops.OpOverload,
+    seeds: Sequence[int] | torch.Tensor,
+    place: int,
+    device: torch.device,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Call `op` with its random numbers drawn from a generator on `device` that has the seed at `place`."""
+    generator = _generators.get(device, seeds, place)
     rewritten = _REWRITTEN.get(op)
     if rewritten is not None:
         return rewritten(generator, *args, **kwargs)
@@ -273,7 +298,7 @@ def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         *own, seeds, seed = values
         args, kwargs = bind(own)
         device = next((value.device for value in own if isinstance(value, torch.Tensor)), kwargs.get("device"))
-        made = run_seeded(op, int(seeds[seed]), torch.device(device or "cpu"), args, kwargs)
+        made = run_seeded(op, seeds, seed, torch.device(device or "cpu"), args, kwargs)
         return None if in_place else made
 
     def fake(*values: Any) -> Any:

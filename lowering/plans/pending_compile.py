@@ -23,8 +23,8 @@ from lazy_backend.lowering.plans.policy import CompilePolicy, GraphTooLarge
 
 
 def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
-    """Whether the worker process compiles for this backend: only inductor's results for the CPU can be sent."""
-    return backend == "inductor" and device.type == "cpu" and hasattr(os, "register_at_fork")
+    """Whether the worker process compiles for this backend: only inductor's results can be sent."""
+    return backend == "inductor" and device.type in ("cpu", "cuda") and hasattr(os, "register_at_fork")
 
 
 class CompileState(Enum):

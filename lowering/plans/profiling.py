@@ -39,6 +39,7 @@ from lazy_backend.caching.weak_table import WeakTable
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.compilation.request import runs_module_as_is
+from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.functional import NotFunctional, why_not_functional
 from lazy_backend.lowering.ir.graph import Graph
@@ -52,10 +53,13 @@ from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
 class ExecutionPlan(Protocol):
     """A runnable form of a graph."""
 
-    kind: PlanKind
     conforms: bool  # whether a run has shown that its results lie in memory as they were recorded
     num_runs: int
     shortest_run: float  # seconds, of the runs but the first, which is slower; infinite before
+
+    @property
+    def kind(self) -> PlanKind:
+        """How it computes the graph."""
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
@@ -136,7 +140,7 @@ class ProfilingGraphExecutor:
             if is_compiling:
                 _compiling[id(self)] = self
             if plan is None:
-                plan = self._interpreted()
+                plan = self._interpreted(may_launch=self._stays_interpreted(policy))
                 self._release_at = None
             elif not is_compiling:
                 self._profiling_plan = None
@@ -263,9 +267,15 @@ class ProfilingGraphExecutor:
             self.is_small = False
             self.runs = 0
 
-    def _interpreted(self) -> SerialGraphExecutor:
+    def _stays_interpreted(self, policy: CompilePolicy) -> bool:
+        """Whether there will be no compiled plan for such runs."""
+        return not policy.enabled or self._declined is not None or self._compiler.error is not None
+
+    def _interpreted(self, may_launch: bool) -> SerialGraphExecutor:
         if self._profiling_plan is None:
             self._profiling_plan = SerialGraphExecutor(self.stored.get())
+        if may_launch and self._profiling_plan.launcher is None:
+            self._profiling_plan.launcher = launches.launcher_of(self.stored)
         return self._profiling_plan
 
 

@@ -19,6 +19,7 @@ from lazy_backend.caching.computation_cache import Key
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.compilation.scalars import can_promote
+from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.ir.graph import Graph, constants_of
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.shapes import Sizes
@@ -140,6 +141,7 @@ class GraphCompiler:
             self.error = pending.error
         else:
             self.compiles += pending.stage == "compiled"
+            plan.launcher = launches.launcher_of(self.stored)
             # a plan with more inputs replaces the older plans that it covers
             self.plans = [p for p in self.plans if not _covers(plan, p)] + [plan]
         self._tell(pending.stage, pending.seconds, plan, pending.error)

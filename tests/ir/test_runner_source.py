@@ -44,12 +44,14 @@ def compiled(graph: Graph, kind: str, monkeypatch: pytest.MonkeyPatch) -> Call:
     with monkeypatch.context() as patch, inductor_config.patch(settings):
         if kind == "light":
             patch.setattr(build, "runner_source", refuse)
+        if kind == "bundled":  # as for a GPU
+            patch.setattr(build, "_is_for_cpu", lambda examples: False)
         with functorch_config.patch("enable_autograd_cache", True):
             data = build.compile_to_bytes(request.module, request.examples())
     header, _ = artefact.unpack(data)
     assert header["kind"] == kind, header.get("reason")
     loaded = artefact.load(data, graph)
-    assert loaded.why_python == ("a test" if kind == "light" else "")
+    assert loaded.why_python == {"native": "", "light": "a test", "bundled": "devices beside the CPU"}[kind]
     return loaded.call
 
 
@@ -100,15 +102,16 @@ def graph_of_a_step() -> Graph:
 def test_a_step_does_what_inductors_wrapper_does(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of_a_step()
     found = []
-    for kind in ("native", "light"):
+    for kind in ("native", "light", "bundled"):
         call, arguments = compiled(graph, kind, monkeypatch), arguments_of(graph)
         given = list(arguments)
         with torch.no_grad():
             results = list(call(given))
         assert given == []
         found.append([*results, *arguments])  # parameters and statistics are written in place
-    native, light = found
-    assert_same([one for one in native if one is not None], [one for one in light if one is not None])
+    native, *others = found
+    for other in others:
+        assert_same([one for one in native if one is not None], [one for one in other if one is not None])
 
 
 def long_graph() -> Graph:

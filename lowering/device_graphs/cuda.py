@@ -1,0 +1,120 @@
+"""CUDA: graphs of kernels, streams and events.
+
+Not run so far on a GPU: `tools/gpu_check.py` does, where there is one. Checked against the sources of PyTorch 2.13.
+
+Note [How CUDA captures]
+A capture records the kernels that a thread gives to one stream and runs none of them. Its memory comes from a pool of
+its own, where it stays, since the graph has its addresses. PyTorch lets a thread capture while others go on
+(`capture_error_mode="thread_local"`): the main thread may upload meanwhile. `torch.cuda.graph` would collect garbage
+first, whose finalizers must not run within a run, so the capture is begun and ended here. A generator is registered
+with the graph: a launch reads its seed and offset, so that it draws what it would draw after being seeded in a plain
+run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from lazy_backend.lowering.device_graphs.interface import DeviceGraph, DeviceMemory, GraphDevice
+
+R = TypeVar("R")
+
+
+class CudaGraph(DeviceGraph):
+    """A `torch.cuda.CUDAGraph` and its size."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, call: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+        try:
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            result = call()
+        except BaseException:
+            self._abandon()
+            raise
+        self._graph.capture_end()
+        return result
+
+    def _abandon(self) -> None:
+        """End a capture that failed; the error to tell of is the one before."""
+        with contextlib.suppress(RuntimeError):
+            self._graph.capture_end()
+        self._graph.reset()
+
+    def launch(self, reads: Sequence[torch.Tensor]) -> None:
+        self._graph.replay()
+
+    def release(self) -> None:
+        self._graph.reset()
+
+
+class CudaDevice(GraphDevice):
+    """One GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captures = torch.cuda.Stream(device)
+
+    def new_generator(self) -> torch.Generator:
+        return torch.Generator(self._device)
+
+    def captured(
+        self, call: Callable[[], R], generators: Sequence[torch.Generator], reads: Sequence[torch.Tensor]
+    ) -> tuple[DeviceGraph, R]:
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            # the pool cannot use what the allocator keeps of earlier runs
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            graph = CudaGraph()
+            caller = torch.cuda.current_stream()
+            self._captures.wait_stream(caller)
+            with torch.cuda.stream(self._captures):
+                result = graph.record(call, generators)
+            caller.wait_stream(self._captures)
+            graph.nbytes = max(0, torch.cuda.memory_reserved() - before)
+        return graph, result
+
+    def release_cached(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(
+            torch.cuda.memory_allocated(self._device),
+            torch.cuda.memory_reserved(self._device),
+            torch.cuda.max_memory_allocated(self._device),
+        )
+
+    def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        # never the caller's own memory, even if pinned: it may be written as soon as the upload returns
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def from_pinned(self, pinned: torch.Tensor) -> torch.Tensor:
+        return pinned.to(self._device, non_blocking=True)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        return stream.record_event()
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def will_use(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+        tensor.record_stream(stream)
