@@ -9,6 +9,7 @@ NaN. A launch makes the calls again, into the memory of the capture. These are e
 - in a capture, to read a value on the host, to seed a generator, or to draw from one that is not registered;
 - to launch a graph that uses memory from outside its pool which was freed since, or an operand of its capture which is
   no operand of the launch;
+- to launch a graph on another stream than before without waiting for that one;
 - to launch where memory that the graph reads was written on another stream for whose event nobody waits, or was made
   there without a note that this stream uses it.
 Only calls of PyTorch's operators are seen. If a kernel of Inductor runs in a capture, that is an error too, unless the
@@ -203,11 +204,13 @@ class FakeGraph(DeviceGraph):
         self._device = device
         self._capture = capture
         self._is_released = False
+        self._latest: FakeEvent | None = None  # the end of the latest launch
         self.nbytes = sum(memory.untyped_storage().nbytes() for memory in capture.pool.values())
 
     def launch(self, reads: Sequence[torch.Tensor]) -> None:
         if self._is_released:
             raise RuleBroken("a graph was launched after its release")
+        self._latest = self._device.follow(self._latest)
         named = {_address(tensor): tensor for tensor in reads}
         for address in self._capture.outside:
             if address in named:
@@ -363,6 +366,14 @@ class FakeDevice(GraphDevice):
         written = self._written.get(_address(tensor))
         if written is not None:
             written.users.append(stream)
+
+    def follow(self, before: FakeEvent | None) -> FakeEvent:
+        """A launch on the current stream, which must have waited for the one before."""
+        stream = self._current
+        if before is not None and before.stream is not stream and stream.seen.get(before.stream, 0) < before.time:
+            raise RuleBroken("a graph is launched while its launch on another stream may still run")
+        stream.time += 1
+        return FakeEvent(stream, stream.time)
 
     def check_use(self, tensor: torch.Tensor) -> None:
         """Raise `RuleBroken` if the current stream may not read `tensor` yet."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef  # internal, see `ir/aliasing.py`
@@ -118,6 +118,7 @@ class GraphLauncher:
         self._recurring: OrderedDict[Hashable, _Recurring] = OrderedDict()
         # who uses the graphs now; weakly, so that an interrupt at any line leaves nobody in it
         self._users: WeakTable[str, _User] = WeakTable()
+        self._stream: Any = None  # of the latest launch
         self.refused: str | None = None
 
     @property
@@ -129,6 +130,10 @@ class GraphLauncher:
     def pool_bytes(self) -> int:
         found = [one.captured for one in list(self._recurring.values())]
         return sum(one.graph.nbytes for one in found if one is not None)
+
+    def describe(self) -> str | None:
+        """`"launched"`, or why runs are not; None if that is not known yet."""
+        return "launched" if self.is_launching else self.refused
 
     def run(
         self, compute: Compute, tensors: list[torch.Tensor], seeds: Sequence[int], which: Hashable
@@ -261,7 +266,15 @@ class GraphLauncher:
         launches.count("DeviceGraphGivenUp")
         return compute(tensors, seeds)
 
+    def _wait_for_other_stream(self) -> None:
+        """Threads that serve may have streams of their own: the graph's memory is one."""
+        stream = self._device.current_stream()
+        if self._stream is not None and stream != self._stream:
+            self._device.wait(stream, self._device.record(self._stream))
+        self._stream = stream
+
     def _launch(self, captured: _Captured, tensors: list[torch.Tensor], seeds: Sequence[int]) -> list[torch.Tensor]:
+        self._wait_for_other_stream()
         reads = tensors.copy()
         for place, address in enumerate(captured.addresses):
             if not address:

@@ -78,6 +78,7 @@ class GraphExecutorState:
     specialized_plans: int
     error: str | None
     released: bool = False  # what is kept of the graph for another compile is set aside
+    device_graph: str | None = None  # "launched", or why runs are not launched as one graph of the device
 
 
 class ProfilingGraphExecutor:
@@ -253,7 +254,9 @@ class ProfilingGraphExecutor:
         promoted = plans[-1].signature.scalars if plans else ()
         text = None if error is None else str(error)
         released = self.stored.is_set_aside()
-        return GraphExecutorState(self.runs, plan, self.compiles, len(promoted), len(plans), text, released)
+        launchers = [one.launcher for one in (*plans, self._profiling_plan) if one is not None and one.launcher]
+        launched = next((state for one in launchers if (state := one.describe())), None)
+        return GraphExecutorState(self.runs, plan, self.compiles, len(promoted), len(plans), text, released, launched)
 
     def debug_flush_compilation_cache(self) -> None:
         """Forget every plan and error: the next runs profile and compile anew. Seed: `debugFlushCompilationCache`."""

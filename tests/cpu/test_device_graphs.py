@@ -12,6 +12,7 @@ import torch
 import lazy_backend
 from lazy_backend import metrics
 from lazy_backend.compat.installation import reset
+from lazy_backend.computation import get_debug_states
 from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice, FakeGraph, RuleBroken
 from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
@@ -224,6 +225,8 @@ def test_a_kernel_that_reads_a_value_is_not_captured(fake: FakeDevice) -> None:
         assert result.tolist() == [step * step + 1.0] * 3
     assert fake.num_launches == 0
     assert len(refusals()) == 1
+    states = [state.device_graph for state in get_debug_states().values()]
+    assert any("reads a value on the host" in str(state) for state in states)
     assert metrics.counter_value("DeviceGraphRefused") == 1
 
 
@@ -367,6 +370,8 @@ def test_the_plan_says_that_it_is_launched(fake: FakeDevice) -> None:
         lazy_backend.mark_step()
         assert result.tolist() == [step * 2.0] * 3
     assert "compiled, launched as one graph of the device" in str(lazy_backend.explain())
+    states = [state.device_graph for state in get_debug_states().values()]
+    assert "launched" in states
 
 
 def test_memory_stats() -> None:
@@ -429,6 +434,27 @@ def test_planted_missing_event(fake: FakeDevice) -> None:
     fake.will_use(fake.current_stream(), x)
     assert planted(fake, lambda: x + 1, x).tolist() == [2.0] * 3
     assert planted(fake, lambda: y + 1, y := upload_to(CPU, pinned)).tolist() == [2.0] * 3
+
+
+def test_planted_launches_on_two_streams(fake: FakeDevice) -> None:
+    x, other = torch.ones(3), fake.new_stream()
+    graph, _ = fake.captured(lambda: x + 1, [], [x])
+    graph.launch([x])
+    with fake.on(other), pytest.raises(RuleBroken, match="on another stream"):
+        graph.launch([x])
+    fake.wait(other, fake.record(fake.current_stream()))
+    with fake.on(other):
+        graph.launch([x])
+
+
+def test_runs_on_several_streams_wait_for_each_other(fake: FakeDevice) -> None:
+    streams = [fake.new_stream() for _ in range(3)]
+    for step in range(12):
+        with fake.on(streams[step % 3]):
+            result = torch.full((3,), float(step)).to("lazy") * 2
+            lazy_backend.mark_step(wait=True)
+            assert result.tolist() == [step * 2.0] * 3
+    assert fake.num_launches >= 6
 
 
 def test_planted_stale_input(fake: FakeDevice) -> None:
