@@ -18,14 +18,11 @@ import contextlib
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import cold
 import compile_time
@@ -36,6 +33,7 @@ import torch
 import trainer_loops
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
 from tables import Result, make_tables, render
+from workers import Worker, WorkerFailed
 from workloads import WORKLOADS
 
 FIRST_STEPS = 60
@@ -56,77 +54,13 @@ class Plan:
     memory: bool
 
 
-class WorkerFailed(Exception):
-    """A worker answered with an error, or died."""
-
-
-class Worker:
-    """A process that runs one contender on one workload."""
-
-    def __init__(self, contender: str, workload: str, threads: int, environment: dict[str, str]) -> None:
-        self.contender = contender
-        self._folder = tempfile.mkdtemp(prefix="bench-")
-        self._log: IO[str] = (Path(self._folder) / "log").open("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", contender, "--workload", workload],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=self._environment(threads) | environment,
-        )
-
-    def _environment(self, threads: int) -> dict[str, str]:
-        changes = {
-            "TORCHINDUCTOR_CACHE_DIR": str(Path(self._folder) / "cache"),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0" if self.contender in WITHOUT_AUTOLOAD else "1",
-        }
-        if threads:
-            # not torch.set_num_threads: MKL would obey it in the calling thread only
-            changes |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        return dict(os.environ) | changes
-
-    def ask(self, command: str, **arguments: Any) -> Result:
-        """Send a command and wait for its answer. Raises `WorkerFailed`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise WorkerFailed(f"the process ended with status {self._process.wait()}: {self._last_words()}")
-        reply: Result = json.loads(line)
-        if "error" in reply:
-            raise WorkerFailed(" ".join(reply["error"].split())[:300])
-        return reply
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log if line.strip()]
-        return lines[-1][:300] if lines else "it printed nothing"
-
-    def close(self) -> None:
-        """End the process and remove its caches."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _worker(contender: str, workload: str, plan: Plan, environment: dict[str, str] | None = None) -> Iterator[Worker]:
-    worker = Worker(contender, workload, plan.threads, environment or {})
-    try:
-        yield worker
-    finally:
-        worker.close()
+def _worker(contender: str, workload: str, plan: Plan, environment: dict[str, str] | None = None) -> Worker:
+    changes = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0" if contender in WITHOUT_AUTOLOAD else "1"}
+    if plan.threads:
+        # not torch.set_num_threads: MKL would obey it in the calling thread only
+        changes |= {"OMP_NUM_THREADS": str(plan.threads), "MKL_NUM_THREADS": str(plan.threads)}
+    command = [sys.executable, __file__, "--worker", contender, "--workload", workload]
+    return Worker(contender, command, changes | (environment or {}))
 
 
 # ----- one workload
@@ -138,18 +72,18 @@ def measure_workload(name: str, plan: Plan) -> Result:
     results: dict[str, Result] = {contender: {"rounds": [], "traces": []} for contender in plan.contenders}
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(_worker(contender, name, plan)) for contender in plan.contenders]
-        running = [worker for worker in workers if _start(worker, name, results[worker.contender])]
+        running = [worker for worker in workers if _start(worker, name, results[worker.name])]
         for number in range(plan.rounds):
             _progress(f"{name}: round {number + 1} of {plan.rounds}")
-            running = [w for w in _rotated(running) if _round(w, workload.steps, plan, results[w.contender])]
+            running = [w for w in _rotated(running) if _round(w, workload.steps, plan, results[w.name])]
     if plan.memory:
         for worker in running:
-            results[worker.contender]["memory"] = _measure_memory(worker.contender, name, plan)
+            results[worker.name]["memory"] = _measure_memory(worker.name, name, plan)
     return {"name": name, "title": workload.title, "steps": workload.steps, "contenders": results}
 
 
 def _start(worker: Worker, workload: str, result: Result) -> bool:
-    _progress(f"{workload}: the first {FIRST_STEPS} steps of {worker.contender}")
+    _progress(f"{workload}: the first {FIRST_STEPS} steps of {worker.name}")
     try:
         result["start"] = worker.ask("start", steps=FIRST_STEPS)
     except WorkerFailed as failure:

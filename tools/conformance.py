@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,13 +32,13 @@ from typing import Any
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
+from checkout import ROOT, commit
 from conformance_cases import AUTOCAST, DATABASES, MODES, VARIANTS, Case, baseline_of, list_cases, parse_case
 from conformance_checks import Result, run_case
 from conformance_tables import Record, summary, write_document
 from conformance_targets import TARGETS
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_RESULTS = ROOT / "build" / "conformance.jsonl"
 SECONDS_PER_CASE = {"interpreted": 120, "twice": 60, "aot": 120, "inductor": 300, **dict.fromkeys(AUTOCAST, 120)}
 CASES_PER_WORKER = 200  # then it is replaced: caches of PyTorch's and ours grow
@@ -281,18 +280,6 @@ def show(case: Case, target_name: str) -> int:
     return 1
 
 
-def _commit() -> str:
-    """The commit of this checkout, `+` if there are changes; empty where git does not know."""
-    try:
-        named = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--abbrev=9", "--dirty=+"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return named.stdout.strip()
-
-
 def _jobs(cases: Sequence[Case], arguments: argparse.Namespace, known: dict[tuple[str, str], Record]) -> list[Job]:
     jobs = [("lazy", case) for case in cases]
     if arguments.baseline:
@@ -314,7 +301,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(case.key for case in cases))
         return 0
-    store = Store(arguments.results, _commit())
+    store = Store(arguments.results, commit())
     if not (arguments.resume or arguments.only_failed):
         store.clear()
     jobs = _jobs(cases, arguments, store.load())

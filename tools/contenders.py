@@ -10,21 +10,18 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-import json
-import os
 import statistics
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, thread_time
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+from workers import Reply, answer_commands
 from workloads import WORKLOADS, Training, make_training
 
-Reply = dict[str, Any]
 Hold = Callable[[], Callable[[], None]]
 
 
@@ -61,7 +58,7 @@ def _eager() -> Contender:
     return Contender("cpu")
 
 
-def _compiled_graphs() -> int:
+def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     # the cache directory is fresh, so each graph that Inductor compiles is a miss there
@@ -75,7 +72,7 @@ def _compile(with_optimizer: bool) -> Callable[[], Contender]:
         if with_optimizer:
             training.update = torch.compile(training.optimizer.step)
 
-    return lambda: Contender("cpu", prepare=prepare, compiles=_compiled_graphs)
+    return lambda: Contender("cpu", prepare=prepare, compiles=compiled_graphs)
 
 
 def _torch_lazy() -> Contender:
@@ -390,21 +387,17 @@ def _timed_trace(kind: Callable[[int], object], length: int) -> tuple[float, flo
 
 
 def serve(contender_name: str, workload_name: str) -> None:
-    """Answer commands until stdin ends. An error is an answer too: `{"error": ...}`."""
-    replies = _private_stdout()
+    """Answer commands until stdin ends."""
     state: tuple[Contender, Training] | None = None
-    for line in sys.stdin:
-        command: dict[str, Any] = json.loads(line)
-        name = command.pop("command")
-        try:
-            if name == "growth":
-                reply = growth(**command)
-            else:
-                state = state or _made(contender_name, workload_name)
-                reply = _MEASUREMENTS[name](*state, **command)
-        except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
+
+    def answer(name: str, **arguments: Any) -> Reply:
+        nonlocal state
+        if name == "growth":
+            return growth(**arguments)
+        state = state or _made(contender_name, workload_name)
+        return _MEASUREMENTS[name](*state, **arguments)
+
+    answer_commands(answer)
 
 
 _MEASUREMENTS: dict[str, Callable[..., Reply]] = {"start": start, "round": run_round, "trace": trace, "memory": memory}
@@ -416,10 +409,3 @@ def _made(contender_name: str, workload_name: str) -> tuple[Contender, Training]
     contender.mark()
     contender.wait()
     return contender, training
-
-
-def _private_stdout() -> TextIO:
-    """The real stdout for replies; whatever else prints goes to stderr."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return replies
