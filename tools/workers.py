@@ -50,7 +50,8 @@ class Worker:
             start_new_session=True,
         )
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._receive, daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
 
     def __enter__(self) -> Worker:
         return self
@@ -64,13 +65,12 @@ class Worker:
 
     def _receive(self) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            for line in self._process.stdout:
-                self._replies.put(line)
+        for line in self._process.stdout:
+            self._replies.put(line)
         self._replies.put(None)
 
-    def ask(self, command: str, limit: float | None = None, **arguments: Any) -> Reply:
-        """Send a command and wait for its answer, at most `limit` seconds. Raises `WorkerFailed`.
+    def ask(self, command: str, within: float | None = None, **arguments: Any) -> Reply:
+        """Send a command and wait for its answer, at most `within` seconds. Raises `WorkerFailed`.
 
         A worker that did not answer in time is killed: its answer would be taken for that of the next command.
         """
@@ -79,10 +79,10 @@ class Worker:
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
         try:
-            line = self._replies.get(timeout=limit)
+            line = self._replies.get(timeout=within)
         except queue.Empty:
             self.kill()
-            raise WorkerFailed(f"no answer to `{command}` within {limit:.0f} s") from None
+            raise WorkerFailed(f"no answer to `{command}` within {within:.0f} s") from None
         if line is None:
             raise WorkerFailed(f"the process ended with status {self._process.wait()}: {self._last_words()}")
         reply: Reply = json.loads(line)
@@ -94,6 +94,9 @@ class Worker:
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
         return lines[-1][:300] if lines else "it printed nothing"
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """End the process and all that it started, at once."""
@@ -109,6 +112,10 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
         self.kill()
+        self._receiver.join(5.0)  # reads to the end, which came with that of the process
+        assert self._process.stdout is not None
+        if not self._receiver.is_alive():  # else somebody who left the process group holds the other end
+            self._process.stdout.close()
         self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
