@@ -22,7 +22,7 @@ from conformance_models import module_programs, optim_programs
 from conformance_operators import op_programs
 from conformance_programs import Program, spread
 from conformance_reasons import UNINITIALIZED, rounds
-from conformance_targets import Cuts, Target
+from conformance_targets import Cuts, RandomOps, Target
 from torch.utils._pytree import tree_flatten_with_path
 
 MAX_MESSAGES = 4
@@ -214,6 +214,14 @@ def _run(program: Program, target: Target, mode: str) -> Outcome:
             with contextlib.suppress(Exception):
                 target.finish()  # what was recorded before the error is no part of the next run
     return outcome
+
+
+def compare_targets(program: Program, actual: Target, expected: Target, values: bool = True) -> None:
+    """Raise `Mismatch` unless both do the same up to rounding. Random operators draw other numbers: no values then."""
+    with RandomOps() as random_ops:
+        wanted = _run(program, expected, "interpreted")
+    tolerance = Tolerance(values=values and not random_ops.drawn, rounding=True)
+    _compare(_run(program, actual, "interpreted"), wanted, tolerance, on_device=False)
 
 
 def _autocast(mode: str, target: Target) -> contextlib.AbstractContextManager[Any]:
