@@ -49,7 +49,10 @@ _NEEDED = ("cachetools", "platformdirs")
 _RESERVE, _LEAST = 10.0, 15.0
 
 # The tests' share of the minutes.
-_TESTS_SHARE = 0.25
+_TESTS_SHARE = 0.3
+
+# Seconds in all from which on the slow tests, which wait for a compiler, are run as well.
+_LONG = 900.0
 
 OUT_OF_TIME = "the minutes were over"
 NO_DEVICE = "smoke found no device"
@@ -173,13 +176,15 @@ class GpuCheck:
             return
         _progress(f"tests, at most {limit:.0f} s")
         # what another version of PyTorch warns of is no failure
-        options = ["-q", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--durations=5"]
-        options += ["--collect-only"] if self.plan.device == "cpu" else []
+        options = ["-v", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--durations=5"]
+        options += ["--collect-only", "-q", "-q"] if self.plan.device == "cpu" else []
+        options += ["--runslow"] if self.budget.seconds > _LONG else []
+        options += ["--timeout=90"] if importlib.util.find_spec("pytest_timeout") is not None else []
         command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "cuda"), *options]
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
             log = Path(folder) / "log"
-            with limited(command, log, cwd=ROOT, env={**os.environ, **paths()}) as process:
+            with limited(command, log, cwd=ROOT, env={**os.environ, **paths(), "PYTHONUNBUFFERED": "1"}) as process:
                 try:
                     status: int | None = process.wait(limit)
                 except subprocess.TimeoutExpired:
@@ -191,8 +196,11 @@ class GpuCheck:
         lines = text.strip().splitlines() or ["pytest printed nothing"]
         failed = [line[:300] for line in lines if re.match(r"(FAILED|ERROR) ", line)]
         if status is None:
-            error = f"not over after {limit:.0f} s; pytest's last line: {lines[-1][:300]}"
-            self.results.put(TESTS_KEY, "failed", error=error, lines=failed, seconds=seconds)
+            ends = [found[1] for line in lines if (found := re.search(r"::.* (PASSED|FAILED|ERROR|SKIPPED)\b", line))]
+            counts = ", ".join(f"{ends.count(end)} {end.lower()}" for end in dict.fromkeys(ends)) or "no test ended"
+            error = f"not over after {limit:.0f} s: {counts}; pytest's last line: {lines[-1][:300]}"
+            failed = [line[:300] for line in lines if re.search(r"::.* (FAILED|ERROR)\b", line)]
+            self.results.put(TESTS_KEY, "failed", error=error, lines=failed, seconds=seconds, log=text[-20_000:])
         elif status:
             error = lines[-1].strip("= ")[:300]
             self.results.put(TESTS_KEY, "failed", error=error, lines=failed, seconds=seconds, log=text[-20_000:])

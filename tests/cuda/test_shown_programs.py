@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from backing import BACKING
+from backing import BACKING, needs_gpu
 from harness import run_python
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,8 +28,7 @@ def test_the_quickstart(tmp_path: Path) -> None:
     assert 0 < float(loss[1]) < 9, told
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.skipif(
-    BACKING == "cpu", reason="needs a CUDA device"))])  # fmt: skip
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[needs_gpu, pytest.mark.slow])])
 def test_the_gpt_learns_as_in_eager(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm", reason="the examples show progress with tqdm")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

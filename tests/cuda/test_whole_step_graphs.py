@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from backing import (
@@ -26,16 +28,26 @@ WAYS = ("plain", "parts", "captured")
 STEPS = 50
 
 
-@pytest.fixture(params=["eager", pytest.param("inductor", marks=needs_gpu)])
-def backend(request: pytest.FixtureRequest) -> str:
-    """What compiles: "eager" runs the graph's own kernels."""
-    config.backend = request.param
-    return str(request.param)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_are_those_without_graphs(name: str, way: str, backend: str) -> None:
+def test_losses_are_those_without_graphs(name: str, way: str) -> None:
+    assert_same_with_graphs(name, way)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("mlp", "captured"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [("gpt", "plain"), ("lstm", "parts")]),
+    ],
+)
+def test_losses_of_inductor_are_those_without_graphs(name: str, way: str) -> None:
+    config.backend = "inductor"
+    assert_same_with_graphs(name, way)
+
+
+def assert_same_with_graphs(name: str, way: str) -> None:
     with graphs("off"):
         expected = losses_of(name, way, STEPS)
     with graphs("auto"):
@@ -169,11 +181,12 @@ def test_memory_does_not_grow() -> None:
         for number in range(60, 260):
             loop.step(number)
         after = _memory()
-    assert after == before
+    assert {name: value for name, value in after.items() if value > before[name]} == {}, f"{before} before"
 
 
 def _memory() -> dict[str, int]:
     wait()
+    gc.collect()  # what other tests left goes at some time
     found = {"live": live_tensors()}
     if BACKING == "cuda":
         found["allocated"] = torch.cuda.memory_allocated()
