@@ -54,6 +54,7 @@ _LONG = (
     "test_background.py",
     "test_soak.py",
     "test_package.py",
+    "test_gpu_check.py",
     "test_collectives.py",
     "test_inductor.py",
     "test_fully_shard.py",

@@ -48,6 +48,9 @@ _NEEDED = ("cachetools", "platformdirs")
 # Seconds kept for what follows a start, and without which none is begun.
 _RESERVE, _LEAST = 10.0, 15.0
 
+# Seconds for a worker to end by itself. Nothing of it is needed any more.
+_PATIENCE = 2.0
+
 # The tests' share of the minutes.
 _TESTS_SHARE = 0.3
 
@@ -96,7 +99,7 @@ class GpuPlan:
         autoload = "1" if contender in LAZY_CONTENDERS else "0"
         # tiny steps on a CPU are over before a second thread is awake
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.device == "cpu" else {}
-        return Worker(contender, command, {**paths(), **threads, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload})
+        return Worker(contender, command, {**paths(), **threads, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}, _PATIENCE)
 
 
 def missing() -> list[str]:
@@ -284,7 +287,7 @@ class GpuCheck:
     def _is_round_done(self, workload: str, worker: Worker, found: dict[str, Any]) -> bool:
         """One round; False if the worker is out of the race."""
         final = found["start"]["final"]
-        steps = 3 if self.plan.scale.tiny else max(3, min(500, round(0.4 / final)))
+        steps = 3 if self.plan.scale.tiny else max(3, min(3000, round(0.4 / final)))
         try:
             reply = worker.ask("round", self._limit(), steps=steps)
         except WorkerFailed as failure:

@@ -24,9 +24,6 @@ from typing import Any, TextIO
 
 Reply = dict[str, Any]
 
-# Seconds until a process that was asked to end is killed.
-_PATIENCE = 60.0
-
 
 class WorkerFailed(Exception):
     """A worker answered with an error, did not answer in time, or died."""
@@ -35,9 +32,15 @@ class WorkerFailed(Exception):
 class Worker:
     """A process that answers commands."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`environment`: changes to this process's own; they win over those that give the process its caches."""
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], patience: float = 60.0
+    ) -> None:
+        """`environment`: changes to this process's own; they win over those that give the process its caches.
+
+        `patience`: seconds until a process that was asked to end is killed.
+        """
         self.name = name
+        self._patience = patience
         self._folder = tempfile.mkdtemp(prefix="bench-")
         self._log = (Path(self._folder) / "log").open("w+")
         self._process = subprocess.Popen(
@@ -57,7 +60,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close(0.0 if error is not None else _PATIENCE)
+        self.close(0.0 if error is not None else self._patience)
 
     def _caches(self) -> dict[str, str]:
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LAZY_BACKEND_CACHE_DIR")
@@ -104,7 +107,7 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def close(self, patience: float = _PATIENCE) -> None:
+    def close(self, patience: float) -> None:
         """End the process, by force after `patience` seconds, and remove its caches."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

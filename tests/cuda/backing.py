@@ -124,7 +124,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator]
 Change = Callable[[int, torch.optim.Optimizer], None]
 
 
-class Loop:
+class DeviceLoop:
     """A model, AdamW and its data, from seed 0. `way`: "eager" (on the device behind), "plain", "parts", "captured"."""
 
     def __init__(self, name: str, way: str, rate: float = 1e-2) -> None:
@@ -163,7 +163,7 @@ def losses_of(
     name: str, way: str, steps: int, sizes: tuple[int, ...] = (4,), change: Change | None = None
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of a training, all read at its end, and its weights then."""
-    loop = Loop(name, way)
+    loop = DeviceLoop(name, way)
     held = []
     for number in range(steps):
         if change is not None:

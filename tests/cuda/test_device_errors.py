@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backing import BACKING, Loop, graphs, needs_gpu, wait
+from backing import BACKING, DeviceLoop, graphs, needs_gpu, wait
 from harness import run_python
 
 import lazy_backend
@@ -92,7 +92,7 @@ def allocate_too_much() -> str:
 
 def test_out_of_memory_names_the_line_and_training_goes_on() -> None:
     config.first_sight = "record"  # at first sight it would fail where it is called, as in eager
-    loop = Loop("mlp", "plain")
+    loop = DeviceLoop("mlp", "plain")
     before = [float(loop.step(number)) for number in range(3)]
     line = allocate_too_much()
     with pytest.raises(ExecutionError) as caught:
@@ -100,7 +100,7 @@ def test_out_of_memory_names_the_line_and_training_goes_on() -> None:
     assert line in str(caught.value)
     assert "memory" in str(caught.value)
     after = [float(loop.step(number)) for number in range(3, 6)]
-    eager = Loop("mlp", "eager")
+    eager = DeviceLoop("mlp", "eager")
     assert before + after == pytest.approx([float(eager.step(number)) for number in range(6)], rel=1e-4)
 
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from backing import BACKING, Loop, needs_gpu, needs_two_gpus
+from backing import BACKING, DeviceLoop, needs_gpu, needs_two_gpus
 from harness import assert_same
 from torch import nn
 
@@ -53,7 +53,7 @@ def test_a_module_goes_and_comes_back() -> None:
 
 def test_training_goes_on_elsewhere() -> None:
     """A checkpoint of the lazy device is one of eager. A copy of it: PyTorch shares counts of steps."""
-    lazy, eager = Loop("mlp", "plain"), Loop("mlp", "eager")
+    lazy, eager = DeviceLoop("mlp", "plain"), DeviceLoop("mlp", "eager")
     for number in range(8):
         lazy.step(number)
     eager.model.load_state_dict(lazy.model.state_dict())

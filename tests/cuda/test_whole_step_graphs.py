@@ -9,7 +9,7 @@ import torch
 from backing import (
     BACKING,
     MODELS,
-    Loop,
+    DeviceLoop,
     assert_launched,
     can_capture,
     counted,
@@ -108,7 +108,7 @@ def test_a_learning_rate_that_changes(name: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_held_losses_keep_their_values(way: str) -> None:
     with graphs("auto"):
-        loop = Loop("mlp", way)
+        loop = DeviceLoop("mlp", way)
         held, read = [], []
         for number in range(STEPS):
             held.append(loop.step(number))
@@ -153,7 +153,7 @@ def test_weights_replaced_between_launches_are_seen() -> None:
 
     def weights(mode: str) -> list[float]:
         with graphs(mode):
-            loop = Loop("mlp", "plain")
+            loop = DeviceLoop("mlp", "plain")
             saved = {name: value.clone() for name, value in loop.model.state_dict().items()}
             found = []
             for number in range(STEPS):
@@ -174,7 +174,7 @@ def test_weights_replaced_between_launches_are_seen() -> None:
 
 def test_memory_does_not_grow() -> None:
     with graphs("auto"):
-        loop = Loop("gpt", "plain")
+        loop = DeviceLoop("gpt", "plain")
         for number in range(60):
             loop.step(number)
         before = _memory()
@@ -250,7 +250,7 @@ def test_off_captures_nothing() -> None:
 def test_graphs_of_the_user_are_not_disturbed() -> None:
     """A capture of the user's own, in another thread of CUDA's eyes, sees nothing of ours."""
     with graphs("auto"):
-        loop = Loop("mlp", "captured")
+        loop = DeviceLoop("mlp", "captured")
         for number in range(20):
             loop.step(number)
         wait()
