@@ -282,12 +282,12 @@ def test_the_package_works_with_stand_ins(tmp_path: Path) -> None:
 
 
 def test_it_runs_through_on_the_cpu(tmp_path: Path) -> None:
-    """Every stage, workload and contender, with tiny models."""
+    """Every stage, workload and contender, with tiny models, but not every contender with every workload."""
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "gpu_check.json").read_text())
     assert {record["status"] for record in document["records"].values()} == {"ok"}, done.stdout
-    assert len(document["records"]) == 5 + 1 + 5 * 4 + 3
+    assert len(document["records"]) == 5 + 1 + 7 + 4 * 3
     assert document["about"]["ended"] == "regularly"
     assert "smoke, tests, losses hold" in done.stdout
