@@ -258,7 +258,7 @@ def graphs(running: Running) -> Reply:
     package = importlib.import_module("lazy_backend")
     told = ("DeviceGraph", "CompileFailed", "CompileDeclined", "GraphCut")
     found = {name: value for name, value in package.metrics.counters().items() if name.startswith(told)}
-    stats = getattr(package, "memory_stats", None)  # as settings and counters of graphs, newer than this tool
+    stats = getattr(package, "memory_stats", None)
     return {"counters": found, "memory": stats() if stats is not None else {}, "warnings": running.warned}
 
 
@@ -326,8 +326,8 @@ def graphs_on(device: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     try:
         fake = importlib.import_module("lazy_backend.lowering.device_graphs.fake")
-        api = importlib.import_module("lazy_backend.lowering.device_graphs.api")
+        devices = importlib.import_module("lazy_backend.lowering.device_graphs.devices")
     except ModuleNotFoundError:
         return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[Any] = api.use_device(fake.FakeDevice())
+    found: contextlib.AbstractContextManager[Any] = devices.use_device(fake.FakeDevice())
     return found

@@ -8,7 +8,6 @@ captured by CUDA there, and by a fake of it here.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,9 @@ from torch.nn import functional as F
 
 import lazy_backend
 from lazy_backend import config, metrics
+from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.device_graphs.devices import use_device
+from lazy_backend.lowering.device_graphs.fake import FakeDevice
 from lazy_backend.settings import FLAGS
 
 BACKING = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,12 +52,19 @@ def graphs(mode: str) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         if BACKING == "cpu" and mode != "off":
-            fake = importlib.import_module("lazy_backend.lowering.device_graphs.fake")
-            api = importlib.import_module("lazy_backend.lowering.device_graphs.api")
-            stack.enter_context(api.use_device(fake.FakeDevice()))
+            stack.enter_context(use_device(FakeDevice()))
         stack.enter_context(config.patch(device_graphs=mode))
+        _forget_plans()
         yield
         lazy_backend.wait_device_ops()
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    """Whether a plan is launched as a graph is decided when it is made."""
+    lazy_backend.mark_step(wait=True)
+    executor.clear_computations()
+    lazy_backend.ir_cache.reset()
 
 
 def counted(name: str) -> int:

@@ -46,7 +46,7 @@ def test_operators_do_what_eager_does(mode: str, variant: str) -> None:
         if _is_supported(operators()[case.name], variant)
     ]
     assert chosen
-    settings = {"compile": "off"} if mode == "interpreted" else {"compile": "foreground", "backend": "eager"}
+    settings = {"compile": "off"} if mode == "interpreted" else {"compile": "foreground", "backend": "aot_eager"}
     lazy, behind, wrong = Lazy(), Behind(), []
     with lazy_backend.config.patch(**settings), graphs("off" if mode == "interpreted" else "auto"):
         for case in chosen:
