@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef  # internal, see `ir/aliasing.py`
 from torch.utils import _pytree as pytree  # internal, checked on 2.13: what PyTorch's own modes use
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,6 +110,7 @@ class _Capture(TorchDispatchMode):
         self.calls: list[_Launched] = []
         self.outside: set[int] = set()  # addresses
         self.pool: dict[int, torch.Tensor] = {}  # held: a pool's memory is not reused
+        self._fakes = FakeTensorMode()
         self._generators = {_identity(generator) for generator in generators}
         self.operands = {_address(tensor) for tensor in reads}
 
@@ -141,43 +143,30 @@ class _Capture(TorchDispatchMode):
 
     def _note(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What a call would return: its written operands, and new memory."""
-        written = [
-            value
-            for argument, value in _by_argument(op, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        written_tensors = _tensors(written)
-        stand_ins = {id(one): one.clone() for one in written_tensors}
+        operands = {id(one): one for one in _tensors((args, kwargs))}
+        fakes = {key: self._fakes.from_tensor(one) for key, one in operands.items()}
+        operand_of = {id(fake): operands[key] for key, fake in fakes.items()}
 
-        def stand_in(leaf: Any) -> Any:
-            return stand_ins.get(id(leaf), leaf)
+        def fake(leaf: Any) -> Any:
+            return fakes.get(id(leaf), leaf)
 
-        results = op(*pytree.tree_map(stand_in, args), **pytree.tree_map(stand_in, kwargs))
+        with self._fakes:
+            results = op(*pytree.tree_map(fake, args), **pytree.tree_map(fake, kwargs))
         leaves, structure = pytree.tree_flatten(results)
-        own = {id(stand_ins[id(one)]): one for one in written_tensors}
         made = []
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            if id(leaf) in own:
-                leaves[place] = own[id(leaf)]
+            if id(leaf) in operand_of:
+                leaves[place] = operand_of[id(leaf)]
                 continue
-            memory = _unwritten(leaf)
-            leaves[place] = memory
+            memory = leaves[place] = _unwritten(leaf)
             if _address(memory):
                 self.pool[_address(memory)] = memory
             made.append((place, memory))
         args, kwargs = pytree.tree_map(self._as_address, (tuple(args), kwargs))
         self.calls.append(_Launched(op, args, kwargs, tuple(made)))
         return pytree.tree_unflatten(leaves, structure)
-
-
-def _by_argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for place, argument in enumerate(op._schema.arguments):
-        if place < len(args):
-            yield argument, args[place]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +180,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unwritten(like: torch.Tensor) -> torch.Tensor:
     """Memory laid out as `like`, with values that no program computes."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     if made.is_floating_point() or made.is_complex():
         made.fill_(math.nan)
     return made

@@ -74,9 +74,7 @@ def counted(name: str) -> int:
 
 def assert_launched() -> None:
     """Graphs were captured and launched, if this version can."""
-    # the fake runs kernels while it captures, on numbers that nobody wrote: as indices they are out of range
-    is_fakes = BACKING == "cpu" and counted("DeviceGraphRefused: index out of range in self")
-    if can_capture() and not is_fakes:
+    if can_capture():
         assert counted("DeviceGraphCaptured") > 0, metrics.counters()
         assert counted("DeviceGraphLaunched") > 0, metrics.counters()
 
