@@ -175,6 +175,13 @@ FLAGS: dict[str, Flag] = {
     "max_trace_length": Flag(
         20_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),
+    "max_served_shapes": Flag(
+        64,
+        _count,
+        "Shapes of requests that a served function keeps beside those of the example inputs, least recently used first "
+        "out; a shape that comes back is recorded again. 0: requests must have the shapes of the example inputs. Read "
+        "by serve.",
+    ),
     "trie_limit": Flag(1_000_000, _positive, "Recorded calls remembered per device; beyond it the trie starts afresh."),
     "computation_cache_size": Flag(1024, _positive, "Computations kept, least recently used first out."),
     "cache": Flag(True, _boolean, "Keep compiled graphs on disk for the next process.", "LAZY_BACKEND_CACHE"),

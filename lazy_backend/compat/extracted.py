@@ -63,7 +63,7 @@ class ExtractedGraph:
     def executor(self) -> Executor:
         names = tuple((f"input {place}", place) for place in range(len(self.graph.inputs)))
         signature = GraphSignature(weights=(), user_inputs=names)
-        return make_executor(Executor, self.graph, signature, {}, self.constants)
+        return make_executor(self.graph, signature, self.constants)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the recorded program on real `inputs` and return the requested tensors.

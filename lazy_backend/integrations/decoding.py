@@ -25,7 +25,7 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.integrations import attention_masks
 from lazy_backend.integrations.versions import check_version
-from lazy_backend.serve import Served, serve
+from lazy_backend.serve import Served, make_served
 
 check_version("transformers")
 
@@ -96,7 +96,8 @@ def serve_decoder(
     with torch.no_grad():  # the sizes of the cache are known only after a call
         model(tokens.to(model.device), past_key_values=cache)
     example = _cache_from([(_empty(k), _empty(v), _empty(n)) for k, v, n in _state_of(cache)], cache)
-    served = serve(_Step(model, example), (tokens, _state_of(example)), num_threads=num_threads)
+    # one shape, as the example's cache says how long caches are
+    served = make_served(_Step(model, example), (tokens, _state_of(example)), num_threads, max_shapes=0)
     return ServedDecoder(served, example)
 
 

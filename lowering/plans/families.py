@@ -227,6 +227,16 @@ class Family:
             member.failed_with = None
             member.limited = None
 
+    def leave(self, member: Member) -> None:
+        """Give the plan of its own that a member may have to others: the member's graph is dropped."""
+        with self._lock:
+            if member.is_static:
+                if member.is_refused:
+                    self._refused -= 1
+                else:
+                    self._statics -= 1
+                member.is_static = member.is_refused = False
+
     def begin_due(self) -> None:
         """Advance the pending compile at once until its request is sent."""
         with self._lock:

@@ -270,6 +270,12 @@ class ProfilingGraphExecutor:
             self.is_small = False
             self.runs = 0
 
+    def leave_family(self) -> None:
+        """Let others have a share of the limits: this graph is dropped."""
+        if self._membership is not None:
+            family, member = self._membership
+            family.leave(member)
+
     def _stays_interpreted(self, policy: CompilePolicy) -> bool:
         """Whether there will be no compiled plan for such runs."""
         return not policy.enabled or self._declined is not None or self._compiler.error is not None

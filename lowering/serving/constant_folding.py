@@ -14,7 +14,7 @@ weight once, however many views of the weight it uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.kernels import make_kernels
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.interpreter.task import GraphTask, everything
-from lazy_backend.lowering.ir.graph import Graph, Node, Value
+from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, map_arg
 from lazy_backend.lowering.ir.passes import graph_pass
 from lazy_backend.lowering.serving.partition import makes_views
 
@@ -53,6 +53,49 @@ class ConstantFolder:
         with task.taken_over():
             self._folding.run_kernels(task)
         return {value: frame.values[value.number] for value in self.folded}
+
+    def number_values(
+        self, names: Mapping[Value, str], known: dict[Hashable, int], adds: bool = False
+    ) -> dict[Value, int]:
+        """Number the folded values such that equal numbers stand for equal computations from weights of equal names.
+
+        `known`: the computations that have a number, by what they are; if `adds`, new ones are added to it, otherwise
+        they get no number.
+        """
+        numbers: dict[Value, int] = {}
+
+        def give(value: Value, key: Hashable) -> None:
+            number = known.setdefault(key, len(known)) if adds else known.get(key)
+            if number is not None:
+                numbers[value] = number
+
+        def describe(arg: Arg) -> Hashable:
+            if isinstance(arg, Value):
+                return ("value", numbers.get(arg))
+            return ("float", self._constants[arg.index].hex()) if isinstance(arg, Constant) else (arg.__class__, arg)
+
+        for weight, name in names.items():
+            give(weight, name)
+        for node in self._folding.graph.nodes:
+            if numbers.keys() >= set(node.inputs()):
+                args = tuple([map_arg(describe, arg) for arg in node.args])
+                kwargs = tuple([(name, map_arg(describe, arg)) for name, arg in node.kwargs])
+                for place, value in enumerate(node.outputs):
+                    if value is not None:
+                        give(value, (node.op, args, kwargs, place))
+        return numbers
+
+    def without(self, values: Collection[Value]) -> ConstantFolder:
+        """As this, but `values` are left to the caller: `fold` neither computes nor returns them."""
+        folded = tuple(value for value in self.folded if value not in values)
+        wanted = set(folded)
+        nodes: list[Node] = []
+        for node in reversed(self._folding.graph.nodes):
+            if not wanted.isdisjoint(node.outputs):
+                nodes.append(node)
+                wanted.update(node.inputs())
+        graph = replace(self._folding.graph, nodes=tuple(reversed(nodes)))
+        return replace(self, folded=folded, _folding=_keeping(folded, graph))
 
 
 @graph_pass("fold constants")

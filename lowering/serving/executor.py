@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lazy_backend.lowering.compilation.request import runs_module_as_is
-from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool, FrameTemplate
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
 from lazy_backend.lowering.interpreter.kernels import Kernel, KernelGraph, make_kernels
 from lazy_backend.lowering.interpreter.layout import LayoutPlan, MemoryMeter, last_uses, plan_layout
@@ -32,10 +33,10 @@ from lazy_backend.lowering.ir.graph import Graph, Value
 from lazy_backend.lowering.ir.rng import draw_seed
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.specialise import CompileReport
-from lazy_backend.lowering.serving.constant_folding import split_constants
+from lazy_backend.lowering.serving.constant_folding import ConstantFolder, split_constants
 from lazy_backend.lowering.serving.partition import Supported, partition
-from lazy_backend.lowering.serving.regions import DelegateKernel
-from lazy_backend.lowering.serving.weights import InputError, Weights, check_tensor, process_weights
+from lazy_backend.lowering.serving.regions import DelegateKernel, Families
+from lazy_backend.lowering.serving.weights import CurrentWeights, InputError, Weights, check_tensor, process_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class ExecutorConfig:
 
     `num_threads`: threads that work on one call, the caller's among them.
     `policy`: when and with what regions of nodes that are `supported` are compiled, and `report` is told of it; without
-    one everything is interpreted.
+    one everything is interpreted. `families`: where the regions of graphs for several shapes find shared plans.
+    `max_shapes`: shapes beside the example's that are kept, where an executor takes others.
     `max_frame_age`: seconds, by `clock`, after which an unused frame is dropped.
     """
 
@@ -67,6 +69,8 @@ class ExecutorConfig:
     policy: CompilePolicy | None = None
     report: Callable[[CompileReport], None] = lambda report: None
     supported: Supported = lambda node: True
+    families: Families | None = None
+    max_shapes: int = 64
     max_frame_age: float = 600.0
     clock: Callable[[], float] = time.monotonic
 
@@ -120,26 +124,33 @@ class Executor:
             (name, None if place is None else graph.inputs[place]) for name, place in signature.user_inputs
         ]
         self._written = {graph.inputs[place] for place in graph.mutated_inputs()}
-        is_compiled = self.config.policy is not None
-        self._folder = split_constants(graph, self._expected.values(), constants, leaves_views=is_compiled)
+        self._folder = self._split_constants()
         self.layout: LayoutPlan | None = None
         self._kernels = self._make_kernels(self._folder.remaining)
         self._graph_executor = self._make_graph_executor(self._kernels)
         self._frames = FramePool(
             functools.partial(_new_frame, self.layout), self.config.max_frame_age, self.config.clock
         )
-        writes_weights = not self._written.isdisjoint(self._expected.values())
-        self._turn = threading.RLock() if writes_weights else contextlib.nullcontext()
-        self._weights = self.process_weights(weights)
+        self._turn: AbstractContextManager[Any] = (
+            threading.RLock() if self._written_weights() else contextlib.nullcontext()
+        )
+        self._current = CurrentWeights(self._check_weights(weights))
+
+    def _split_constants(self) -> ConstantFolder:
+        is_compiled = self.config.policy is not None
+        return split_constants(self.graph, self._expected.values(), self._constants, leaves_views=is_compiled)
+
+    def _written_weights(self) -> set[str]:
+        return {name for name, value in self._expected.items() if value in self._written}
 
     def _make_kernels(self, graph: Graph) -> KernelGraph:
-        policy, report = self.config.policy, self.config.report
+        policy, report, families = self.config.policy, self.config.report, self.config.families
         if policy is None:
             self.layout = plan_layout(graph)
             return make_kernels(self.layout.graph)
         refused = {node for node, _ in unsound_writes(graph)} if not runs_module_as_is(policy.backend) else set()
         parts = [
-            DelegateKernel(part, self._constants, policy, report) if isinstance(part, Graph) else part
+            DelegateKernel(part, self._constants, policy, report, families) if isinstance(part, Graph) else part
             for part in partition(graph, lambda node: node not in refused and self.config.supported(node))
         ]
         return make_kernels(graph, parts)
@@ -154,15 +165,18 @@ class Executor:
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The current weights, as they were given."""
-        return self._weights.tensors
+        return self._current.weights.tensors
 
     def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         """Check weights and compute everything that depends only on them. Raises `InputError`."""
+        return self._check_weights(tensors)
+
+    def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         return process_weights(tensors, self._expected, self._written, self._folder, self._kernels.template)
 
     def swap_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Use other weights from the next run on. See Note [Weights are swapped whole]. Raises `InputError`."""
-        self._weights = self.process_weights(tensors)
+        self._current.weights = self.process_weights(tensors)
 
     # ----- calls
 
@@ -171,7 +185,14 @@ class Executor:
 
         Raises `InputError`, or what a kernel raises (`NodeError`, `PlanError`).
         """
-        arguments = self.validate_inputs(inputs)
+        return self._executor_for(inputs)._run(inputs)
+
+    def _executor_for(self, inputs: Sequence[torch.Tensor]) -> Executor:
+        """What runs on `inputs`, which may fit nothing: that is checked before the run."""
+        return self
+
+    def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        arguments = self._checked(inputs)
         with self._turn, self._frames.frame() as frame:
             self._fill(frame, arguments)
             return self._graph_executor.execute_with_prefilled_frame(frame)
@@ -181,8 +202,10 @@ class Executor:
 
         Keywords may come in any order. Raises what `execute` raises.
         """
-        outputs = self.execute(self._flatten(args, kwargs))
-        spec = self.graph_signature.out_spec
+        inputs = self._flatten(args, kwargs)
+        executor = self._executor_for(inputs)
+        outputs = executor._run(inputs)
+        spec = executor.graph_signature.out_spec
         return outputs if spec is None else pytree.tree_unflatten(outputs, spec)
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -198,6 +221,9 @@ class Executor:
 
     def validate_inputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs that the graph uses, laid out for it. Raises `InputError` for the first that does not fit."""
+        return self._executor_for(inputs)._checked(inputs)
+
+    def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(inputs) != len(self._user_values):
             names = ", ".join(name for name, _ in self._user_values)
             raise InputError(f"expected {len(self._user_values)} inputs ({names}), got {len(inputs)}")
@@ -220,7 +246,11 @@ class Executor:
 
     def _fill(self, frame: ExecutionFrame, arguments: Sequence[torch.Tensor]) -> None:
         seeds = [draw_seed() for _ in range(self.graph.num_seeds)]
-        frame.fill(self._weights.template, arguments, self._constants, seeds)
+        frame.fill(self._template(), arguments, self._constants, seeds)
+
+    def _template(self) -> FrameTemplate:
+        """A frame's contents before a run, with the current weights."""
+        return self._current.weights.template
 
     # ----- inspection
 
@@ -246,7 +276,10 @@ class Executor:
 
     def benchmark_nodes(self, inputs: Sequence[torch.Tensor], warmup: int, runs: int) -> ProfileMetrics:
         """Time each kernel on its own, one after another, over `runs` runs. Writes neither inputs nor weights."""
-        arguments = self.validate_inputs(inputs)
+        return self._executor_for(inputs)._benchmark(inputs, warmup, runs)
+
+    def _benchmark(self, inputs: Sequence[torch.Tensor], warmup: int, runs: int) -> ProfileMetrics:
+        arguments = self._checked(inputs)
         seconds = [0.0] * len(self._kernels.kernels)
         with self._frames.frame() as frame:
             for _ in range(warmup):

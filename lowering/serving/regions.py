@@ -1,27 +1,54 @@
 """Compiled regions: parts of a served graph, each run as one kernel.
 
-In: a region, which is a graph of its own, and when and with what graphs are compiled. Out: `DelegateKernel`.
+In: a region, which is a graph of its own, and when and with what graphs are compiled. Out: `DelegateKernel`, and
+`Families`, in which the regions of graphs for several shapes find each other.
 Seed: nativert `DelegateExecutor`.
 
 Note [Regions compile as steps do]
 The plans of a region are a `ProfilingGraphExecutor`'s, as a step's are: from disk, if a process compiled the region
 before; otherwise from the compiler's process, while requests are interpreted; and interpreted for good, with a report,
-if the compiler fails. A region is there to be run again, so its compile is asked for when it is made.
+if the compiler fails. A region is there to be run again, so its compile is asked for when it is made. Regions that
+differ only in shapes share plans as steps do, too (Note [Programs of many shapes]): the first shape has a plan of its
+own, and the second one asks for a plan with symbolic sizes, which further shapes then find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from lazy_backend.lowering.artefacts.environment import environment
+from lazy_backend.caching.computation_cache import BoundedTable
+from lazy_backend.lowering.artefacts.environment import Environment, environment
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.ir.graph import Graph, Node, Value, empty_of
+from lazy_backend.lowering.ir.shapes import skeleton
 from lazy_backend.lowering.plans.cached_computation import make_key
+from lazy_backend.lowering.plans.families import Family
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.profiling import ExecutionPlan, ProfilingGraphExecutor
 from lazy_backend.lowering.plans.specialise import CompileReport
+
+# Programs of one served function, shapes aside. Branches on sizes and regions make several; each keeps a few plans.
+_MAX_FAMILIES = 64
+
+
+class Families:
+    """What regions of the graphs of one served function share: a `Family` for each program and its settings."""
+
+    def __init__(self, report: Callable[[CompileReport], None]) -> None:
+        self._report = report
+        self._table: BoundedTable[Hashable, Family] = BoundedTable(lambda: _MAX_FAMILIES)
+
+    def finder(self, settings: Environment) -> Callable[[Graph], Family]:
+        """What finds the family of a region under these settings."""
+        return functools.partial(self._find, settings)
+
+    def _find(self, settings: Environment, region: Graph) -> Family:
+        # a region is given all floats of its graph, and a family compares those of its members
+        key = skeleton(region), region.num_constants, region.num_seeds, settings
+        return self._table.get_or_add(key, lambda: Family(self._report))
 
 
 class DelegateKernel:
@@ -38,13 +65,16 @@ class DelegateKernel:
         constants: Sequence[float],
         policy: CompilePolicy,
         report: Callable[[CompileReport], None] = lambda report: None,
+        families: Families | None = None,
     ) -> None:
         self.region = region
         self.mutates: tuple[Value, ...] = tuple(region.inputs[place] for place in region.mutated_inputs())
         self._policy = policy
         self._constants = tuple(constants) if region.num_constants else ()
-        key = None if policy.store is None else make_key(region, environment(policy.backend))
-        self._chooser = ProfilingGraphExecutor(region, report, key)
+        settings = environment(policy.backend)
+        key = None if policy.store is None else make_key(region, settings)
+        find_family = None if families is None else families.finder(settings)
+        self._chooser = ProfilingGraphExecutor(region, report, key, find_family)
         self._chooser.plan_for(self._constants, policy)
         self._chooser.begin_due()
 
@@ -52,6 +82,10 @@ class DelegateKernel:
         """The plan of the next run, which counts as one: compiled, or interpreted until it is."""
         ready = self._chooser.ready_plan_for(self._constants)
         return self._chooser.plan_for(self._constants, self._policy) if ready is None else ready
+
+    def drop(self) -> None:
+        """Note that no further request takes this region."""
+        self._chooser.leave_family()
 
     @property
     def nodes(self) -> tuple[Node, ...]:

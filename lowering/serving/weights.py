@@ -4,14 +4,16 @@ In: tensors by name. Out: `Weights`: the checked tensors and all that depends on
 Seed: nativert Executor (`Weights`, `processWeights`, `atomicSwapWeights`).
 
 Note [Weights are swapped whole]
-A `Weights` object never changes once it is made, and a run reads the executor's current one exactly once, when it fills
-its frame. So a run sees either the old weights or the new ones, folded values included, and a swap never waits.
+The tensors of a `Weights` object never change once it is made, and a run reads the current one exactly once, when it
+fills its frame. So a run sees either the old weights or the new ones, folded values included, and a swap never waits.
+Executors for inputs of several shapes share one `CurrentWeights`: one store swaps the weights of all of them, so a
+thread that has seen the new weights never sees the old ones again, whatever shape it asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +32,17 @@ class Weights:
 
     tensors: Mapping[str, torch.Tensor]
     template: FrameTemplate  # with the weights and the folded values in their slots
+    folded: Mapping[Value, torch.Tensor] = field(default_factory=dict)
+    spare: Mapping[str, torch.Tensor] = field(default_factory=dict)  # used only for inputs of other shapes, if at all
+    # of executors for inputs of other shapes: added when one of them first runs with these weights
+    templates: dict[object, FrameTemplate] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class CurrentWeights:
+    """The weights that the next runs take."""
+
+    weights: Weights
 
 
 def process_weights(
@@ -51,8 +64,9 @@ def process_weights(
         value: check_tensor(f"weight {name!r}", tensors[name], value.meta, folder.device, value in written)
         for name, value in expected.items()
     }
-    held |= folder.fold(held)
-    return Weights(dict(tensors), template.holding({value.number: tensor for value, tensor in held.items()}))
+    folded = folder.fold(held)
+    held |= folded
+    return Weights(dict(tensors), template.holding({value.number: tensor for value, tensor in held.items()}), folded)
 
 
 def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.device, written: bool) -> torch.Tensor:
@@ -67,9 +81,7 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
             f"{what}: expected {meta.dtype} {list(meta.shape)} on {device}, "
             f"got {given.dtype} {list(given.shape)} on {given.device}"
         )
-    # internal, checked on 2.13: a tensor whose operators are Python's, such as a fake one, has no memory to compute on
-    if torch._C._dispatch_keys(given).has(torch._C.DispatchKey.Python):  # type: ignore[attr-defined]
-        raise InputError(f"{what}: expected a plain tensor, got {type(given).__name__}, which may have no memory")
+    check_plain(what, given)
     tensor = given.detach()
     if meta_of(tensor) is meta:
         return tensor
@@ -77,3 +89,10 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
         raise InputError(f"{what}: the graph writes it, so it must lie in memory as {meta}, got {meta_of(tensor)}")
     with torch.no_grad():
         return empty_of(meta, device).copy_(tensor)
+
+
+def check_plain(what: str, given: torch.Tensor) -> None:
+    """Raise `InputError` for a tensor that may have no memory."""
+    # internal, checked on 2.13: a tensor whose operators are Python's, such as a fake one, has no memory to compute on
+    if torch._C._dispatch_keys(given).has(torch._C.DispatchKey.Python):  # type: ignore[attr-defined]
+        raise InputError(f"{what}: expected a plain tensor, got {type(given).__name__}, which may have no memory")

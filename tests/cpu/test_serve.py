@@ -111,8 +111,12 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     served = serve(model(), torch.zeros(4, SIZE))
-    with pytest.raises(InputError, match=r"input 0.*\[4, 8\].*\[5, 8\]"):
-        served(torch.zeros(5, SIZE))
+    with pytest.raises(InputError, match=r"input 0.*torch.float32 with as many dim.*\[4, 8\].*torch.float64 \[5, 8\]"):
+        served(torch.zeros(5, SIZE, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"input 0.*\[4, 8\].*got torch.float32 \[5, 8, 1\]"):
+        served(torch.zeros(5, SIZE, 1))
+    with pytest.raises(InputError, match=r"of inputs of shape \[5, 9\] cannot be recorded: .*5x9 and 8x8"):
+        served(torch.zeros(5, SIZE + 1))
     with pytest.raises(InputError, match="arguments do not fit"):
         served(torch.zeros(4, SIZE), torch.zeros(4, SIZE))
 
