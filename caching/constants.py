@@ -84,6 +84,6 @@ class DataCacheArena(Generic[B]):
         return sum(cache.hits for cache in caches), sum(cache.misses for cache in caches)
 
     def clear(self) -> None:
+        """Forget the constants of all devices, and the counts."""
         with self._lock:
-            for cache in self._caches.values():
-                cache.clear()
+            self._caches.clear()

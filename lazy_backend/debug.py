@@ -9,12 +9,13 @@ import torch
 from lazy_backend.computation import check_lazy
 from lazy_backend.diagnostics.chrome_trace import export_chrome_trace
 from lazy_backend.diagnostics.difference import shown_site
+from lazy_backend.diagnostics.history import history
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import inspection
 from lazy_backend.lowering.compilation.fx import Signature, to_fx
 from lazy_backend.lowering.ir.graph import Graph, Node, Value
 
-__all__ = ["dump_ir", "export_chrome_trace", "render_ir_graph"]
+__all__ = ["dump_ir", "dump_runtime", "export_chrome_trace", "render_ir_graph"]
 
 
 @hide_internals
@@ -81,3 +82,16 @@ def _quoted(text: str) -> str:
     """`text` as a string of the dot language, in which a backslash begins an escape."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
+
+
+def dump_runtime() -> str:
+    """What this process holds, part by part, for a bug report: numbers of entries, and plain values. Reads no tensor.
+
+    A part that holds nothing is left out.
+    """
+    lines = []
+    for name, holds, values in history.sources["runtime"]():
+        held = [f"    {path or 'value'} = {value!r}" for path, value in values.items() if value not in (None, 0, "")]
+        if held:
+            lines += [f"{name}: {holds}", *held]
+    return "\n".join(lines) + "\n"

@@ -19,7 +19,8 @@ from forks import COMPILER, Fork, run_fork
 
 import lazy_backend
 from lazy_backend import metrics
-from lazy_backend.compat import installation
+from lazy_backend.compat import runtime
+from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.settings import FLAGS, config
 from lazy_backend.tensors.contexts import contexts
 
@@ -43,7 +44,8 @@ def reset_state() -> None:
     config.compile_after_operators = 0
     config.cache = False
     config.run_in_background = "always"  # the harder case; a few files run in both
-    installation.reset()  # also stops the warning about forgotten steps: many programs leave out mark_step on purpose
+    runtime.reset()
+    forgotten_steps.stop()  # many programs leave out mark_step on purpose
     # torch.manual_seed seeds CUDA too; where there is none it notes a traceback for later instead: 1 ms in each test
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     random.seed(0)

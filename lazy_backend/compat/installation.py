@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from lazy_backend import ir_cache, metrics
+from lazy_backend import metrics
 from lazy_backend.caching import process_locks
 from lazy_backend.compat import pytorch, pytorch_distributed
 from lazy_backend.compat.compiler_bundle import join_compiler_bundles
 from lazy_backend.compat.device_module import DeviceModule
+from lazy_backend.compat.runtime import listed, renew_after_fork
 from lazy_backend.compat.serialization import install_serialization
 from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
@@ -35,7 +36,6 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.device_graphs.launcher import launches
-from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.lowering.ir.passes import watch_passes
 from lazy_backend.precision.autocast import follow_backing_device
 from lazy_backend.recording import handlers, record
@@ -99,24 +99,7 @@ def install() -> None:
     atexit.register(worker.close)
     atexit.register(_at_exit)  # runs before `worker.close`: the last registered runs first
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-        )
-
-
-def reset() -> None:
-    """A fresh runtime, as after the import, but for settings and devices: what one test left, the next does not see."""
-    contexts.current = 0
-    ir_cache.reset()
-    executor.reset()
-    forgotten_steps.stop()
-    step_ends.reset()
-    outside.data_cache.clear()
-    disk_cache.forget_loaded()
-    closures.runner.forget()
-    metrics.reset()
-    history.reset()
-    forget_current_task()
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=renew_after_fork)
 
 
 def _wire() -> None:
@@ -136,6 +119,7 @@ def _wire() -> None:
     history.sources["live tensors"] = contexts.all_live_by_line
     history.sources["disk cache"] = disk_cache.describe
     history.sources["captured"] = accounts.describe
+    history.sources["runtime"] = listed
     watch_passes(print_pass)
 
 
@@ -218,10 +202,3 @@ def _after_fork_in_parent() -> None:
     process_locks.release_all()
     for context in contexts.get_active_devices():
         context.lock.release()
-
-
-def _after_fork_in_child() -> None:
-    worker.reset_after_fork()
-    process_locks.release_all()
-    contexts.reset_after_fork()
-    closures.runner.reset_after_fork()

@@ -155,6 +155,10 @@ def _set_symbolic_shape_mode(val: bool) -> None:
 _graphs: BoundedTable[bytes, ExtractedGraph] = BoundedTable(lambda: int(config.computation_cache_size))
 
 
+def forget_graphs() -> None:
+    _graphs.clear()
+
+
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
     graph, _ = extract(tensors)
     key = graph.hash()

@@ -50,6 +50,11 @@ def write(text: str) -> None:
 _refused: set[str] = set()
 
 
+def forget_refused() -> None:
+    """Try again to write files that could not be written."""
+    _refused.clear()
+
+
 def print_sync(record: SyncRecord, computation: Computation | None) -> None:
     """Print a sync that is done, with its graph if there is one by now."""
     graph = "" if computation is None else f" {computation.name}"

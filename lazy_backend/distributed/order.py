@@ -36,6 +36,13 @@ def order_of(context: DeviceContext) -> LazyTensor:
     return found
 
 
+def reset() -> None:
+    """Have each device begin with another order tensor."""
+    for context in list(_orders):
+        context.order = None
+    _orders.clear()
+
+
 def finish_collectives() -> None:
     """Run the collectives that were recorded on any device, and wait for them."""
     for context in contexts.get_active_devices():

@@ -84,6 +84,17 @@ def forget_loaded() -> None:
     asked.clear()
 
 
+def reset() -> None:
+    """As after the import: no cache is open, and nothing was loaded, looked up or counted."""
+    global _opened
+    with _lock:
+        _opened = None
+        _told_of.clear()
+        _earlier.clear()
+        _before.clear()
+    forget_loaded()
+
+
 def _tell_of(store: DiskCache) -> None:
     """Warn once for each cache, since every step asks for the cache."""
     _told_of.append(store)

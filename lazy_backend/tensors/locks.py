@@ -230,6 +230,10 @@ class DeviceLockerArena:
         found = self._lockers.get(index)
         return self._lockers.setdefault(index, DeviceLocker(index)) if found is None else found
 
+    def reset(self) -> None:
+        """Forget the devices."""
+        self._lockers.clear()
+
     def reset_after_fork(self) -> None:
         """In a forked child no run is under way: its thread stayed with the parent."""
         self._lockers = {index: DeviceLocker(index) for index in self._lockers}

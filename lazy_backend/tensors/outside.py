@@ -63,6 +63,12 @@ def reset_counters() -> None:
     _counted_before.update(read_counters())
 
 
+def reset() -> None:
+    """Forget the constants, and their counts."""
+    data_cache.clear()
+    _counted_before.clear()
+
+
 def upload(context: DeviceContext, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of `tensor` on the backing device; 0-d tensors come from the constants cache and must not be written."""
     return run_clean(_upload, context, tensor)
