@@ -19,6 +19,11 @@ def process_lock() -> Any:
     return lock
 
 
+def has(lock: Any) -> bool:
+    """Whether `lock` is one of `process_lock`."""
+    return any(one is lock for one in _locks)
+
+
 def hold_all() -> None:
     """Before a fork: acquire all locks, in the order in which they were made, so that no other thread holds one."""
     for lock in _locks:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 import lazy_backend
@@ -196,3 +197,49 @@ def test_a_report_shows_what_there_is() -> None:
     assert "execution.sync.executor: computations, families of shapes" in text
     assert "    computations.cache._entries = 1\n" in text
     assert "tensors.contexts.contexts: devices" in text
+
+
+# ----- forks
+
+FORK = """
+import importlib, operator, os, signal, sys, threading
+import torch
+import lazy_backend
+
+lazy_backend.config.compile = "off"
+module, _, path = sys.argv[1].partition(":")
+table = operator.attrgetter(path)(importlib.import_module(module))
+(torch.ones(2, device="lazy") + torch.tensor(1.5)).tolist()
+held, over = threading.Event(), threading.Event()
+
+def hold():
+    with table._lock:
+        held.set()
+        over.wait()
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    answers = [(torch.ones(7, device="lazy") + torch.tensor(2.5)).tolist() for _ in range(3)]
+    os._exit(0 if answers == [[3.5] * 7] * 3 else 1)
+over.set()
+thread.join()
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "lazy_backend.lowering.ir.graph:_metas",
+        "lazy_backend.tensors.outside:data_cache",
+        "lazy_backend.execution.sync:executor.computations.cache",
+        "lazy_backend.execution.sync:executor.computations._forms",
+    ],
+)
+def test_a_lock_that_another_thread_held_at_a_fork_is_free_in_the_child(table: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FORK, table], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

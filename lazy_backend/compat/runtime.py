@@ -12,6 +12,7 @@ runtime of these objects is this table. Nothing else resets them, or makes them 
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -134,8 +135,8 @@ PARTS: tuple[Part, ...] = (
          "changes of Inductor"),
     Part("lowering.compilation.inductor_defects", ("_is_ours",), Life.THREAD, "whether a compile is ours"),
     Part("lowering.compilation.instructions", ("_refused", "try_instructions"), Life.FACTS, "the processor's"),
-    Part("lowering.device_graphs.launcher", ("launches",), Life.USERS, "runs that are launched as one graph, and counts"),
-    Part("lowering.device_graphs.devices", ("_installed",), Life.PROCESS, "what stands in for a device's own interface"),
+    Part("lowering.device_graphs.launcher", ("launches",), Life.USERS, "runs that are launched as one graph"),
+    Part("lowering.device_graphs.devices", ("_installed", "_cuda"), Life.PROCESS, "the interface of each device"),
     Part("lowering.interpreter.layout", ("_out_variant",), Life.FACTS, "operators that write into given memory"),
     Part("lowering.interpreter.task", ("_ids",), Life.FACTS, "the number of the next run"),
     Part("lowering.ir.graph", ("_metas",), Life.FACTS, "geometries, each once"),
@@ -166,10 +167,26 @@ def reset(devices: bool = False) -> None:
 
 
 def renew_after_fork() -> None:
-    """Make the runtime of a forked child whole: threads, runs under way and the compiler stayed with the parent."""
+    """Make the runtime of a forked child whole: threads, runs under way and the compiler stayed with the parent.
+
+    A thread of the parent may have held the lock of a table, which nobody would release here. The tables themselves are
+    whole: what their locks guard is stored by one C call each.
+    """
     for part in PARTS:
         if part.after_fork is not None:
             part.after_fork()
+    for part in PARTS:
+        if part.after_fork is None:
+            for _, value in _objects(part):
+                _renew_locks(value, 3)
+
+
+def _renew_locks(value: Any, depth: int) -> None:
+    for name, inner in _attributes(value) if _is_ours(value) else ():
+        if type(inner) is type(threading.RLock()) and not process_locks.has(inner):
+            setattr(value, name, threading.RLock())
+        elif depth:
+            _renew_locks(inner, depth - 1)
 
 
 # ----- what is there
@@ -184,12 +201,16 @@ def listed() -> list[tuple[str, str, dict[str, Any]]]:
     """The place of each object, what it is for, and what it holds. Modules that nobody has imported are left out."""
     found = []
     for part in PARTS:
-        module = sys.modules.get(f"lazy_backend.{part.module}")
-        for name in part.names if module is not None else ():
+        for name, value in _objects(part):
             values: dict[str, Any] = {}
-            _add(values, "", getattr(module, name), 3)
+            _add(values, "", value, 3)
             found.append((f"{part.module}.{name}", part.holds, values))
     return found
+
+
+def _objects(part: Part) -> Iterator[tuple[str, Any]]:
+    module = sys.modules.get(f"lazy_backend.{part.module}")
+    return ((name, getattr(module, name)) for name in part.names if module is not None)
 
 
 def _add(found: dict[str, Any], path: str, value: Any, depth: int) -> None:
