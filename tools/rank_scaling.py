@@ -84,7 +84,7 @@ class SimulatedRanks:
                     errors[rank] = error
                     agreement.forget()
                     return
-                agreement.count()
+                agreement.count(calls[place])
 
         self._each(announce)
         self._each(call)

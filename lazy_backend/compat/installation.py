@@ -27,6 +27,7 @@ from lazy_backend.diagnostics.debug_log import print_pass
 from lazy_backend.diagnostics.history import history
 from lazy_backend.distributed import c10d, fsdp
 from lazy_backend.distributed.data_parallel import BucketReducer, broadcasting, registering
+from lazy_backend.distributed.exchange import batching, exchanging
 from lazy_backend.distributed.order import finish_group, in_order
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution import closures, disk_cache
@@ -83,6 +84,7 @@ def install() -> None:
     pytorch.support_autocast()
     pytorch.support_grad_scaler()
     pytorch_distributed.order_collectives(in_order, finish_group)
+    pytorch_distributed.support_exchanges(exchanging, batching)
     pytorch_distributed.name_backend_of_lazy(contexts.backing_type)
     pytorch_distributed.support_data_parallel(BucketReducer, registering, broadcasting)
     pytorch_distributed.support_fully_shard()

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from lazy_backend.compat.when_imported import when_imported
 from lazy_backend.tensors.thread_state import run_clean
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 # What communicates, or ends a group that recorded collectives need.
 _COMMUNICATING = (
     "_allgather_base", "_reduce_scatter_base", "abort", "all_gather_single", "all_gather_single_coalesced",
@@ -86,10 +88,17 @@ def name_backend_of_lazy(backing_type: Callable[[], str]) -> None:
     )
 
 
+def support_exchanges(exchanging: Wrap, batching: Wrap) -> None:
+    """Let what is sent to single ranks, or received from them, be recorded. Comes after `order_collectives`."""
+    if not dist.is_available():
+        return
+    group: Any = dist.ProcessGroup
+    for name in ("send", "recv"):
+        setattr(group, name, exchanging(getattr(group, name)))
+    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batching(dist.batch_isend_irecv)
+
+
 # ----- DistributedDataParallel. Names were checked on 2.13
-
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def support_data_parallel(reducer: Any, registering: Wrap, broadcasting: Wrap) -> None:

@@ -5,8 +5,8 @@ returns new tensors, for which `wait_tensor` is called later. Out: calls of the 
 name, which write into tensors.
 
 What is recorded runs in the order of the program, so the work that is returned is done already: waiting for it cuts
-nothing. What cannot be recorded (sending to one process, receiving from it, barriers, lists of tensors of several
-shapes) runs at once, after everything recorded before it.
+nothing. What cannot be recorded (receiving from any process, barriers, lists of tensors of several shapes) runs at
+once, after everything recorded before it. What goes from process to process is recorded in `exchange.py`.
 """
 
 from __future__ import annotations

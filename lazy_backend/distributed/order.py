@@ -6,6 +6,7 @@ order tensor; what was recorded before such a call has run by then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,6 +64,7 @@ def finish_group(group: dist.ProcessGroup | None) -> None:
 def in_order(communicate: Callable[..., Any]) -> Callable[..., Any]:
     """A method of process groups that first runs the collectives that were recorded before it is called."""
 
+    @functools.wraps(communicate)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _orders and not communicating.now and not _takes_lazy(args):
             finish_collectives()

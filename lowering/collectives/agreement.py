@@ -59,6 +59,13 @@ def describe_collective(name: str, dtype: torch.dtype, shape: Sequence[int], red
     return f"{name.strip('_')} of {str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]{reduced}"
 
 
+def describe_exchange(name: str, dtype: torch.dtype, shape: Sequence[int], peer: int, tag: int) -> str:
+    """As in `send of float32[3, 4] to rank 1 (tag 0)`. Ranks are those of the group."""
+    kind, towards = ("send", "to") if name == "begin_send" else ("receive", "from")
+    sizes = ", ".join(map(str, shape))
+    return f"{kind} of {str(dtype).removeprefix('torch.')}[{sizes}] {towards} rank {peer} (tag {tag})"
+
+
 @contextmanager
 def _store_answers() -> Iterator[None]:
     """Within the block, an error of a store says what it means."""
@@ -71,10 +78,11 @@ def _store_answers() -> Iterator[None]:
 
 
 class RunCollectives:
-    """The collectives of one graph, in order."""
+    """The collectives of one graph, in order, and what it sends to single ranks or receives from them."""
 
-    def __init__(self, calls: Sequence[Collective]) -> None:
+    def __init__(self, calls: Sequence[Collective], exchanges: Sequence[Collective] = ()) -> None:
         self.calls = tuple(calls)
+        self.exchanges = tuple(exchanges)
         self.of_groups: dict[int, tuple[str, tuple[Collective, ...]]] = {}
         for group in dict.fromkeys(call.group for call in calls):
             own = tuple(call for call in calls if call.group == group)
@@ -87,6 +95,7 @@ class Announcement:
     """What a run has announced and not called yet, and the seconds that its collectives took, waiting included."""
 
     calls: list[Collective]
+    exchanges: list[Collective]  # which other ranks need not have
     seconds: float = 0.0
 
 
@@ -110,6 +119,7 @@ class Agreement:
         self._done = 0  # collectives that were called, those that failed included
         self._checked = 0  # how many of these, and of those that follow, need not be looked at any more
         self._latest = ""
+        self._call: Collective | None = None  # the latest one
 
     def announce(self, digest: str, calls: Sequence[Collective]) -> None:
         """Say which collectives follow."""
@@ -128,9 +138,21 @@ class Agreement:
             with _store_answers():
                 self._checked = self._compare((self._rank + 1) % self._size, calls)
 
-    def count(self) -> None:
+    def count(self, call: Collective) -> None:
         """Note that a collective was called."""
         self._done += 1
+        self._call = call
+
+    def blame(self) -> Callable[[Exception], Exception]:
+        """What makes an error of the latest collective, which is under way, one that says what is known of it."""
+        number, call = self._done, self._call
+        assert call is not None
+
+        def blame(error: Exception) -> Exception:
+            self.forget()
+            return self.explain(error, call, number)
+
+        return blame
 
     def forget(self) -> None:
         """Look at what the next rank calls in the next run, whatever that is: this one has failed."""
@@ -173,13 +195,17 @@ class Agreement:
         start, _, digest = self._store.get(f"now/{rank}").decode().split()
         return int(start), json.loads(self._store.get(f"what/{rank}/{digest}"))
 
-    def explain(self, error: Exception, call: Collective) -> CollectiveError:
-        """`error`, which the latest collective raised, with what is known of the other ranks."""
-        self._done -= 1
+    def explain(self, error: Exception, call: Collective, number: int | None = None) -> CollectiveError:
+        """`error`, which a collective raised, with what is known of the other ranks.
+
+        `number`: which collective that was, counted from one; by default the latest.
+        """
+        done = self._done
+        self._done = (done if number is None else number) - 1
         try:
             return self._explain(error, call)
         finally:
-            self._done += 1
+            self._done = done
 
     def _explain(self, error: Exception, call: Collective) -> CollectiveError:
         lines = [f"{error}", f"  in {self._name(0, call)}, on rank {self._rank}"]
@@ -252,7 +278,7 @@ class Agreements:
         for number, agreement in found.items():
             agreement.announce(*run.of_groups[number])
         before = _announced.now
-        announcement = Announcement(list(run.calls))
+        announcement = Announcement(list(run.calls), list(run.exchanges))
         try:
             _announced.now = announcement
             yield announcement
@@ -266,8 +292,7 @@ class Agreements:
     @contextmanager
     def calling(self, number: int, what: Callable[[], str]) -> Iterator[dist.ProcessGroup]:
         """Within the block, one collective is called on the group with this number, which is given."""
-        announcement, begin = _announced.now, time.perf_counter()
-        try:
+        with self.waiting():
             group = group_numbers.group_at(number)
             agreement = self.of(group)
             if agreement is None:
@@ -275,6 +300,25 @@ class Agreements:
             else:
                 with self._checked(agreement, number, what):
                     yield group
+
+    def blame(self, group: dist.ProcessGroup) -> Callable[[Exception], Exception]:
+        """What makes an error of the group's latest collective one that says what is known of it."""
+        agreement = self.of(group)
+        return (lambda error: error) if agreement is None else agreement.blame()
+
+    def next_exchange(self, number: int, what: Callable[[], str]) -> Collective:
+        """The exchange with a single rank that this thread's run is about to call, or one outside of runs."""
+        announcement = _announced.now
+        if announcement is not None and announcement.exchanges:
+            return announcement.exchanges.pop(0)
+        return Collective(number, what(), self.site_of_call())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within the block, this thread's run waits for communication that is under way."""
+        announcement, begin = _announced.now, time.perf_counter()
+        try:
+            yield
         finally:
             if announcement is not None:
                 announcement.seconds += time.perf_counter() - begin
@@ -294,7 +338,7 @@ class Agreements:
             try:
                 yield
             finally:
-                agreement.count()
+                agreement.count(call)
         except BaseException as error:
             agreement.forget()
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):

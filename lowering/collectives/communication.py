@@ -1,6 +1,7 @@
 """The collectives that graphs call: each writes its result into tensors that it is given, as those of c10d do.
 
-In: tensors on the backing device. Out: `torch.distributed`'s results in them, once the call returns.
+In: tensors on the backing device. Out: `torch.distributed`'s results in them, once the call returns; or a ticket, if
+the call only begins, with which a later one finishes.
 
 Note [Collectives have an order]
 All processes of a group must communicate in the same order, whichever plan runs the graph, and none may leave out a
@@ -21,7 +22,15 @@ import torch
 import torch.distributed as dist
 
 from lazy_backend.caching.process_locks import process_lock
-from lazy_backend.lowering.collectives.agreement import agreements, describe_collective
+from lazy_backend.lowering.collectives.agreement import (
+    Collective,
+    CollectiveError,
+    agreements,
+    describe_collective,
+    describe_exchange,
+)
+from lazy_backend.lowering.collectives.groups import group_numbers
+from lazy_backend.lowering.collectives.under_way import Flight, under_way
 
 # By name: the operator's arguments, and which of them it writes besides the order tensor.
 _SCHEMAS = {
@@ -35,6 +44,14 @@ _SCHEMAS = {
     "all_to_all_": (
         "Tensor(a!) received, Tensor sent, Tensor(b!) order, int[] received_sizes, int[] sent_sizes, int group"
     ),
+}
+
+# Those of point-to-point communication, and of what finishes communication: see Note [Memory under way].
+_EXCHANGES = {
+    "begin_send": "(Tensor tensor, Tensor(b!) order, int peer, int tag, int group) -> Tensor",
+    "begin_receive": "(Tensor like, Tensor(b!) order, int peer, int tag, int group) -> Tensor",
+    "finish_send": "(Tensor ticket, Tensor(b!) order) -> ()",
+    "finish": "(Tensor ticket, Tensor(b!) order, SymInt[] size, ScalarType dtype) -> Tensor",
 }
 
 
@@ -64,13 +81,12 @@ class _Communicating(threading.local):
 communicating = _Communicating()
 
 
-def _as_ours(kernel: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(kernel)
-    def run(*args: Any) -> None:
+def _as_ours(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
         before = communicating.now
         try:
             communicating.now = True
-            kernel(*args)
+            return kernel(*args)
         finally:
             communicating.now = before  # a plain store, which nothing interrupts
 
@@ -93,82 +109,62 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _all_reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, group: int) -> None:
+# ----- what each asks of a group: (group, contiguous memory that is written, other operand, numbers) -> work
+
+
+def _all_reduce(called: Any, memory: torch.Tensor, _: None, reduction: str) -> dist.Work:
     options = dist.AllreduceOptions()
     options.reduceOp = _reductions()[reduction]
-    with _calling("all_reduce_", tensor, group, reduction) as called, _dense(tensor) as dense:
-        called.allreduce([dense], options).wait()
+    return called.allreduce([memory], options)  # type: ignore[no-any-return]
 
 
-def _broadcast(tensor: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
+def _broadcast(called: Any, memory: torch.Tensor, _: None, root: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    with _calling("broadcast_", tensor, group) as called, _dense(tensor) as dense:
-        called.broadcast([dense], options).wait()
+    return called.broadcast([memory], options)  # type: ignore[no-any-return]
 
 
-def _reduce(tensor: torch.Tensor, order: torch.Tensor, reduction: str, root: int, group: int) -> None:
+def _reduce(called: Any, memory: torch.Tensor, _: None, reduction: str, root: int) -> dist.Work:
     options = dist.ReduceOptions()
     options.reduceOp = _reductions()[reduction]
     options.rootRank = root
-    with _calling("reduce_", tensor, group, reduction) as called, _dense(tensor) as dense:
-        called.reduce([dense], options).wait()
+    return called.reduce([memory], options)  # type: ignore[no-any-return]
 
 
-def _all_gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, group: int) -> None:
-    with _calling("all_gather_", gathered, group) as called, _dense(gathered) as dense:
-        # flat, as backends compare shapes
-        called._allgather_base(dense.view(-1), _real(tensor).reshape(-1)).wait()
+def _all_gather(called: Any, gathered: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+    # flat, as backends compare shapes
+    return called._allgather_base(gathered.view(-1), tensor.reshape(-1))  # type: ignore[no-any-return]
 
 
-def _reduce_scatter(
-    scattered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, reduction: str, group: int
-) -> None:
+def _reduce_scatter(called: Any, scattered: torch.Tensor, tensor: torch.Tensor, reduction: str) -> dist.Work:
     options = dist.ReduceScatterOptions()
     options.reduceOp = _reductions()[reduction]
-    with _calling("reduce_scatter_", scattered, group, reduction) as called, _dense(scattered) as dense:
-        called._reduce_scatter_base(dense.view(-1), _real(tensor).reshape(-1), options).wait()
+    return called._reduce_scatter_base(scattered.view(-1), tensor.reshape(-1), options)  # type: ignore[no-any-return]
 
 
-def _gather(gathered: torch.Tensor, tensor: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
+def _gather(called: Any, gathered: torch.Tensor, tensor: torch.Tensor, root: int) -> dist.Work:
     """`gathered` has a row for each rank on the root, and is empty on the others."""
     options = dist.GatherOptions()
     options.rootRank = root
-    with _calling("gather_", tensor, group) as called, _dense(gathered) as dense:
-        rows = [list(dense.unbind())] if called.rank() == root else []
-        called.gather(rows, [_real(tensor.contiguous())], options).wait()
+    rows = [list(gathered.unbind())] if called.rank() == root else []
+    return called.gather(rows, [tensor], options)  # type: ignore[no-any-return]
 
 
-def _scatter(scattered: torch.Tensor, parts: torch.Tensor, order: torch.Tensor, root: int, group: int) -> None:
+def _scatter(called: Any, scattered: torch.Tensor, parts: torch.Tensor, root: int) -> dist.Work:
     """`parts` has a row for each rank on the root, and is empty on the others."""
     options = dist.ScatterOptions()
     options.rootRank = root
-    with _calling("scatter_", scattered, group) as called, _dense(scattered) as dense:
-        rows = [list(_real(parts.contiguous()).unbind())] if called.rank() == root else []
-        called.scatter([dense], rows, options).wait()
+    rows = [list(parts.unbind())] if called.rank() == root else []
+    return called.scatter([scattered], rows, options)  # type: ignore[no-any-return]
 
 
 def _all_to_all(
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    order: torch.Tensor,
-    received_sizes: Sequence[int],
-    sent_sizes: Sequence[int],
-    group: int,
-) -> None:
-    with _calling("all_to_all_", received, group) as called, _dense(received) as dense:
-        called.alltoall_base(dense, _real(sent.contiguous()), list(received_sizes), list(sent_sizes)).wait()
+    called: Any, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+) -> dist.Work:
+    return called.alltoall_base(received, sent, list(received_sizes), list(sent_sizes))  # type: ignore[no-any-return]
 
 
-def _calling(
-    name: str, tensor: torch.Tensor, group: int, reduction: str | None = None
-) -> AbstractContextManager[dist.ProcessGroup]:
-    """`tensor`: the operand that `place_of_common` names."""
-    dtype, shape = tensor.dtype, tensor.shape
-    return agreements.calling(group, lambda: describe_collective(name, dtype, shape, reduction))
-
-
-_KERNELS: dict[str, Callable[..., None]] = {
+_ASK: dict[str, Callable[..., dist.Work]] = {
     "all_reduce_": _all_reduce,
     "broadcast_": _broadcast,
     "reduce_": _reduce,
@@ -179,8 +175,128 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "all_to_all_": _all_to_all,
 }
 
+
+# ----- the operators
+
+
+def _split(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None, list[Any], int]:
+    """What is written, the other operand if there is one, the collective's numbers without the group, the group."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    *numbers, group = (arg for arg in args if not isinstance(arg, torch.Tensor))
+    return tensors[0], tensors[1] if len(tensors) > 2 else None, numbers, group
+
+
+def _calling(
+    name: str, target: torch.Tensor, operand: torch.Tensor | None, numbers: Sequence[Any], group: int
+) -> AbstractContextManager[dist.ProcessGroup]:
+    common = operand if place_of_common(name) and operand is not None else target
+    dtype, shape = common.dtype, common.shape
+    reduction = next((number for number in numbers if isinstance(number, str)), None)
+    return agreements.calling(group, lambda: describe_collective(name, dtype, shape, reduction))
+
+
+def _call(name: str, *args: Any) -> None:
+    """Do the collective `name`."""
+    target, operand, numbers, group = _split(args)
+    with _calling(name, target, operand, numbers, group) as called, _dense(target) as dense:
+        other = None if operand is None else _real(operand.contiguous())
+        _ASK[name](called, dense, other, *numbers).wait()
+
+
+def _begin(name: str, *args: Any) -> torch.Tensor:
+    """Begin the collective `name`, and return its ticket. Reads what the collective would write, and writes nothing."""
+    target, operand, numbers, group = _split(args)
+    layout = torch.contiguous_format
+    if operand is None:
+        memory, other = target.clone(memory_format=layout), None
+    else:
+        memory = torch.empty_like(target, memory_format=layout)
+        other = _real(operand.clone(memory_format=layout))
+    with _calling(name, target, operand, numbers, group) as called:
+        work = _ASK[name](called, _real(memory), other, *numbers)
+    return under_way.ticket_for(Flight(work, memory, agreements.blame(called)))
+
+
+def _finish(ticket: torch.Tensor, order: torch.Tensor, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    with agreements.waiting():
+        memory = under_way.finish(ticket)
+    assert memory is not None
+    assert memory.shape == tuple(size)
+    assert memory.dtype is dtype
+    return memory
+
+
+def _finish_send(ticket: torch.Tensor, order: torch.Tensor) -> None:
+    with agreements.waiting():
+        under_way.finish(ticket)
+
+
+def _begin_send(tensor: torch.Tensor, order: torch.Tensor, peer: int, tag: int, group: int) -> torch.Tensor:
+    memory = tensor.clone(memory_format=torch.contiguous_format)
+    call, called = _exchange("begin_send", memory, peer, tag, group)
+    with _blamed(call, called):
+        work = called.send([_real(memory)], peer, tag)
+    return under_way.ticket_for(Flight(work, None, functools.partial(_explained, call, called)))
+
+
+def _begin_receive(like: torch.Tensor, order: torch.Tensor, peer: int, tag: int, group: int) -> torch.Tensor:
+    memory = torch.empty_like(like, memory_format=torch.contiguous_format)
+    call, called = _exchange("begin_receive", memory, peer, tag, group)
+    with _blamed(call, called):
+        work = called.recv([_real(memory)], peer, tag)
+    return under_way.ticket_for(Flight(work, memory, functools.partial(_explained, call, called)))
+
+
+def _exchange(name: str, tensor: torch.Tensor, peer: int, tag: int, group: int) -> tuple[Collective, Any]:
+    dtype, shape = tensor.dtype, tensor.shape
+    call = agreements.next_exchange(group, lambda: describe_exchange(name, dtype, shape, peer, tag))
+    return call, group_numbers.group_at(group)
+
+
+def _explained(call: Collective, called: dist.ProcessGroup, error: Exception) -> Exception:
+    """`error` of an exchange, with its line."""
+    site = call.site or "an unknown line"
+    return CollectiveError(f"{error}\n  in {call.what} of group {called.group_name} at {site}, on rank {called.rank()}")
+
+
+@contextmanager
+def _blamed(call: Collective, called: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise _explained(call, called, error) from error
+
+
 _lock = process_lock()
 _libraries: list[torch.library.Library] = []  # kept: a library unregisters its operators when it is destroyed
+
+
+def _schemas() -> dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]]:
+    """By name: the operator's arguments and results, its kernel, its fake kernel."""
+    found: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {}
+    nothing: Callable[..., Any] = lambda *args: None
+    for name, arguments in _SCHEMAS.items():
+        found[name] = f"({arguments}) -> ()", functools.partial(_call, name), nothing
+        begin = f"({arguments.replace('(a!)', '')}) -> Tensor"
+        found[beginning_of(name)] = begin, functools.partial(_begin, name), _fake_ticket
+    kernels: list[Callable[..., Any]] = [_begin_send, _begin_receive, _finish_send, _finish]
+    fakes: list[Callable[..., Any]] = [_fake_ticket, _fake_ticket, nothing, _fake_result]
+    for (name, schema), kernel, fake in zip(_EXCHANGES.items(), kernels, fakes, strict=True):
+        found[name] = schema, kernel, fake
+    return found
+
+
+def beginning_of(name: str) -> str:
+    """The operator that begins what the collective `name` does."""
+    return f"begin_{name.strip('_')}"
+
+
+def _fake_ticket(*args: Any) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _fake_result(ticket: torch.Tensor, order: torch.Tensor, size: Any, dtype: torch.dtype) -> torch.Tensor:
+    return order.new_empty(size, dtype=dtype)
 
 
 @functools.cache
@@ -189,10 +305,10 @@ def collective(name: str) -> torch._ops.OpOverload:
     with _lock:
         if not _libraries:
             library = torch.library.Library("lazy_backend", "FRAGMENT")
-            for each, schema in _SCHEMAS.items():
-                library.define(f"{each}({schema}) -> ()")
-                library.impl(each, _as_ours(_KERNELS[each]), "CompositeExplicitAutograd")
-                torch.library.register_fake(f"lazy_backend::{each}", lambda *args: None, lib=library)
+            for each, (schema, kernel, fake) in _schemas().items():
+                library.define(f"{each}{schema}")
+                library.impl(each, _as_ours(kernel), "CompositeExplicitAutograd")
+                torch.library.register_fake(f"lazy_backend::{each}", fake, lib=library)
             _libraries.append(library)
     return getattr(torch.ops.lazy_backend, name).default  # type: ignore[no-any-return]
 
@@ -202,5 +318,23 @@ def define_collectives() -> None:
     collective("all_reduce_")
 
 
+def collective_of(op: torch._ops.OpOverload) -> str | None:
+    """The name of the collective that `op` does or begins; None for other operators."""
+    if op.namespace != "lazy_backend":
+        return None
+    return _names().get(op._opname)
+
+
+@functools.cache
+def _names() -> dict[str, str]:
+    return {spelled: name for name in _SCHEMAS for spelled in (name, beginning_of(name))}
+
+
 def is_collective(op: torch._ops.OpOverload) -> bool:
-    return op.namespace == "lazy_backend" and op._opname in _KERNELS
+    """Whether `op` communicates in any way, or waits for what does."""
+    return collective_of(op) is not None or (op.namespace == "lazy_backend" and op._opname in _EXCHANGES)
+
+
+def is_exchange(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` begins to send to a single rank, or to receive from one."""
+    return op.namespace == "lazy_backend" and op._opname in ("begin_send", "begin_receive")

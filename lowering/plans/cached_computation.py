@@ -13,8 +13,13 @@ import torch
 
 from lazy_backend.caching.computation_cache import Key
 from lazy_backend.lowering.artefacts.environment import Environment, key_parts
-from lazy_backend.lowering.collectives.agreement import Collective, RunCollectives, describe_collective
-from lazy_backend.lowering.collectives.communication import is_collective, place_of_common
+from lazy_backend.lowering.collectives.agreement import (
+    Collective,
+    RunCollectives,
+    describe_collective,
+    describe_exchange,
+)
+from lazy_backend.lowering.collectives.communication import collective_of, is_exchange, place_of_common
 from lazy_backend.lowering.compilation.compiler import backend_name
 from lazy_backend.lowering.ir.canonical import Parameter
 from lazy_backend.lowering.ir.graph import Graph, Node
@@ -73,13 +78,19 @@ class CachedComputation:
 
 def _collectives_of(graph: Graph) -> RunCollectives | None:
     """What a run of `graph` communicates; None for most."""
-    found = [_collective(node) for node in graph.nodes if is_collective(node.op)]
-    return RunCollectives(found) if found else None
+    found = [_collective(node, name) for node in graph.nodes if (name := collective_of(node.op)) is not None]
+    exchanges = [_exchange(node) for node in graph.nodes if is_exchange(node.op)]
+    return RunCollectives(found, exchanges) if found or exchanges else None
 
 
-def _collective(node: Node) -> Collective:
+def _exchange(node: Node) -> Collective:
+    tensor, _, peer, tag, group = node.args
+    what = describe_exchange(node.op._opname, tensor.meta.dtype, tensor.meta.shape, peer, tag)
+    return Collective(group, what, node.site)
+
+
+def _collective(node: Node, name: str) -> Collective:
     named = {argument.name: arg for argument, arg in zip(node.op._schema.arguments, node.args, strict=True)}
-    name = node.op._opname
     common = node.args[place_of_common(name)].meta
     what = describe_collective(name, common.dtype, common.shape, named.get("reduction"))
     return Collective(named["group"], what, node.site)
