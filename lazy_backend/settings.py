@@ -119,6 +119,12 @@ FLAGS: dict[str, Flag] = {
         "'auto': runs that recur are launched as one CUDA graph, where the device is a GPU. 'off': kernel by kernel.",
         "LAZY_BACKEND_DEVICE_GRAPHS",
     ),
+    "overlap_collectives": Flag(
+        False,
+        _boolean,
+        "Whether collectives on the CPU communicate in the background while the step computes what does not need them.",
+        "LAZY_BACKEND_OVERLAP_COLLECTIVES",
+    ),
     "mark_step_on_optimizer_step": Flag(
         False,
         _boolean,

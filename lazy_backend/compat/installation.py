@@ -95,6 +95,7 @@ def install() -> None:
     config.watch("force_fallback", _forget_all_paths)
     config.watch("device_graphs", _switch_device_graphs)
     _switch_device_graphs()
+    config.watch("overlap_collectives", _forget_all_paths)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)
     torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     _wire()

@@ -129,6 +129,8 @@ PARTS: tuple[Part, ...] = (
     Part("lowering.collectives.groups", ("group_numbers",), Life.FACTS, "process groups by number"),
     Part("lowering.collectives.communication", ("_libraries", "collective", "_reductions"), Life.PROCESS,
          "the operators that graphs communicate by"),
+    Part("lowering.collectives.communication", ("_names",), Life.FACTS, "collectives by the names of their operators"),
+    Part("lowering.collectives.under_way", ("under_way",), Life.USERS, "communication that was begun, not finished"),
     Part("lowering.collectives.communication", ("communicating",), Life.THREAD, "whether a collective is ours"),
     Part("lowering.compilation.cpp_units", ("_parsed",), Life.FACTS, "headers that are worth compiling"),
     Part("lowering.compilation.inductor_defects", ("_copying_pass", "_put_in_place"), Life.PROCESS,

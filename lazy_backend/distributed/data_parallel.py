@@ -374,13 +374,14 @@ def broadcasting(original: Callable[..., None]) -> Callable[..., None]:
         module: Any = dist
         together, _ = module._compute_bucket_assignment_by_size(tensors, [buffer_size])
         with torch.no_grad():
+            copies = []
             for places in together:
                 own = [tensors[place] for place in places]
-                if len(own) == 1:
-                    group.broadcast(own[0], src)
-                    continue
-                values = _joined(own)
+                values = own[0] if len(own) == 1 else _joined(own)
                 group.broadcast(values, src)
+                if len(own) > 1:
+                    copies.append((values, own))
+            for values, own in copies:  # only now, so that all of them are under way together
                 _copy_parts(values, own)
 
     return _broadcast_coalesced

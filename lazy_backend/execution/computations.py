@@ -25,6 +25,7 @@ from lazy_backend.lowering.ir.program import Call, Cut, Token
 from lazy_backend.lowering.ir.shapes import skeleton
 from lazy_backend.lowering.plans.cached_computation import CachedComputation, Computation, make_key
 from lazy_backend.lowering.plans.families import Family, Form
+from lazy_backend.lowering.plans.overlapping import overlap_collectives
 from lazy_backend.lowering.plans.policy import ArtefactStore, CompilePolicy, FusionStrategy
 from lazy_backend.lowering.plans.specialise import CompileReport
 from lazy_backend.settings import config
@@ -149,14 +150,15 @@ class Computations:
 
     def lookup_cached_compile(self, data: PostOrderData, settings: Environment) -> Computation:
         """The computation of this graph, made if it is new."""
-        key = make_key(data.graph, settings)
+        graph = overlap_collectives(data.graph) if config.overlap_collectives else data.graph
+        key = make_key(graph, settings)
         found = self.cache.get(key)
         if found is not None:
             return found
-        aliased = len(data.graph.mutated_inputs())
-        metrics.observe_together({}, TensorsGraphSize=len(data.graph.nodes), InputOutputAliasCount=aliased)
+        aliased = len(graph.mutated_inputs())
+        metrics.observe_together({}, TensorsGraphSize=len(graph.nodes), InputOutputAliasCount=aliased)
         find_family = functools.partial(self._find_family, settings)
-        return self.cache.add(key, Computation(key, data.graph, self._report, find_family))
+        return self.cache.add(key, Computation(key, graph, self._report, find_family))
 
     def _find_family(self, settings: Environment, graph: Graph) -> Family:
         return self._families.get_or_add((skeleton(graph), settings), lambda: Family(self._report))

@@ -18,12 +18,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.caching.weak_table import WeakTable
 
 # Sends that nobody waits for: how many of the latest are kept until they are through.
 _MAX_UNATTENDED = 64
@@ -68,12 +68,12 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._tickets: WeakValueDictionary[int, _Ticket] = WeakValueDictionary()
+        self._tickets: WeakTable[int, _Ticket] = WeakTable()
         self._lock = process_lock()
         self._unattended: deque[Flight] = deque(maxlen=_MAX_UNATTENDED)
 
     def __len__(self) -> int:
-        return sum(ticket.flight is not None for ticket in self._tickets.values())
+        return sum(ticket.flight is not None for ticket in self._tickets)
 
     def ticket_for(self, flight: Flight) -> torch.Tensor:
         """A new ticket: int64[1] on the CPU."""

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Step, Value, extent, map_arg
+from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Step, Value, extent, with_values
 from lazy_backend.lowering.ir.passes import graph_pass
 
 # Smaller results come from the allocator's own caches faster than a call with `out=` is made.
@@ -197,7 +197,7 @@ def _rewritten(graph: Graph, placed: dict[int, int], buffers: _Buffers) -> Layou
     made: set[int] = set()
     for node in graph.nodes:
         result = node.outputs[0] if node.outputs else None
-        new = _with_values(node, move)
+        new = with_values(node, move)
         if result is not None and result.storage in placed and result.storage not in made:
             made.add(result.storage)
             new = _writing_out(new, graph.device)
@@ -205,16 +205,6 @@ def _rewritten(graph: Graph, placed: dict[int, int], buffers: _Buffers) -> Layou
         nodes.append(new)
     held = (*graph.held, *(value for value, _ in homes))
     return LayoutPlan(replace(graph, nodes=tuple(nodes), held=held), tuple(buffers.sizes), tuple(homes))
-
-
-def _with_values(node: Node, move: Callable[[Arg], Arg]) -> Node:
-    return replace(
-        node,
-        args=map_arg(move, node.args),
-        kwargs=tuple((name, map_arg(move, arg)) for name, arg in node.kwargs),
-        outputs=map_arg(move, node.outputs),
-        mutates=map_arg(move, node.mutates),
-    )
 
 
 def _writing_out(node: Node, device: torch.device) -> Node:

@@ -13,7 +13,7 @@ storage: read after write, write after write and write after read. Any order tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -242,6 +242,17 @@ def map_arg(fn: Callable[[Arg], Arg], arg: Arg) -> Arg:
     if isinstance(arg, tuple):
         return tuple(map_arg(fn, item) for item in arg)
     return fn(arg)
+
+
+def with_values(node: Node, move: Callable[[Arg], Arg]) -> Node:
+    """`node` with `move` applied to every operand, result and argument."""
+    return replace(
+        node,
+        args=map_arg(move, node.args),
+        kwargs=tuple((name, map_arg(move, arg)) for name, arg in node.kwargs),
+        outputs=map_arg(move, node.outputs),
+        mutates=map_arg(move, node.mutates),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
