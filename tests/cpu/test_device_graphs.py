@@ -11,7 +11,7 @@ import torch
 
 import lazy_backend
 from lazy_backend import metrics
-from lazy_backend.compat.installation import reset
+from lazy_backend.compat.runtime import reset
 from lazy_backend.computation import get_debug_states
 from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice, FakeGraph, RuleBroken

@@ -24,9 +24,11 @@ _SAMPLES = 3
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("variant", ["forward", "gradients", "in-place"])
 @pytest.mark.parametrize("mode", ["interpreted", "compiled"])
-def test_operators_do_what_eager_does(mode: str, variant: str) -> None:
+def test_operators_do_what_eager_does(mode: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that differ are listed. Compiled: each program three times, so that its graph may be captured as well."""
     pytest.importorskip("expecttest", reason="torch.testing's databases need expecttest")
+    # which they do when they are imported, for the whole process: other tests set these flags
+    monkeypatch.setattr(torch.backends, "disable_global_flags", lambda: None)
     from conformance_cases import Case, list_cases, operators
     from conformance_checks import Mismatch, compare_targets, make_programs
     from conformance_programs import spread
