@@ -176,7 +176,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
-    parser.add_argument("--delay", type=float, default=0.0, help="with --ranks: milliseconds of a slow network")
     parser.add_argument("--simulated-ranks", action="store_true", help="what agreeing costs 8 to 10,000, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
@@ -220,11 +219,7 @@ def main() -> None:
         trainer_loops.main(arguments.threads, rounds, "markdown" if arguments.markdown else "text")
         return
     if arguments.ranks:
-        form, rounds = "markdown" if arguments.markdown else "text", arguments.rounds or 5
-        if arguments.delay:
-            rank_loops.delayed(arguments.ranks, rounds, form, arguments.delay / 1e3)
-        else:
-            rank_loops.main(arguments.ranks, rounds, form)
+        rank_loops.main(arguments.ranks, arguments.rounds or 5, "markdown" if arguments.markdown else "text")
         return
     if arguments.simulated_ranks:
         rank_scaling.main(rank_scaling.RANKS, "markdown" if arguments.markdown else "text")

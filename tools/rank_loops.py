@@ -3,8 +3,7 @@
 In: a number of processes. Out: a table of milliseconds per step, and of what a step communicates. Run by
 `bench.py --ranks`. In each process both loops live side by side and take turns, a block of steps each, between
 barriers; ratios are medians of those within a round. What is communicated comes from PyTorch's profiler: the calls of
-the backend, and the bytes of their operands. With a delay, collectives take that much longer, as between machines, and
-loops are measured with `config.overlap_collectives` off and on.
+the backend, and the bytes of their operands.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from slow_network import init_slow_group
 from tables import Table, render
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,7 +166,7 @@ def measure(way: str, size: str, rounds: int) -> dict[str, Any]:
 # ----- a group of processes
 
 
-def _run(way: str, size: str, count: int, rounds: int, delay: float, overlaps: bool) -> dict[str, Any]:
+def _run(way: str, size: str, count: int, rounds: int) -> dict[str, Any]:
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="lazy_backend_ranks_") as folder:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -178,9 +176,7 @@ def _run(way: str, size: str, count: int, rounds: int, delay: float, overlaps: b
         own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "LAZY_BACKEND_CACHE_DIR": f"{folder}/lazy"}
         environment = {**os.environ, **group, **own, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([tools, environment.get("PYTHONPATH", "")])
-        environment["LAZY_BACKEND_OVERLAP_COLLECTIVES"] = str(int(overlaps))
-        call = f"rank_loops.serve({way!r}, {size!r}, {rounds}, {delay})"
-        command = [sys.executable, "-c", f"import rank_loops; {call}"]
+        command = [sys.executable, "-c", f"import rank_loops; rank_loops.serve({way!r}, {size!r}, {rounds})"]
         processes = [
             subprocess.Popen(
                 command, cwd=folder, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
@@ -194,13 +190,10 @@ def _run(way: str, size: str, count: int, rounds: int, delay: float, overlaps: b
     return result  # type: ignore[no-any-return]
 
 
-def serve(way: str, size: str, rounds: int, delay: float) -> None:
-    """What each process does. The first one prints the result. `delay`: in seconds."""
+def serve(way: str, size: str, rounds: int) -> None:
+    """What each process does. The first one prints the result."""
     torch.set_num_threads(1)
-    if delay:
-        init_slow_group(delay)
-    else:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     result = measure(way, size, rounds)
     compiles: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(compiles, result["compiles"])
@@ -237,28 +230,12 @@ def _told(communicated: dict[str, list[int]]) -> str:
     return "; ".join(f"{calls} {name}, {size / 1e6:.2f} MB" for name, (calls, size) in sorted(communicated.items()))
 
 
-def delayed(count: int, rounds: int, form: str, delay: float) -> None:
-    """Print the table of a slow network: collectives that take `delay` seconds longer."""
-    rows = []
-    for size in list(SIZES)[:2]:
-        for overlaps in (False, True):
-            result = _run("DistributedDataParallel", size, count, rounds, delay, overlaps)
-            times = {kind: [1e3 * one for one in seconds] for kind, seconds in result["seconds"].items()}
-            medians = [f"{statistics.median(times[kind]):.1f}" for kind in _ALL_KINDS]
-            ratios = [_ratios(times["eager"], times[kind]) for kind in _ALL_KINDS[1:]]
-            rows.append([size, "on" if overlaps else "off", *medians, *ratios])
-            print(f"bench: {', '.join(rows[-1])}", file=sys.stderr, flush=True)
-    head = ["DistributedDataParallel", "overlap", *(f"{kind}, ms" for kind in _ALL_KINDS)]
-    head += [f"eager / {kind}" for kind in _ALL_KINDS[1:]]
-    print(render[form](Table(f"{count} processes: a step, with collectives {1e3 * delay:g} ms longer", head, rows)))
-
-
 def main(count: int, rounds: int, form: str) -> None:
     """Print the table."""
     rows = []
     for way in WAYS:
         for size in SIZES:
-            result = _run(way, size, count, rounds, 0.0, overlaps=False)
+            result = _run(way, size, count, rounds)
             rows.append(_row(way, size, result))
             print(
                 f"bench: {', '.join(rows[-1])}; late compiles and cuts: {result['late']}", file=sys.stderr, flush=True
