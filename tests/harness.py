@@ -151,6 +151,23 @@ def grid(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.arange(count, dtype=dtype).reshape(shape).clone().to(device)
 
 
+# ----- modules
+
+
+class Versioned(torch.nn.Module):
+    """Weights that are all the same number: an answer that mixes two sets of them shows it."""
+
+    def __init__(self, version: float) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(version / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).mean() for layer in self.layers])
+
+
 # ----- counted events
 
 

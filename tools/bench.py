@@ -22,7 +22,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import cold
 import compile_time
@@ -31,6 +30,7 @@ import rank_loops
 import rank_scaling
 import torch
 import trainer_loops
+from command_line import names_among
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
 from tables import Result, make_tables, render
 from workers import Worker, WorkerFailed
@@ -147,17 +147,6 @@ def _progress(text: str) -> None:
 # ----- command line
 
 
-def _names(known: dict[str, Any]) -> Any:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-        return names
-
-    return parse
-
-
 def _lengths(text: str) -> list[int]:
     return [length for length in map(int, text.split(",")) if length]
 
@@ -166,8 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a subset, in less than two minutes")
     parser.add_argument("--full", action="store_true", help="every workload, memory, traces of 100,000 calls")
-    parser.add_argument("--workloads", type=_names(WORKLOADS), help=f"comma-separated: {', '.join(WORKLOADS)}")
-    parser.add_argument("--contenders", type=_names(CONTENDERS), help=f"comma-separated: {', '.join(CONTENDERS)}")
+    parser.add_argument("--workloads", type=names_among(WORKLOADS), help=f"comma-separated: {', '.join(WORKLOADS)}")
+    parser.add_argument("--contenders", type=names_among(CONTENDERS), help=f"comma-separated: {', '.join(CONTENDERS)}")
     parser.add_argument("--rounds", type=int, help="rounds per contender (default 5; 3 with --quick)")
     parser.add_argument("--threads", type=int, default=0, help="threads per operator (default: as torch chooses)")
     parser.add_argument("--growth", type=_lengths, help="comma-separated lengths of the long traces; 0 for none")

@@ -33,6 +33,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 from checkout import ROOT, commit
+from command_line import names_among
 from conformance_cases import AUTOCAST, DATABASES, MODES, VARIANTS, Case, baseline_of, list_cases, parse_case
 from conformance_checks import Result, run_case
 from conformance_tables import Record, summary, write_document
@@ -217,17 +218,6 @@ def run_all(jobs: Sequence[Job], store: Store, size: int) -> None:
 # ----- command line
 
 
-def _listed(known: Iterable[str]) -> Any:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-        return names
-
-    return parse
-
-
 def _pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -247,9 +237,9 @@ def _parser() -> argparse.ArgumentParser:
     modes = "; ".join(f"{name}: {text}" for name, text in MODES.items())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=_pattern, default="", metavar="REGEX", help="only entries whose name matches")
-    parser.add_argument("--databases", type=_listed(DATABASES), default=DATABASES, help=", ".join(DATABASES))
-    parser.add_argument("--variants", type=_listed(VARIANTS), default=VARIANTS, help=", ".join(VARIANTS))
-    parser.add_argument("--modes", type=_listed(MODES), default=tuple(MODES), help=modes)
+    parser.add_argument("--databases", type=names_among(DATABASES), default=DATABASES, help=", ".join(DATABASES))
+    parser.add_argument("--variants", type=names_among(VARIANTS), default=VARIANTS, help=", ".join(VARIANTS))
+    parser.add_argument("--modes", type=names_among(MODES), default=tuple(MODES), help=modes)
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--resume", action="store_true", help="keep the results there are, run what is missing")
     parser.add_argument("--only-failed", action="store_true", help="run again what did not pass, keep the rest")

@@ -25,13 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from checkout import ROOT, commit, sources
+from command_line import names_among
 from gpu_contenders import GPU_CONTENDERS, LAZY_CONTENDERS, serve
 from gpu_results import TESTS_KEY, GpuResults, bench_key, failures, make_gpu_tables, smoke_key
 from gpu_smoke import CHECKS
@@ -359,28 +360,19 @@ def _driver() -> str:
 STAGES = ("smoke", "tests", "bench")
 
 
-def _names(known: Mapping[str, Any] | Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-        return names
-
-    return parse
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models, for the tool itself"
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="what does not fit is not run (default: 8)")
-    parser.add_argument("--only", type=_names(STAGES), default=STAGES, help=f"comma-separated: {', '.join(STAGES)}")
-    parser.add_argument("--skip", type=_names(STAGES), default=(), help="stages to leave out")
-    parser.add_argument("--workloads", type=_names(GPU_WORKLOADS), default=tuple(GPU_WORKLOADS),
+    parser.add_argument(
+        "--only", type=names_among(STAGES), default=STAGES, help=f"comma-separated: {', '.join(STAGES)}"
+    )
+    parser.add_argument("--skip", type=names_among(STAGES), default=(), help="stages to leave out")
+    parser.add_argument("--workloads", type=names_among(GPU_WORKLOADS), default=tuple(GPU_WORKLOADS),
                         help=f"comma-separated: {', '.join(GPU_WORKLOADS)}")  # fmt: skip
-    parser.add_argument("--contenders", type=_names(GPU_CONTENDERS), default=tuple(GPU_CONTENDERS),
+    parser.add_argument("--contenders", type=names_among(GPU_CONTENDERS), default=tuple(GPU_CONTENDERS),
                         help=f"comma-separated: {', '.join(GPU_CONTENDERS)}")  # fmt: skip
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for a cold start of one contender")
     parser.add_argument("--jobs", type=int, default=max(2, min(4, (os.cpu_count() or 2) // 3)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, count
+from harness import Versioned, assert_same, count
 from interruption import Interrupted, interrupt, places_of, raise_interrupted
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -322,20 +322,6 @@ def test_a_default_device_changes_no_answer() -> None:
             answers.append(served(x))
     assert 20 < answers[0].count_nonzero() < 80
     assert_same(answers[1:], [answers[0]] * 2)
-
-
-class Versioned(nn.Module):
-    """Weights that are all the same number: an answer that mixes two sets of them shows it."""
-
-    def __init__(self, version: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.fill_(version / 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([layer(x).mean() for layer in self.layers])
 
 
 @pytest.mark.usefixtures("backend")

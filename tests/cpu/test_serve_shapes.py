@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, count
+from harness import Versioned, assert_same, count
 from interruption import Interrupted, interrupt, places_of, raise_interrupted
 from torch import nn
 
@@ -357,15 +357,8 @@ def test_swapped_weights_and_dropped_shapes_are_freed() -> None:
 # ----- threads and interruptions
 
 
-class Versioned(nn.Module):
-    """Weights that are all the same number: an answer that mixes two sets of them shows it."""
-
-    def __init__(self, version: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.fill_(version / 4)
+class VersionedSums(Versioned):
+    """The same, with a call before each layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([layer(x * 1).mean() for layer in self.layers])
@@ -376,8 +369,8 @@ class Versioned(nn.Module):
 def test_new_shapes_from_many_threads_while_weights_are_swapped(kept: int) -> None:
     threads, requests, swaps = 8, 200, 50
     config.max_served_shapes = kept
-    served = serve(Versioned(0), torch.ones(2, 4))
-    states = [Versioned(version).state_dict() for version in range(swaps + 1)]
+    served = serve(VersionedSums(0), torch.ones(2, 4))
+    states = [VersionedSums(version).state_dict() for version in range(swaps + 1)]
     wrong: list[Any] = []
     over = threading.Event()
 
