@@ -178,6 +178,13 @@ FLAGS: dict[str, Flag] = {
     "max_compiled_nodes": Flag(
         20_000, _positive, "Graphs with more nodes are interpreted, with a warning: compiling them would take hours."
     ),
+    "compile_blocks_once": Flag(
+        True,
+        _boolean,
+        "Whether stretches of a large graph that are equal, such as the blocks of a transformer, are compiled once and "
+        "called many times, which saves most of the compile. False: graphs are compiled whole.",
+        "LAZY_BACKEND_COMPILE_BLOCKS_ONCE",
+    ),
     "max_trace_length": Flag(
         20_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),

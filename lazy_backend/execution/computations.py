@@ -48,6 +48,7 @@ def _policy(
     max_symbols: int,
     release_delay_seconds: float | None,
     compiler_idle_seconds: float | None,
+    compile_blocks_once: bool,
 ) -> CompilePolicy:
     """The settings that say how to compile, as the layers below take them."""
     return CompilePolicy(
@@ -63,6 +64,7 @@ def _policy(
         strategy=FusionStrategy(max_static_shapes, max_dynamic_shapes, max_symbols),
         release_delay=math.inf if release_delay_seconds is None else release_delay_seconds,
         compiler_idle=math.inf if compiler_idle_seconds is None else compiler_idle_seconds,
+        shares_blocks=compile_blocks_once,
     )
 
 
@@ -82,6 +84,7 @@ def compile_policy() -> CompilePolicy:
         config.max_symbols,
         config.release_delay_seconds,
         config.compiler_idle_seconds,
+        config.compile_blocks_once,
     )
 
 

@@ -9,7 +9,8 @@ native artefact. Where the module does something that a runner cannot do, it is 
 light artefact. Both load in 15 ms (a GPT's step) and import neither torch._dynamo nor torch._inductor nor sympy.
 PyTorch's own artefacts take five seconds to load, most of the time with the GIL held. The first two are correct only if
 AOTAutograd adds no wrappers to the module and the module uses nothing from torch._inductor. Any other graph is sent as
-a bundled artefact, which is PyTorch's own.
+a bundled artefact, which is PyTorch's own. What was compiled block by block contains an artefact for each, and the
+sequence of their calls (Note [Blocks compiled once]).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ import torch
 from lazy_backend.caching.scratch import scratch_folder
 from lazy_backend.lowering.artefacts.environment import made_for
 from lazy_backend.lowering.artefacts.runner_source import PYTHON_NAMES
+from lazy_backend.lowering.blocks.block_sequence import BlockRunner, BlockSequence
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.rng import define_operators_for
 
@@ -94,20 +95,21 @@ class Loaded:
 
 def load(data: bytes, graph: Graph) -> Loaded:
     """The compiled form of `graph`. Raises `BadArtefact`."""
-    header, blobs = unpack(data)
     for node in graph.nodes:
         if node.seed is not None:
             define_operators_for(node.op)
+    return _load(data)
+
+
+def _load(data: bytes) -> Loaded:
+    header, blobs = unpack(data)
     if header["kind"] == "bundled":
         return Loaded(_load_bundled(blobs[0]), header["guards"], header["reason"])
-    # shared objects stay mapped after their files are gone
+    if header["kind"] == "native":
+        return Loaded(_load_runners(header["kernels"], [header["block"]], blobs)[0], header["guards"])
+    if header["kind"] == "blocks":
+        return _load_blocks(header, blobs)
     with scratch_folder() as folder:
-        if header["kind"] == "native":
-            runner, *units = [_load_extension(blob, folder) for blob in blobs]
-            # eval adds no risk: an artefact is code anyway
-            functions = [eval(text, dict(PYTHON_NAMES)) for text in header["functions"]]
-            runner.bind(tuple(chain.from_iterable(unit.addresses() for unit in units)), tuple(functions))
-            return Loaded(runner.call, header["guards"])
         units = [_load_extension(blob, folder) for blob in blobs[1:]]
     space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}
     for names, unit in zip(header["kernels"], units, strict=True):
@@ -115,6 +117,36 @@ def load(data: bytes, graph: Graph) -> Loaded:
     space["extern_kernels"] = SimpleNamespace(**{name: _resolve(path) for name, path in header["externs"].items()})
     exec(marshal.loads(blobs[0]), space)
     return Loaded(space["call"], header["guards"], header["reason"])
+
+
+def _load_blocks(header: dict[str, Any], blobs: Sequence[bytes]) -> Loaded:
+    count = header["artefacts"]
+    artefacts = list(map(_load, blobs[:count]))
+    native = [block for block in header["blocks"] if "runner" in block]
+    calls = iter(_load_runners(header["kernels"], native, blobs[count:]))
+    blocks = [next(calls) if "runner" in block else artefacts[block["artefact"]].call for block in header["blocks"]]
+    reasons = dict.fromkeys(artefact.why_python for artefact in artefacts if artefact.why_python)
+    runner = BlockRunner(BlockSequence.from_json(header["sequence"]), blocks)
+    return Loaded(runner.call, header["guards"], ", ".join(reasons))
+
+
+def _load_runners(
+    kernels: Sequence[Sequence[str]], blocks: Sequence[dict[str, Any]], blobs: Sequence[bytes]
+) -> list[Call]:
+    """The runners of these blocks. `blobs`: the extension with all runners, and units with these `kernels` each."""
+    if not blocks:
+        return []
+    with scratch_folder() as folder:  # shared objects stay mapped after their files are gone
+        runners, *units = [_load_extension(blob, folder) for blob in blobs]
+    addresses: dict[str, int] = {}
+    for names, unit in zip(kernels, units, strict=True):
+        addresses.update(zip(names, unit.addresses(), strict=True))
+    for block in blocks:
+        # eval adds no risk: an artefact is code anyway
+        functions = [eval(text, dict(PYTHON_NAMES)) for text in block["functions"]]
+        bind = getattr(runners, f"bind{block['runner']}")
+        bind(tuple(addresses[name] for name in block["kernels"]), tuple(functions))
+    return [getattr(runners, f"call{block['runner']}") for block in blocks]
 
 
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:

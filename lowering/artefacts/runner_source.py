@@ -1,7 +1,7 @@
 """Inductor's Python wrapper as C++: allocations, kernels and library calls, without Python in between.
 
-In: the function `call` of the module that inductor wrote, and the argument types of its kernels. Out: the source of an
-extension that does the same, or `NotExpressible` with the reason.
+In: the function `call` of the module that inductor wrote, and the argument types of its kernels. Out: C++ that does the
+same, or `NotExpressible` with the reason; the source of an extension with one or several of these.
 
 Note [Runs without Python]
 Inductor's wrapper is straight-line Python over very few things: empty tensors, reinterpretations of a tensor's memory,
@@ -39,38 +39,64 @@ class NotExpressible(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerSource:
-    """A runner's C++, and what it leaves to Python: expressions of functions that take and return a list of tensors."""
+class Wrapper:
+    """What inductor wrote: the function that computes, and the C++ types of its kernels' arguments by name.
+
+    `num_symbols`: how many of the arguments, the first ones, are integers.
+    """
+
+    call: ast.FunctionDef
+    kernels: Mapping[str, Sequence[str]]
+    num_symbols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """What runs a wrapper, and what it leaves to Python: expressions of functions on lists of tensors.
+
+    `kernels`: those whose addresses it takes, in this order.
+    """
 
     text: str
+    declarations: frozenset[str]
     functions: tuple[str, ...]
+    kernels: tuple[str, ...]
 
 
-def runner_source(
-    call: ast.FunctionDef, kernels: Mapping[str, Sequence[str]], num_symbols: int, identity: str
-) -> RunnerSource:
-    """The source of the runner. `kernels`: the C++ types of each kernel's arguments, in the order of their addresses.
-
-    `num_symbols`: how many of the arguments, the first ones, are integers. `identity`: of the kernels. A process loads
-    equal bytes only once, and a runner with its kernels' addresses is only theirs. Raises `NotExpressible`.
-    """
-    writer = _RunnerWriter(kernels, num_symbols)
-    body = call.body
+def runner_of(wrapper: Wrapper) -> Runner:
+    """The C++ of a runner. Raises `NotExpressible`."""
+    writer = _RunnerWriter(wrapper.kernels, wrapper.num_symbols)
+    body = wrapper.call.body
     for place, statement in enumerate(body):
         writer.write(statement, body[place + 1] if place + 1 < len(body) else None)
-    text = _TEMPLATE.format(
-        declarations="\n".join(sorted(writer.declarations)),
-        message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
-        num_kernels=max(len(kernels), 1),
+    text = _RUNNER.format(
+        num_kernels=max(len(wrapper.kernels), 1),
         num_slots=max(writer.num_slots, 1),
-        num_symbols=num_symbols,
+        num_symbols=wrapper.num_symbols,
         num_tensors=writer.num_tensors,
         num_results=writer.num_results,
-        identity=hashlib.blake2b(repr((identity, writer.functions)).encode(), digest_size=16).hexdigest(),
         num_functions=max(len(writer.functions), 1),
         body="\n".join(f"    {line}" for line in writer.lines),
     )
-    return RunnerSource(text, tuple(writer.functions))
+    return Runner(text, frozenset(writer.declarations), tuple(writer.functions), tuple(wrapper.kernels))
+
+
+def runner_source(runners: Sequence[Runner], identity: str) -> str:
+    """The source of an extension with these runners, which it calls `call0`, `call1`, ... and `bind0`, ...
+
+    `identity`: of the kernels. A process loads equal bytes only once, and a runner with its kernels' addresses is only
+    theirs.
+    """
+    functions = [runner.functions for runner in runners]
+    declarations = set().union(*(runner.declarations for runner in runners))
+    places = range(len(runners))
+    return _EXTENSION.format(
+        declarations="\n".join(sorted(declarations)),
+        message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
+        runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
+        methods="\n".join(_METHODS.format(place=place) for place in places),
+        identity=hashlib.blake2b(repr((identity, functions)).encode(), digest_size=16).hexdigest(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +305,10 @@ class _RunnerWriter:
         made = [] if name is None else [self._slot() for _ in returns]
         given = f"AtenTensorHandle given[] = {{{', '.join(taken.tensors) or 'nullptr'}}};"
         addresses = f"AtenTensorHandle* made[] = {{{', '.join(f'&t[{slot}]' for slot in made) or 'nullptr'}}};"
-        place = len(self.functions) - 1
-        self._say(f"{{ {given} {addresses} python(state, {place}, given, {len(taken.tensors)}, made, {len(made)}); }}")
+        function = f"functions[{len(self.functions) - 1}]"
+        self._say(
+            f"{{ {given} {addresses} python(state, {function}, given, {len(taken.tensors)}, made, {len(made)}); }}"
+        )
         for slot in freed:
             self._say(f"drop(t[{slot}]);")
         if name is not None:
@@ -493,7 +521,7 @@ def _shims() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-_TEMPLATE = """\
+_EXTENSION = """\
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <cmath>
@@ -519,8 +547,6 @@ AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
 {declarations}
 }}
 
-static void* kernels[{num_kernels}];
-static PyObject* functions[{num_functions}];
 static PyObject* to_handles;
 static PyObject* to_tensors;
 
@@ -563,11 +589,6 @@ static void expect(AtenTensorHandle tensor, int64_t dim, const int64_t* size, co
     if (!agrees) throw std::runtime_error("an operator returned another geometry than its fake version");
 }}
 
-struct Frame {{
-    AtenTensorHandle t[{num_slots}] = {{}};
-    ~Frame() {{ for (AtenTensorHandle& tensor : t) drop(tensor); }}
-}};
-
 // Tensors cross between Python and C++ as capsules of owned handles. Steals `list`.
 static bool take(PyObject* list, AtenTensorHandle* handles) {{
     PyObject* capsules = list ? PyObject_CallOneArg(to_handles, list) : nullptr;
@@ -596,13 +617,13 @@ struct Raised {{}};
 
 // What a runner leaves to Python. `state`: of this thread, which is without the GIL before and after.
 static void python(
-    PyThreadState*& state, Py_ssize_t place, const AtenTensorHandle* given, Py_ssize_t num_given,
+    PyThreadState*& state, PyObject* function, const AtenTensorHandle* given, Py_ssize_t num_given,
     AtenTensorHandle** made, Py_ssize_t num_made) {{
     std::vector<AtenTensorHandle> taken(num_given), found(num_made);
     for (Py_ssize_t i = 0; i < num_given; i++) share(given[i], taken[i]);
     PyEval_RestoreThread(state);
     PyObject* tensors = give(taken.data(), num_given);
-    PyObject* results = tensors ? PyObject_CallOneArg(functions[place], tensors) : nullptr;
+    PyObject* results = tensors ? PyObject_CallOneArg(function, tensors) : nullptr;
     Py_XDECREF(tensors);
     if (results && (!PyList_Check(results) || PyList_GET_SIZE(results) != num_made)) {{
         Py_CLEAR(results);
@@ -614,34 +635,38 @@ static void python(
     if (!done) throw Raised();
 }}
 
-static void run(Frame& frame, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state) {{
-    AtenTensorHandle* t = frame.t;
-    (void)symbols;
-    (void)state;
-{body}
-}}
+// Tensors of a run: those that are left when an exception comes are freed.
+struct Frame {{
+    std::vector<AtenTensorHandle> t;
+    explicit Frame(Py_ssize_t size) : t(size) {{}}
+    ~Frame() {{ clear(); }}
+    void clear() {{ for (AtenTensorHandle& tensor : t) drop(tensor); }}
+}};
+
+struct Sizes {{ Py_ssize_t num_symbols, num_tensors, num_results, num_slots; }};
+using Run = void (*)(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state);
 
 // Takes one list of arguments, and empties it.
-static PyObject* call(PyObject*, PyObject* arguments) {{
-    const Py_ssize_t num_symbols = {num_symbols}, num_tensors = {num_tensors}, num_results = {num_results};
-    if (!PyList_Check(arguments) || PyList_GET_SIZE(arguments) != num_symbols + num_tensors) {{
+static PyObject* enter(PyObject* arguments, const Sizes& sizes, Run run) {{
+    const Py_ssize_t num_arguments = sizes.num_symbols + sizes.num_tensors;
+    if (!PyList_Check(arguments) || PyList_GET_SIZE(arguments) != num_arguments) {{
         PyErr_SetString(PyExc_RuntimeError, "a compiled graph was called with other arguments than it has");
         return nullptr;
     }}
-    int64_t symbols[{num_symbols} + 1] = {{}};
-    for (Py_ssize_t i = 0; i < num_symbols; i++) symbols[i] = PyLong_AsLongLong(PyList_GET_ITEM(arguments, i));
+    std::vector<int64_t> symbols(sizes.num_symbols);
+    for (Py_ssize_t i = 0; i < sizes.num_symbols; i++)
+        symbols[i] = PyLong_AsLongLong(PyList_GET_ITEM(arguments, i));
     if (PyErr_Occurred()) return nullptr;
-    AtenTensorHandle results[{num_results} + 1] = {{}};
+    Frame results(sizes.num_results);
     std::string error;
     bool failed = false;
     {{
-        Frame frame;
-        PyObject* tensors = PyList_GetSlice(arguments, num_symbols, num_symbols + num_tensors);
-        if (!take(tensors, frame.t) || PyList_SetSlice(arguments, 0, num_symbols + num_tensors, nullptr))
-            return nullptr;
+        Frame frame(sizes.num_slots);
+        PyObject* tensors = PyList_GetSlice(arguments, sizes.num_symbols, num_arguments);
+        if (!take(tensors, frame.t.data()) || PyList_SetSlice(arguments, 0, num_arguments, nullptr)) return nullptr;
         PyThreadState* state = PyEval_SaveThread();
         try {{
-            run(frame, symbols, results, state);
+            run(frame.t.data(), symbols.data(), results.t.data(), state);
         }} catch (const Raised&) {{
             failed = true;
         }} catch (const std::exception& raised) {{
@@ -651,20 +676,21 @@ static PyObject* call(PyObject*, PyObject* arguments) {{
             failed = true;
             error = "unknown error";
         }}
-        for (AtenTensorHandle& tensor : frame.t) drop(tensor);
+        frame.clear();
+        if (failed) results.clear();
         PyEval_RestoreThread(state);
     }}
     if (failed) {{
-        for (AtenTensorHandle& tensor : results) drop(tensor);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
         return nullptr;
     }}
-    return give(results, num_results);
+    std::vector<AtenTensorHandle> given;
+    given.swap(results.t);  // `give` takes what it can turn into tensors
+    return give(given.data(), sizes.num_results);
 }}
 
 // Takes the addresses of the kernels, and the functions that are left to Python. Once: they are the same each time.
-static PyObject* bind(PyObject*, PyObject* arguments) {{
-    static bool is_bound = false;
+static PyObject* fill(PyObject* arguments, bool& is_bound, void** kernels, PyObject** functions) {{
     if (is_bound) Py_RETURN_NONE;
     PyObject *addresses, *callables;
     if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &addresses, &PyTuple_Type, &callables)) return nullptr;
@@ -677,9 +703,9 @@ static PyObject* bind(PyObject*, PyObject* arguments) {{
     Py_RETURN_NONE;
 }}
 
+{runners}
 static PyMethodDef methods[] = {{
-    {{"call", call, METH_O, ""}},
-    {{"bind", bind, METH_VARARGS, ""}},
+{methods}
     {{NULL, NULL, 0, NULL}}}};
 static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", "{identity}", -1, methods}};
 PyMODINIT_FUNC PyInit_compiled(void) {{
@@ -689,5 +715,26 @@ PyMODINIT_FUNC PyInit_compiled(void) {{
     to_tensors = PyObject_GetAttrString(conversions, "alloc_tensors_by_stealing_from_void_ptrs");
     Py_DECREF(conversions);
     return to_handles && to_tensors ? PyModule_Create(&definition) : nullptr;
+}}
+"""
+
+_METHODS = """\
+    {{"call{place}", runner{place}::call, METH_O, ""}},
+    {{"bind{place}", runner{place}::bind, METH_VARARGS, ""}},"""
+
+_RUNNER = """\
+static void* kernels[{num_kernels}];
+static PyObject* functions[{num_functions}];
+static bool is_bound = false;
+static void run(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state) {{
+    (void)symbols;
+    (void)state;
+{body}
+}}
+static PyObject* call(PyObject*, PyObject* arguments) {{
+    return enter(arguments, {{{num_symbols}, {num_tensors}, {num_results}, {num_slots}}}, run);
+}}
+static PyObject* bind(PyObject*, PyObject* arguments) {{
+    return fill(arguments, is_bound, kernels, functions);
 }}
 """

@@ -1,12 +1,12 @@
 """Compile a graph with inductor, for another process to load.
 
-In: an FX module and fake inputs. Out: the bytes that `artefact` loads. Runs in the worker process.
+In: a `CompileRequest`. Out: the bytes that `artefact` loads. Runs in the worker process.
 
 Note [One extension per graph]
 Inductor builds every kernel as a separate extension and spends nearly all of the build on its header: 1.8 s a kernel,
 of which the kernel itself takes 0.1 s. A GPT's step has 28 kernels. So inductor is kept from building kernels: their
 sources are taken from the module that inductor wrote and built as one extension with one function per kernel. That
-takes 4 s instead of 28 s.
+takes 4 s instead of 28 s. The kernels of all blocks of a graph are built together, too, and so are their runners.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import ast
 import builtins
 import contextlib
 import marshal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import pack
-from lazy_backend.lowering.artefacts.runner_source import NotExpressible, runner_source
+from lazy_backend.lowering.artefacts.runner_source import NotExpressible, Runner, Wrapper, runner_of, runner_source
+from lazy_backend.lowering.blocks.block_program import MIN_SAVED, BlockProgram, in_blocks
 from lazy_backend.lowering.compilation.cpp_units import RUNNER, build_units
 from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
+from lazy_backend.lowering.compilation.request import CompileRequest
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -37,33 +40,113 @@ class NotLight(Exception):
     """Why a compiled graph needs PyTorch's own loader. See Note [Light and bundled artefacts]."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """What inductor made of a module, for the CPU: Python without kernels, and the kernels by name."""
+
+    module: list[ast.stmt]
+    kernels: dict[str, Kernel]
+    examples: Examples
+
+    def runner(self) -> Runner:
+        types = {name: kinds for name, (kinds, _) in self.kernels.items()}
+        return runner_of(Wrapper(_call_of(self.module), types, len(self.examples.symbols)))
+
+
+def compile_request(request: CompileRequest) -> bytes:
+    """Compile what is requested, equal blocks once if that is worth it. Raises whatever inductor raises."""
+    blocks = _blocks_of(request)
+    return compile_to_bytes(request.module, request.examples()) if blocks is None else _compile_blocks(request, blocks)
+
+
+def _blocks_of(request: CompileRequest) -> BlockProgram | None:
+    """Symbolic graphs are compiled whole."""
+    if not request.shares_blocks or request.sizes is not None:
+        return None
+    return in_blocks(request.stored.get(), request.constants, request.promoted, MIN_SAVED)
+
+
+def _compile_blocks(request: CompileRequest, program: BlockProgram) -> bytes:
+    """See Note [Blocks compiled once]. A block that cannot be built together with the others is an artefact itself."""
+    first_calls = {call.block: call for call in reversed(program.sequence.calls)}
+    kernels: dict[str, Kernel] = {}
+    runners: list[Runner] = []
+    artefacts: list[bytes] = []
+    parts: list[dict[str, Any]] = []
+    for place, block in enumerate(program.blocks):
+        own = first_calls[place].constants
+        promoted = [place for place, index in enumerate(own) if index in request.promoted]
+        part = CompileRequest.of(block, [request.constants[index] for index in own], request.backend, promoted)
+        try:
+            lowered = _lower(part.module(), part.examples(), prefix=f"block{place}_")
+            runner = lowered.runner()
+        except (NotLight, NotExpressible):
+            parts.append({"artefact": len(artefacts)})
+            artefacts.append(compile_to_bytes(part.module, part.examples()))
+        else:
+            parts.append({"runner": len(runners), "kernels": runner.kernels, "functions": runner.functions})
+            runners.append(runner)
+            kernels |= lowered.kernels
+    header = {"kind": "blocks", "guards": None, "sequence": program.sequence.to_json(), "blocks": parts}
+    units, built = _build_native(kernels, runners)
+    return pack({**header, "kernels": units, "artefacts": len(artefacts)}, [*artefacts, *built])
+
+
 def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Examples) -> bytes:
     """Compile the module that `make_module` makes. Raises whatever inductor raises."""
     try:
-        if not _is_for_cpu(examples):  # kernels are Triton's, which PyTorch's own artefacts have in them
-            raise NotLight(_OTHER_DEVICES)
-        with _kernels_not_built():
-            compiled = _compile(make_module(), examples)
-        # internal, checked on 2.13: the AOTAutograd cache entry, which contains inductor's result
-        entry = compiled.inner_fn.compiled_fn.serialize()
-        _require_no_wrappers(entry)
-        module, kernels = _light_module(entry.compiled_fw.result.source_code)
-        units = _units(kernels)
-        sources = {f"kernels{place}": _source_of(unit) for place, unit in enumerate(units)}
-        header: dict[str, Any] = {"guards": examples.guards(), "kernels": [list(unit) for unit in units]}
+        lowered = _lower(make_module(), examples)
+        header: dict[str, Any] = {"guards": examples.guards()}
         try:
-            types = {name: kinds for unit in units for name, (kinds, _) in unit.items()}
-            runner = runner_source(_call_of(module), types, len(examples.symbols), "".join(sources.values()))
-            header |= {"kind": "native", "functions": runner.functions}
-            return pack(header, build_units({RUNNER: runner.text, **sources}))
+            runner = lowered.runner()
         except NotExpressible as reason:
-            externs = {name: _path_of_extern(name) for name in _extern_names(module)}
-            code = compile(ast.Module(module, []), "<compiled graph>", "exec", dont_inherit=True)
-            header |= {"kind": "light", "externs": externs, "reason": str(reason)}
-            return pack(header, [marshal.dumps(code), *build_units(sources)])
+            units = _units(lowered.kernels)
+            externs = {name: _path_of_extern(name) for name in _extern_names(lowered.module)}
+            code = compile(ast.Module(lowered.module, []), "<compiled graph>", "exec", dont_inherit=True)
+            header |= {"kind": "light", "externs": externs, "reason": str(reason), "kernels": list(map(list, units))}
+            return pack(header, [marshal.dumps(code), *build_units(_sources(units))])
+        header["kernels"], built = _build_native(lowered.kernels, [runner])
+        block = {"runner": 0, "kernels": runner.kernels, "functions": runner.functions}
+        return pack({**header, "kind": "native", "block": block}, built)
     except NotLight as reason:
         bundled = _compile(make_module(), examples).serialize()
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
+
+
+def _lower(module: fx.GraphModule, examples: Examples, prefix: str = "") -> _Lowered:
+    """Have inductor compile the module, but build nothing. `prefix`: of the kernels' names. Raises `NotLight`."""
+    if not _is_for_cpu(examples):  # kernels are Triton's, which PyTorch's own artefacts have in them
+        raise NotLight(_OTHER_DEVICES)
+    with _kernels_not_built():
+        compiled = _compile(module, examples)
+    # internal, checked on 2.13: the AOTAutograd cache entry, which contains inductor's result
+    entry = compiled.inner_fn.compiled_fn.serialize()
+    _require_no_wrappers(entry)
+    statements, kernels = _light_module(entry.compiled_fw.result.source_code)
+    if prefix:
+        renamed = _Renamed({name: prefix + name for name in kernels})
+        statements = [renamed.visit(statement) for statement in statements]
+        kernels = {prefix + name: kernel for name, kernel in kernels.items()}
+    return _Lowered(statements, kernels, examples)
+
+
+class _Renamed(ast.NodeTransformer):
+    """Gives names other names."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.copy_location(ast.Name(self._names.get(node.id, node.id), node.ctx), node)
+
+
+def _build_native(kernels: dict[str, Kernel], runners: Sequence[Runner]) -> tuple[list[list[str]], list[bytes]]:
+    """The names of the kernels in each unit, and shared objects: one with the runners, if there are any, and units."""
+    units = _units(kernels)
+    sources = _sources(units)
+    if runners:
+        sources = {RUNNER: runner_source(runners, "".join(sources.values())), **sources}
+    return list(map(list, units)), build_units(sources)
 
 
 def _is_for_cpu(examples: Examples) -> bool:
@@ -295,6 +378,10 @@ _NUMBERS = {
     "float": "(float)PyFloat_AsDouble({})",
     "double": "PyFloat_AsDouble({})",
 }
+
+
+def _sources(units: Sequence[dict[str, Kernel]]) -> dict[str, str]:
+    return {f"kernels{place}": _source_of(unit) for place, unit in enumerate(units)}
 
 
 def _units(kernels: dict[str, Kernel]) -> list[dict[str, Kernel]]:

@@ -35,6 +35,7 @@ class CompileRequest:
     `constants`: the values of the graph's floats. Those at the places `promoted` become inputs of the compiled code,
     the others literals; all become inputs where `backend` runs the module as it is.
     `sizes`: what the numbers of a symbolic graph are, `stored` being one sample; None for a graph of fixed numbers.
+    `shares_blocks`: whether equal blocks may be compiled once, see Note [Blocks compiled once].
     """
 
     stored: StoredGraph
@@ -42,6 +43,7 @@ class CompileRequest:
     promoted: frozenset[int]
     backend: Backend
     sizes: Sizes | None = None
+    shares_blocks: bool = False
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class CompileRequest:
             ("inputs", ", ".join(map(str, sorted(self.promoted)))),
             ("literals", ", ".join(literals)),
             ("sizes", "" if self.sizes is None else json.dumps(self.sizes.to_json())),
+            ("blocks", "shared" if self.shares_blocks else ""),
         )
 
     # For the worker process; the graph itself is sent alongside, as bytes.
@@ -94,10 +97,12 @@ class CompileRequest:
             "constants": [constant.hex() for constant in self.constants],
             "promoted": sorted(self.promoted),
             "sizes": None if self.sizes is None else self.sizes.to_json(),
+            "shares_blocks": self.shares_blocks,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any], graph: Graph, backend: Backend) -> CompileRequest:
         sizes = None if data["sizes"] is None else Sizes.from_json(data["sizes"])
         constants = tuple(map(float.fromhex, data["constants"]))
-        return cls(StoredGraph(graph), constants, frozenset(data["promoted"]), backend, sizes)
+        promoted = frozenset(data["promoted"])
+        return cls(StoredGraph(graph), constants, promoted, backend, sizes, data["shares_blocks"])

@@ -20,7 +20,7 @@ from lazy_backend.caching.computation_cache import Key
 from lazy_backend.caching.disk import DiskCache, DiskCounts
 from lazy_backend.caching.folder import CacheRefused
 from lazy_backend.lowering.artefacts.environment import follow_state
-from lazy_backend.lowering.compilation.build import compile_to_bytes
+from lazy_backend.lowering.compilation.build import compile_request
 from lazy_backend.lowering.compilation.instructions import NotAssumed, assumed_instructions, try_instructions
 from lazy_backend.lowering.compilation.lifeline import Lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest
@@ -79,10 +79,10 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
         if not data["caches"]:
             stack.enter_context(fresh_cache())
         with contextlib.suppress(CppCompileError, NotAssumed), assumed_instructions():
-            return compile_to_bytes(request.module, request.examples())
+            return compile_request(request)
         if data["keep"] is not None:
             try_instructions(data["keep"]["directory"])
-        return compile_to_bytes(request.module, request.examples())
+        return compile_request(request)
 
 
 def _compile_once(

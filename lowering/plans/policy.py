@@ -55,6 +55,7 @@ class CompilePolicy:
     strategy: FusionStrategy = FusionStrategy()
     release_delay: float = math.inf  # seconds that a graph runs optimized before it is set aside
     compiler_idle: float = math.inf  # idle seconds after which the worker process is ended
+    shares_blocks: bool = True  # see Note [Blocks compiled once]
 
 
 def at_once(backend: Backend) -> CompilePolicy:

@@ -114,7 +114,8 @@ class GraphCompiler:
         if not self.plans:
             promoted &= self.changed
         self._changed_values = self.plans[-1].refused(constants) if self.plans else ()
-        request = CompileRequest(self.stored, tuple(constants), promoted, policy.backend, self.sizes)
+        settings = policy.backend, self.sizes, policy.shares_blocks
+        request = CompileRequest(self.stored, tuple(constants), promoted, *settings)
         return PendingCompile(request, policy, self.key)
 
     def _go_on(self, waits: bool = False) -> None:

@@ -9,6 +9,7 @@ import torch
 from builder import VISIT, Built, Program, aten, built, random_graph, visiting
 from harness import assert_same
 
+from lazy_backend.lowering.blocks.stretches import makes_views
 from lazy_backend.lowering.compilation.compiler import PlanError
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
 from lazy_backend.lowering.interpreter.kernels import make_kernels
@@ -17,7 +18,7 @@ from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Graph, Node, check_graph, meta_of
 from lazy_backend.lowering.ir.program import Fresh, Token
 from lazy_backend.lowering.plans.policy import at_once
-from lazy_backend.lowering.serving.partition import Supported, makes_views, partition
+from lazy_backend.lowering.serving.partition import Supported, partition
 from lazy_backend.lowering.serving.regions import DelegateKernel
 
 

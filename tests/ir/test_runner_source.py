@@ -19,7 +19,7 @@ from lazy_backend import metrics
 from lazy_backend.computation import get_cached_computations
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.artefacts import artefact
-from lazy_backend.lowering.artefacts.runner_source import NotExpressible, runner_source
+from lazy_backend.lowering.artefacts.runner_source import NotExpressible, Wrapper, runner_of
 from lazy_backend.lowering.compilation import build
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
@@ -43,7 +43,7 @@ def compiled(graph: Graph, kind: str, monkeypatch: pytest.MonkeyPatch) -> Call:
     settings = {"cpp.threads": torch.get_num_threads(), "cpp.vec_isa_ok": True}
     with monkeypatch.context() as patch, inductor_config.patch(settings):
         if kind == "light":
-            patch.setattr(build, "runner_source", refuse)
+            patch.setattr(build, "runner_of", refuse)
         if kind == "bundled":  # as for a GPU
             patch.setattr(build, "_is_for_cpu", lambda examples: False)
         with functorch_config.patch("enable_autograd_cache", True):
@@ -227,4 +227,4 @@ def wrapper(*lines: str) -> ast.FunctionDef:
 )
 def test_what_a_runner_cannot_do_is_said(line: str, reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
-        runner_source(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}, 0, "")
+        runner_of(Wrapper(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}, 0))
