@@ -38,7 +38,14 @@ R = TypeVar("R")
 aten = torch.ops.aten
 
 # Calls that give a value to the host, besides those whose tags say so.
-_HOST_READS = frozenset((aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default))
+_HOST_READS = frozenset(
+    (
+        aten._local_scalar_dense.default,
+        aten.equal.default,
+        aten.is_nonzero.default,
+        aten._linalg_check_errors.default,
+    )
+)
 _READING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -53,6 +60,12 @@ def _address(tensor: torch.Tensor) -> int:
 def _identity(generator: torch.Generator) -> int:
     """Of the generator itself: the dispatcher makes other Python objects for it. Internal, checked on 2.13."""
     return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def _indexes(op: Any, args: Any) -> bool:
+    """Whether this is `x[i]` without masks, whose shape is known."""
+    masks = (torch.bool, torch.uint8)
+    return op is aten.index.Tensor and not any(one.dtype in masks for one in _tensors(args[1]))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -119,7 +132,7 @@ class _Capture(TorchDispatchMode):
         if op.namespace not in ("aten", "prims"):  # its kernel calls operators, and is not called by a launch
             with self:
                 return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        if op in _HOST_READS or any(tag in op.tags for tag in _READING_TAGS):
+        if op in _HOST_READS or (any(tag in op.tags for tag in _READING_TAGS) and not _indexes(op, args)):
             raise RuleBroken(f"operation not permitted when stream is capturing: {op} reads a value on the host")
         self._check_generators(op, args, kwargs)
         if op.is_view:

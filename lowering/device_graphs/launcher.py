@@ -21,6 +21,8 @@ What cannot be captured goes on as before: the reason is counted, and kept for `
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +36,7 @@ from lazy_backend.caching.weak_table import WeakTable
 from lazy_backend.lowering.collectives.communication import is_collective
 from lazy_backend.lowering.device_graphs.devices import graph_device
 from lazy_backend.lowering.device_graphs.interface import DeviceGraph, GraphDevice
-from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.rng import drawing_from
 
@@ -142,11 +144,18 @@ class GraphLauncher:
         if self.refused is not None or not launches.enabled:
             return compute(tensors, seeds)
         user = _User()
-        if self._users.setdefault("", user) is not user:
-            return compute(tensors, seeds)
         try:
-            return self._run_alone(compute, tensors, seeds, which)
+            try:
+                if self._users.setdefault("", user) is user:
+                    return self._run_alone(compute, tensors, seeds, which)
+            finally:
+                self._leave(user)
         finally:
+            self._leave(user)  # an interrupt may have kept the line above from it, and its traceback keeps `user`
+        return compute(tensors, seeds)
+
+    def _leave(self, user: _User) -> None:
+        if self._users.get("") is user:
             self._users.discard("")
 
     def _run_alone(
@@ -170,15 +179,20 @@ class GraphLauncher:
         Returns the bytes.
         """
         user = _User()
-        if self._users.setdefault("", user) is not user:
-            return 0
         try:
-            nbytes = self.pool_bytes
-            for recurring in self._recurring.values():
-                self._drop(recurring)
-            self._recurring.clear()
+            try:
+                return self._release_all() if self._users.setdefault("", user) is user else 0
+            finally:
+                self._leave(user)
         finally:
-            self._users.discard("")
+            self._leave(user)  # as in `run`
+
+    def _release_all(self) -> int:
+        nbytes = self.pool_bytes
+        found = list(self._recurring.values())
+        self._recurring.clear()  # first: an interrupt leaves no runs behind whose graph is gone
+        for recurring in found:
+            self._drop(recurring)
         return nbytes
 
     def _find(self, which: Hashable) -> _Recurring:
@@ -206,9 +220,12 @@ class GraphLauncher:
             if recurring.num_captures == _MAX_CAPTURES:
                 raise CannotCapture("its inputs keep moving, or its outputs are used in ever new ways")
             recurring.num_captures += 1
-            captured = self._captured(recurring, compute, tensors)
+            # what lies in the pool is not the inference tensors of a caller, which others may not write
+            with torch.inference_mode(False):
+                captured = self._captured(recurring, compute, tensors)
         except Exception as error:
-            self.refused = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.refused = re.sub(r" at 0x[0-9a-f]+", "", reason)  # equal reasons are counted under one name
             if isinstance(error, torch.OutOfMemoryError):
                 launches.release()
                 self._device.release_cached()
@@ -222,7 +239,7 @@ class GraphLauncher:
 
     def _captured(self, recurring: _Recurring, compute: Compute, tensors: Sequence[torch.Tensor]) -> _Captured:
         moves = recurring.moves
-        _check_shared_memory(tensors, moves)
+        _check_shared_memory(tensors, moves, self._written)
         inputs = [_memory_like(one) if place in moves else one for place, one in enumerate(tensors)]
         generators = [self._device.new_generator() for _ in range(self._num_seeds)]
         with drawing_from(generators):
@@ -290,12 +307,25 @@ class GraphLauncher:
             _flat(tensor).copy_(_flat(own))
         launches.count("DeviceGraphLaunched")
         pairs = zip(captured.outputs, captured.is_copied, strict=True)
-        return [one.clone() if is_copied else one.detach() for one, is_copied in pairs]
+        return [_copied(one) if is_copied else one.detach() for one, is_copied in pairs]
 
 
 def _count_of(tensor: torch.Tensor) -> int:
-    """How often the memory of `tensor` is held. Internal, checked on 2.13: what PyTorch's CUDA graph trees ask."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    """How often the memory of `tensor` is held: by tensors, and by users of its one `untyped_storage()` object.
+
+    Internal, checked on 2.13: what PyTorch's CUDA graph trees ask. It counts that object once, however many hold it.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)  # type: ignore[attr-defined]
+
+
+def _copied(output: torch.Tensor) -> torch.Tensor:
+    made = output.clone()
+    if made.stride() == output.stride():
+        return made
+    made = _memory_like(output)  # `clone` closes gaps
+    _flat(made).copy_(_flat(output))
+    return made
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -316,14 +346,16 @@ def _memory_like(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def _check_shared_memory(tensors: Sequence[torch.Tensor], moves: set[int]) -> None:
-    """Raise `CannotCapture` if inputs that move look into the same memory as others."""
-    places: dict[int, int] = {}
+def _check_shared_memory(tensors: Sequence[torch.Tensor], moves: set[int], written: frozenset[int]) -> None:
+    """Raise `CannotCapture` if inputs of which one moves and one is written look into the same memory."""
+    places: dict[int, set[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.device.type == "meta" or tensor.is_conj() or tensor.is_neg():
             raise CannotCapture("an input has no memory of its own")
-        other = places.setdefault(tensor.untyped_storage().data_ptr(), place)
-        if other != place and tensor.numel() and (place in moves or other in moves):
+        if tensor.numel():
+            places.setdefault(tensor.untyped_storage().data_ptr(), set()).add(place)
+    for shared in places.values():
+        if len(shared) > 1 and shared & moves and shared & written:
             raise CannotCapture("inputs that move share memory")
 
 
@@ -333,15 +365,43 @@ def _written_inputs(graph: Graph) -> frozenset[int]:
     return frozenset(place for place, value in enumerate(graph.inputs) if value.storage in written)
 
 
-def why_not_captured(graph: Graph) -> str | None:
+# Namespaces of operators whose kernels in Python do the same in each run.
+_REPEATABLE = ("aten", "prims", "rngprims", "lazy_backend", "quantized_decomposed")
+_MASKS = (torch.bool, torch.uint8)
+# These read a value on the host, and their tags do not say so.
+_HOST_READS = frozenset((torch.ops.aten._linalg_check_errors.default,))
+
+
+def why_not_captured(graph: Graph, device_type: str) -> str | None:
     """Why no run of `graph` can be launched as one graph; None if nothing is known to speak against it."""
     for node in graph.nodes:
+        tags = node.op.tags
         if is_collective(node.op):
             return "it communicates"
-        tags = node.op.tags
-        if torch.Tag.cudagraph_unsafe in tags or torch.Tag.dynamic_output_shape in tags:
+        if node.op in _HOST_READS or torch.Tag.cudagraph_unsafe in tags or _has_dynamic_shape(node):
             return f"{node.op} cannot be captured"
+        if node.op.namespace not in _REPEATABLE and _runs_python(node.op, device_type):
+            return f"{node.op} is Python code, which a launch would not run"
     return None
+
+
+def _has_dynamic_shape(node: Node) -> bool:
+    if torch.Tag.dynamic_output_shape not in node.op.tags:
+        return False
+    # `x[i]` with whole numbers has the shape of `i`; only masks are counted first
+    indices = node.inputs()[1:]
+    return node.op is not torch.ops.aten.index.Tensor or any(one.meta.dtype in _MASKS for one in indices)
+
+
+def _runs_python(op: torch._ops.OpOverload, device_type: str) -> bool:
+    """Whether a kernel of `op` was registered from Python, as `torch.library.custom_op` does.
+
+    Internal, checked on 2.13: where `Library.impl` notes what it registered.
+    """
+    name = op._schema.name.replace("::", "/") + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    device_key = torch._C._dispatch_key_for_device(device_type)
+    keys = (device_key, "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
+    return any(f"{name}/{key}" in torch.library._impls for key in keys)
 
 
 class Launches:
@@ -360,7 +420,7 @@ class Launches:
             return None
         graph = stored.get()
         made = GraphLauncher(device, graph)
-        made.refused = why_not_captured(graph)
+        made.refused = why_not_captured(graph, stored.device.type)
         if made.refused is not None:
             self.count("DeviceGraphRefused", f"DeviceGraphRefused: {made.refused}")
         self._launchers[id(made)] = made

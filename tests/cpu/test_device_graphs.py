@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from interruption import Interrupted, interrupt, places_of, raise_interrupted
 
 import lazy_backend
 from lazy_backend import metrics
 from lazy_backend.compat.runtime import reset
 from lazy_backend.computation import get_debug_states
+from lazy_backend.lowering.device_graphs import launcher
 from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice, FakeGraph, RuleBroken
 from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.device_graphs.uploads import upload_to
+from lazy_backend.lowering.ir.graph import Graph
 
 CPU = torch.device("cpu")
 
@@ -213,7 +216,10 @@ def test_signed_zeros_choose_the_graph() -> None:
             assert torch.signbit(result.cpu()).tolist() == [str(value) == "-0.0"] * 2
 
 
-def test_a_kernel_that_reads_a_value_is_not_captured(fake: FakeDevice) -> None:
+def test_a_kernel_that_reads_a_value_is_not_captured(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    # as if its kernel were written in C++
+    monkeypatch.setattr(launcher, "_REPEATABLE", ("aten", "device_graphs_test"))
+
     @torch.library.custom_op("device_graphs_test::scaled_by_first", mutates_args=())
     def scaled_by_first(x: torch.Tensor) -> torch.Tensor:
         return x * x[0].item()
@@ -228,6 +234,103 @@ def test_a_kernel_that_reads_a_value_is_not_captured(fake: FakeDevice) -> None:
     states = [state.device_graph for state in get_debug_states().values()]
     assert any("reads a value on the host" in str(state) for state in states)
     assert metrics.counter_value("DeviceGraphRefused") == 1
+
+
+def test_python_code_is_not_captured(fake: FakeDevice) -> None:
+    """A launch does what kernels did. What a custom operator does in Python would be what it did at the capture."""
+    scale = [1.0]
+
+    @torch.library.custom_op("device_graphs_test::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale[0]
+
+    scaled.register_fake(torch.empty_like)
+    for step in range(8):
+        scale[0] = float(step)
+        result = scaled(torch.ones(3).to("lazy") * 2)
+        lazy_backend.mark_step()
+        assert result.tolist() == [2.0 * step] * 3
+    assert fake.num_launches == 0
+    assert refusals() == ["device_graphs_test.scaled.default is Python code, which a launch would not run"]
+
+
+def test_errors_of_linear_algebra_are_not_captured(fake: FakeDevice) -> None:
+    for step in range(8):
+        matrix = (torch.eye(3) * (-1 if step == 6 else 1)).to("lazy")
+        factor = torch.linalg.cholesky(matrix)
+        if step == 6:
+            with pytest.raises(lazy_backend.ExecutionError, match="not positive-definite"):
+                lazy_backend.mark_step(wait=True)
+        else:
+            assert torch.equal(factor.cpu(), torch.eye(3))
+    assert refusals() == ["aten._linalg_check_errors.default cannot be captured"]
+
+
+def test_indices_are_launched_and_masks_are_not(fake: FakeDevice) -> None:
+    rows = torch.arange(12.0).view(4, 3)
+    for step in range(8):
+        index = torch.tensor([step % 4, 1])
+        assert torch.equal((rows.to("lazy")[index.to("lazy")] * 2).cpu(), rows[index] * 2)
+    assert fake.num_launches >= 4
+    graph = get_debug_states()
+    assert [state.device_graph for state in graph.values()] == ["launched"]
+
+
+def test_kept_outputs_keep_their_strides(fake: FakeDevice) -> None:
+    kept = []
+    for step in range(10):
+        result = torch.empty_strided((3,), (2,), device="lazy")
+        result.copy_(torch.full((3,), float(step)).to("lazy") + 1)
+        lazy_backend.mark_step()
+        kept.append(result)
+    assert fake.num_launches >= 4
+    assert [one.stride() for one in kept] == [(2,)] * 10
+    assert [one.cpu().tolist() for one in kept] == [[step + 1.0] * 3 for step in range(10)]
+    assert [one[1:].tolist() for one in kept] == [[step + 1.0] * 2 for step in range(10)]
+
+
+def served() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.nn.Module]:
+    model = network(dropout=0).eval()
+    return lazy_backend.serve(model.to("lazy"), torch.zeros(2, 8)), model.cpu()
+
+
+def request_of(number: int) -> torch.Tensor:
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+
+
+def test_serve_captures_in_inference_mode_and_launches_outside(fake: FakeDevice) -> None:
+    function, model = served()
+    for modes in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with modes():
+            for number in range(8):
+                assert torch.equal(function(request_of(number)), model(request_of(number)))
+    assert captured() == 1
+    assert fake.num_launches >= 16
+
+
+def test_serve_does_not_overwrite_a_storage_that_is_kept(fake: FakeDevice) -> None:
+    """The storage alone: `untyped_storage()` returns one object for as long as somebody has it."""
+    function, model = served()
+    for number in range(8):
+        function(request_of(number))
+    kept = [function(request_of(number)).untyped_storage() for number in range(8, 14)]
+    found = [torch.empty(0).set_(storage).view(2, 1) for storage in kept]  # type: ignore[call-overload]
+    with torch.no_grad():
+        assert all(torch.equal(one, model(request_of(number))) for one, number in zip(found, range(8, 14), strict=True))
+
+
+def test_read_only_inputs_may_share_memory(fake: FakeDevice) -> None:
+    total = torch.zeros(3).to("lazy")
+    expected = torch.zeros(3)
+    for step in range(8):
+        base = torch.arange(6.0).add(step)
+        lazy = base.to("lazy")
+        lazy_backend.mark_step()
+        total.add_(lazy[:3] * lazy[3:])
+        lazy_backend.mark_step()
+        expected.add_(base[:3] * base[3:])
+    assert torch.equal(total.cpu(), expected)
+    assert refusals() == []
 
 
 def test_what_communicates_is_not_captured(fake: FakeDevice, tmp_path: Any) -> None:
@@ -290,6 +393,32 @@ def test_an_interrupted_launch_leaves_the_next_ones_as_they_are(
             assert result.tolist() == [step * 2.0] * 3
     assert interrupted == 1
     assert fake.num_launches >= 6
+
+
+def test_an_interrupt_at_any_line_leaves_nobody_in_the_launcher(fake: FakeDevice) -> None:
+    """Also while its traceback, which holds the frames, is kept."""
+    graphs = GraphLauncher(fake, Graph((), (), (), 0, 0, CPU))
+    operand = torch.ones(3)
+
+    def run() -> None:
+        graphs.run(lambda tensors, seeds: [tensors[0] * 2], [operand], [], ())
+
+    for _ in range(6):
+        run()
+    assert fake.num_launches
+    errors = []
+    for call in (run, graphs.release):
+        for place, times in places_of(call).items():
+            for time in range(1, times + 1):
+                run()
+                with pytest.raises(Interrupted) as error:
+                    interrupt(call, place, time, raise_interrupted)
+                errors.append(error)
+                for _ in range(5):
+                    launched = fake.num_launches
+                    run()
+                assert fake.num_launches == launched + 1, f"nothing is launched after an interrupt at {place}"
+    assert len(errors) > 30
 
 
 def test_a_failed_capture_computes_nothing_twice(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
