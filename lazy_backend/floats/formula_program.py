@@ -17,7 +17,7 @@ import torch
 from lazy_backend.floats.cpu_calls import literal_key, same_bits
 from lazy_backend.floats.cpu_tensors import Held
 from lazy_backend.floats.float_recorder import Choice, RecordedFloats
-from lazy_backend.floats.formulas import OtherOutcome, bits, compile_formulas, needed, reached
+from lazy_backend.floats.formulas import Guard, OtherOutcome, bits, compile_formulas, needed, reached
 from lazy_backend.floats.mirrors import value_of
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -199,6 +199,7 @@ class _FollowedLeaves:
         self.earlier = [(run, keys.of(run)) for run in runs[:-1]]
         self.followed = self._varied_leaves()
         self.moving = reached(self.tape.nodes, self.followed)
+        self.guards = list(self.tape.guards)
         self.formulas = self._formulas()
         self.uploads = self._uploads()
         self._check_writes()
@@ -234,11 +235,13 @@ class _FollowedLeaves:
         return {place: choices for place, choices in moving.items() if choices}
 
     def _pin(self, unsure: set[int]) -> None:
-        """Guard by value the leaves of values that may equal a constant by chance, as these have not varied."""
-        pinned = {number for number in unsure & self.moving if not self._has_varied(number)}
-        if pinned:
-            self.followed = {leaf for leaf in self.followed if not reached(self.tape.nodes, [leaf]) & pinned}
-            self.moving = reached(self.tape.nodes, self.followed)
+        """Guard values that may equal a constant by chance, as both have been the same in all runs.
+
+        Not the leaves behind them: a rate times a decay of zero is zero, whatever the rate is.
+        """
+        for number in sorted(unsure & self.moving):
+            if not self._has_varied(number):
+                self.guards.append(Guard(bits, (number,), bits(self.tape.values[number])))
 
     def _has_varied(self, number: int) -> bool:
         """Whether a float was another one in some earlier run."""
@@ -273,7 +276,7 @@ class _FollowedLeaves:
         wanted = [number for choices in recorded.constants.values() for number, _ in choices]
         wanted += [number for numbers in self.latest.uploads.values() for number in numbers]
         wanted += [number for _, number in recorded.writes]
-        wanted += [one for guard in self.tape.guards for one in guard.operands if isinstance(one, int)]
+        wanted += [one for guard in self.guards for one in guard.operands if isinstance(one, int)]
         used = needed(self.tape.nodes, wanted)
         return {
             node: held
@@ -300,16 +303,16 @@ def follow(runs: Sequence[ProgramRun], optimizers: Sequence[torch.optim.Optimize
     """
     *earlier, latest = runs
     like: list[ProgramRun] = []
-    reason: NotFollowed | None = None
     for run in reversed(earlier):
         try:
             _FollowedLeaves([run, *like, latest])
             like.insert(0, run)
-        except NotFollowed as error:
-            reason = error
+        except NotFollowed:  # not kept: with its frames it would be a cycle, which holds what the callers hold
+            if not like:
+                raise
             break
     if not like:
-        raise reason or NotFollowed("it ran once")
+        raise NotFollowed("it ran once")
     return FormulaProgram([*like, latest], optimizers)
 
 
@@ -325,6 +328,7 @@ class FormulaProgram:
         self._has_zero = not all(latest.given)
         self._constants = latest.constants
         self._tape = recorded.tape
+        self._guards = choices.guards
         self._formulas = choices.formulas
         self.uploads = choices.uploads
         self._followed_given = [place for place, node in enumerate(recorded.given) if node in choices.followed]
@@ -352,7 +356,7 @@ class FormulaProgram:
         wanted += [[(number, False)] for number in self._write_nodes]
         tape = self._tape
         leaves = [leaf for leaf in self._leaves if leaf is not None]
-        self._compute = compile_formulas(tape.nodes, tape.values, tape.guards, leaves, wanted)
+        self._compute = compile_formulas(tape.nodes, tape.values, self._guards, leaves, wanted)
 
     def evaluate(self, given: tuple[float, ...]) -> Evaluated:
         """The constants, uploads and new CPU values for these floats. Nothing is stored yet. Raises `Stale`."""
