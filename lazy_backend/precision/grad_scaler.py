@@ -10,12 +10,22 @@ if the flag is set. What an optimizer keeps on the host, as Adam does its step c
 on as if the step was taken, and is settled before it is used again, at the next step or when the optimizer's state is
 looked at. By then the step has been run, so that read cuts nothing. Python code that a skipped step must not run, as
 hooks or an optimizer of the user's own, makes us read the flag as in eager mode.
+
+Note [Skipped steps of a captured function]
+Such a step is settled before the function's next call, which waits for the last run anyway. While the call that was
+recorded is compared with others, the step is set aside: the optimizer is then as it was before the call but for its
+values. A replay of the call arms the step anew (`UnsettledStep.arm`), with the values that it finds on the host and
+with the flag that it computes, which is an output of the program like any other. The order matters, as each delivery
+may be interrupted: first the flag, then the step is armed, and only then do values on the host go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -32,7 +42,9 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.optimizers import undo_if
+from lazy_backend.tensors.bodies import note_read_once, running
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import run_clean
 
 _MaybeStep = Callable[..., Any]
 
@@ -48,10 +60,10 @@ def maybe_step(original: _MaybeStep) -> _MaybeStep:
         flags = list(optimizer_state["found_inf_per_device"].values())
         if not any(isinstance(flag, LazyTensor) for flag in flags):
             return original(self, optimizer, optimizer_state, *args, **kwargs)
-        for unsettled in _unsettled_steps(optimizer):
-            if executor.rules.is_refusing():
-                raise _not_replayable(optimizer)
-            unsettled.forget(optimizer)
+        for unsettled in unsettled_steps(optimizer):
+            if unsettled.is_of_this_body():
+                raise _steps_twice(optimizer)
+            unsettled.forget()
         reason = _why_read(optimizer, flags, args or kwargs)
         if reason is None:
             with step_ends.held():  # a step that ends by itself must not end before it is undone
@@ -65,8 +77,9 @@ def maybe_step(original: _MaybeStep) -> _MaybeStep:
     return _maybe_opt_step
 
 
-def _unsettled_steps(optimizer: Any) -> list[_Unsettled]:
-    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, _Unsettled)]
+def unsettled_steps(optimizer: Any) -> list[UnsettledStep]:
+    """The step of `optimizer` that is to be settled before its next one, if any."""
+    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, UnsettledStep)]
 
 
 def _why_read(optimizer: Any, flags: list[Any], arguments: Any) -> str | None:
@@ -101,7 +114,7 @@ def _step_or_undo(optimizer: Any, flag: torch.Tensor) -> Any:
         return optimizer.step()
     states = [optimizer.state.get(one, {}) for one in parameters]
     entries = [(state, name) for state in states for name, value in state.items() if isinstance(value, LazyTensor)]
-    unsettled = _Unsettled(parameters, states, flag)
+    unsettled = UnsettledStep(optimizer, parameters, states, flag)
     with torch.no_grad():
         before = torch._foreach_clone([*parameters, *(state[name] for state, name in entries)])
     try:
@@ -109,22 +122,20 @@ def _step_or_undo(optimizer: Any, flag: torch.Tensor) -> Any:
     finally:  # an interrupted step too must not leave infinite weights behind
         with torch.no_grad():
             undo_if([*parameters, *(state[name] for state, name in entries)], before, flag)
-        unsettled.watch(optimizer)
-    if executor.rules.is_refusing() and unsettled.is_watching():
-        raise _not_replayable(optimizer)
+        unsettled.watch()
     return result
 
 
-def _not_replayable(optimizer: Any) -> CaptureError:
+def _steps_twice(optimizer: Any) -> CaptureError:
     return CaptureError(
-        f"a GradScaler steps this {type(optimizer).__name__} in a captured function, and may skip the step: a replay "
-        f"would not know whether to go on with what is kept on the host, as step counts are\n  at {user_site()}\n"
-        "  capture the model and the optimizer instead of the function; or use fused=True; or take two steps before "
-        "the capture, with capturable=True if the optimizer has it (SGD does not need it)"
+        f"a GradScaler steps this {type(optimizer).__name__} twice in a call of a captured function: whether it skips "
+        "the first step, and so how what is kept on the host goes on, as step counts are, is known only after the "
+        f"call\n  at {user_site()}\n  take one step per call; or capture the model and the optimizer instead of the "
+        "function; or use fused=True"
     )
 
 
-class _Unsettled:
+class UnsettledStep:
     """What an optimizer keeps on the host, as it was before a step that may be undone.
 
     While it is unsettled, it is a hook of the optimizer, which settles it before its next step and before its state is
@@ -132,31 +143,39 @@ class _Unsettled:
     pickles of the optimizer do.
     """
 
-    def __init__(self, parameters: list[Any], states: list[dict[str, Any]], flag: torch.Tensor) -> None:
-        self._flag: torch.Tensor | None = flag  # None once settled
+    def __init__(self, optimizer: Any, parameters: list[Any], states: list[dict[str, Any]], flag: torch.Tensor) -> None:
+        self.flag = flag
+        self._reference = weakref.ref(optimizer)
+        self._body = running.get(threading.get_ident())
+        self._is_settled = False
         self._new = [one for one, state in zip(parameters, states, strict=True) if not state]
         kept = [(state, name, value) for state in states for name, value in state.items()]
         self._numbers = [one for one in kept if not isinstance(one[2], torch.Tensor)]
         self._tensors = [
             value for _, _, value in kept if isinstance(value, torch.Tensor) and value.device.type != "lazy"
         ]
-        self._values = torch._foreach_clone(self._tensors) if self._tensors else []
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._values = self.values()
         self._state: Any = None  # the optimizer's own
         self._handles: list[RemovableHandle] = []
+
+    def values(self) -> list[torch.Tensor]:
+        """Copies of the tensors on the host, as they are now. No recorder sees them made."""
+        return list(run_clean(torch._foreach_clone, self._tensors)) if self._tensors else []
 
     def _concerns(self, optimizer: Any) -> bool:
         """Whether the optimizer has something on the host, or has state since the step."""
         return bool(self._numbers or self._tensors or any(optimizer.state.get(one) for one in self._new))
 
-    def is_watching(self) -> bool:
-        return bool(self._handles)
+    def watch(self) -> None:
+        """Begin to be unsettled, if the optimizer keeps something on the host."""
+        optimizer = self._reference()
+        if self._concerns(optimizer):
+            # scaler.update() adds the flags of other optimizers to that of the first
+            self.flag = self.flag.clone()
+            self._stand_in(optimizer)
 
-    def watch(self, optimizer: Any) -> None:
-        if not self._concerns(optimizer):
-            return
-        assert self._flag is not None
-        # scaler.update() adds the flags of other optimizers to that of the first
-        self._flag = self._flag.clone()
+    def _stand_in(self, optimizer: Any) -> None:
         self._state = optimizer.state
         optimizer.state = _UnsettledState(self)
         self._handles = [
@@ -176,22 +195,17 @@ class _Unsettled:
             if next(reversed(handle.hooks_dict_ref() or {}), None) == handle.id:
                 handle.remove()
 
-    def forget(self, optimizer: Any) -> None:
+    def forget(self) -> None:
         """Settle, and stop watching, where PyTorch goes through no hooks."""
-        self(optimizer)
+        self(self._reference())
         for handle in self._handles:
             handle.remove()
 
     def settled_state(self) -> Any:
         """The optimizer's state, after the flag was read and the step undone on the host if it was on the device."""
-        if self._flag is None:
+        if self._is_settled:
             return self._state
-        try:
-            with reading_for("GradScaler.step"):
-                is_undone = bool(self._flag.item())
-        except PoisonedTensorError:
-            is_undone = True  # the run failed, perhaps by Ctrl-C, and the device has what was before the step
-        if is_undone:
+        if self._is_undone():
             for state, name, value in self._numbers:
                 state[name] = value
             with torch.no_grad():
@@ -199,14 +213,61 @@ class _Unsettled:
                     tensor.copy_(value)
             for parameter in self._new:
                 self._state.pop(parameter, None)
-        self._flag = None  # last: whatever interrupts the lines above, they are done again
+        self._is_settled = True  # last: whatever interrupts the lines above, they are done again
         return self._state
+
+    def _is_undone(self) -> bool:
+        is_once = executor.rules.is_refusing() and not self.is_of_this_body()
+        if is_once:  # a step before the captured function: later calls do not find it
+            note_read_once()
+        try:
+            with reading_for("GradScaler.step"), executor.rules.reading_once() if is_once else contextlib.nullcontext():
+                return bool(self.flag.item())
+        except PoisonedTensorError:
+            return True  # the run failed, perhaps by Ctrl-C, and the device has what was before the step
+
+    # ----- in captured functions, see Note [Skipped steps of a captured function]
+
+    def is_of_this_body(self) -> bool:
+        """Whether the body that this thread runs took the step."""
+        return executor.rules.is_refusing() and self._body is running.get(threading.get_ident())
+
+    def set_aside(self) -> None:
+        """Leave the optimizer as it is without this step, which stays unsettled."""
+        optimizer: Any = self._reference()
+        optimizer.state = self._state
+        for handle in self._handles:
+            handle.remove()
+
+    def resume(self) -> None:
+        """End `set_aside`."""
+        self._stand_in(self._reference())
+
+    def makes_state(self) -> bool:
+        """Whether some of the optimizer's state was made in this step, and is gone if it is skipped."""
+        return bool(self._new)
+
+    def why_not_again(self, versions: dict[int, int]) -> str:
+        """Why replays cannot take this step again, or "". `versions`: of tensors on the host before the body, by id."""
+        if self.makes_state():
+            return "it makes an optimizer's state in a step that a GradScaler may skip"
+        if [versions.get(id(tensor)) for tensor in self._tensors] != self._versions:
+            return "it changes an optimizer's state on the CPU before a step that a GradScaler may skip"
+        return ""
+
+    def arm(self, values: list[torch.Tensor], run: Any) -> None:
+        """Be unsettled again, as a replay takes the step: a delivery, see `Holder.put`. `values`: before the step."""
+        optimizer: Any = self._reference()
+        if run.delivered or optimizer is None or isinstance(optimizer.state, _UnsettledState):
+            return
+        self._values, self._is_settled = values, False
+        self._stand_in(optimizer)
 
 
 class _UnsettledState(MutableMapping[Any, Any]):
     """Stands for the `state` of an optimizer, and settles it when it is looked at."""
 
-    def __init__(self, unsettled: _Unsettled) -> None:
+    def __init__(self, unsettled: UnsettledStep) -> None:
         self.unsettled = unsettled
 
     @property

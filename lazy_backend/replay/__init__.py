@@ -2,5 +2,5 @@
 
 In: a function, and two recorded calls of it. Out: one run for each later call, with inputs bound by position.
 
-Imports `execution`, `tensors` and everything that `tensors` may import; nothing from `recording`.
+Imports `execution`, `floats`, `precision`, `tensors` and everything that `tensors` may import; not `recording`.
 """

@@ -16,6 +16,7 @@ import torch
 from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, follow
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
+from lazy_backend.precision.grad_scaler import UnsettledStep
 from lazy_backend.replay.captured_state import Holder, TensorHolder, TensorSet
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, ReturnedValue, Start
@@ -88,6 +89,7 @@ def bind(
     with_grad: TensorSet,
     arguments: Arguments,
     found: Found,
+    unsettled: Sequence[UnsettledStep],
 ) -> CapturedProgram:
     """The program of `record`, bound to the state that the call left. Raises `NotCapturable`.
 
@@ -101,6 +103,7 @@ def bind(
     if held is None:
         raise NotCapturable("something other than tensors holds what it makes")
     _check_nothing_piles_up(start, record)
+    _check_unsettled(start, unsettled)
     written = {bound.parameters[place].index for place in bound.computation.graph.mutated_inputs()}
     floats.use(bound.constants)
     inputs = [_source(last, record, place, place in written, floats) for place in range(len(record.inputs))]
@@ -124,6 +127,7 @@ def bind(
         generators=record.generators,
         state_guard=_state_guard(record.context, found, used, held, inputs),
         optimizer_guards=record.guards,
+        unsettled=tuple(unsettled),
         kept=frozenset(id(data.storage) for data in used),
         must_lack_grad=tuple(p for p in start.without_grad if p not in with_grad),
         must_keep_grad=tuple(_kept_grads(start.parameters, used)),
@@ -163,6 +167,14 @@ def _check_nothing_piles_up(start: Start, record: RecordedCall) -> None:
     returned = record.returned_outputs()
     if any(storage() is not None for storage, place in start.left if place not in returned):
         raise NotCapturable("tensors that the call before left are still held, as in a list that grows")
+
+
+def _check_unsettled(start: Start, unsettled: Sequence[UnsettledStep]) -> None:
+    versions = {id(tensor): version for tensor, version in start.host_versions}
+    for step in unsettled:
+        reason = step.why_not_again(versions)
+        if reason:
+            raise NotCapturable(f"{reason}\n  capture the model and the optimizer instead")
 
 
 def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool, floats: FormulaProgram) -> Source:

@@ -36,6 +36,7 @@ from lazy_backend.execution.run import Async, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.floats.float_recorder import FloatRecorder, call_traced
 from lazy_backend.floats.formula_program import Stale
+from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
 from lazy_backend.replay.methods import bound_to
@@ -217,6 +218,8 @@ class Captured(Generic[P, R]):
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._warned = False
         self._unbound = 0  # signatures since a program was bound
+        # the optimizers whose steps in a body a GradScaler may skip
+        self._scaled: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else bound_to(self, instance)
@@ -274,6 +277,9 @@ class Captured(Generic[P, R]):
 
         None, with nothing done, if a run is under way or other threads are about to take the lock.
         """
+        if not context.locker.is_idle():
+            return None  # a body runs with the lock held, and would wait for the run under way
+        self._settle_steps()
         program = signature.program
         is_due = self._is_due(signature)
         if program is not None and not is_due:
@@ -289,6 +295,7 @@ class Captured(Generic[P, R]):
         if not context.locker.is_idle():
             return None  # a body runs with the lock held, and would wait for the run under way
         is_hopeless = program is None and not is_due and signature.failures >= _PATIENCE
+        del program  # it holds the flags of steps that may be skipped, which the body replaces
         with watches.shown_to(None):
             body = Body(self._name, context.name)
             try:
@@ -303,6 +310,13 @@ class Captured(Generic[P, R]):
                     context.body, body.ended = None, True
             finally:  # once more, see Note [Interruption]
                 context.body, body.ended = None, True
+
+    def _settle_steps(self) -> None:
+        """Settle the steps that the call before left, see Note [Skipped steps of a captured function]."""
+        for reference in self._scaled:
+            optimizer = reference()
+            for step in unsettled_steps(optimizer) if optimizer is not None else ():
+                step.forget()
 
     def _is_due(self, signature: _Signature) -> bool:
         """Whether this call is to be compared with what was captured."""
@@ -377,6 +391,34 @@ class Captured(Generic[P, R]):
         verify: bool,
     ) -> Any:
         """Run the body as written, and bind its program if it can be replayed from now on."""
+        unsettled: list[UnsettledStep] = []
+        try:
+            return self._record_and_bind(context, body, signature, arguments, args, kwargs, verify, unsettled)
+        finally:
+            for step in unsettled:
+                step.resume()
+
+    def _set_aside(self, watch: Watch) -> list[UnsettledStep]:
+        """The steps of the body that GradScalers may skip, after they were set aside."""
+        found = [(optimizer, step) for optimizer in watch.optimizers for step in unsettled_steps(optimizer)]
+        known = [reference for reference in self._scaled if reference() is not None]
+        self._scaled = list(dict.fromkeys((*known, *(weakref.ref(optimizer) for optimizer, _ in found))))
+        for _, step in found:
+            step.set_aside()
+        return [step for _, step in found]
+
+    def _record_and_bind(
+        self,
+        context: DeviceContext,
+        body: Body,
+        signature: _Signature,
+        arguments: Arguments,
+        args: Any,
+        kwargs: Any,
+        verify: bool,
+        unsettled: list[UnsettledStep],
+    ) -> Any:
+        """As `_record`. The caller resumes the steps that are added to `unsettled`."""
         metrics.increment("CaptureRecorded")
         if verify:
             signature.next_check = 2 * signature.calls
@@ -393,6 +435,7 @@ class Captured(Generic[P, R]):
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
                 leaves, spec = self._run_recorded(recorder, last, context, body, args, kwargs)
             watch.recorder = None
+            unsettled += self._set_aside(watch)
             if body.has_read_once:
                 recorder.close()
                 self._sync(context)
@@ -405,7 +448,7 @@ class Captured(Generic[P, R]):
             note_changes(start, record, last)
             self._note_devices(signature, record, body)
             record.changed_argument = values.changed()
-            found = self._find(record, signature)
+            found = self._find(record, signature, unsettled)
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
             pending = context.trace.pending
             held = None
@@ -416,14 +459,16 @@ class Captured(Generic[P, R]):
         record.bound = None if run is None else run.cached_computation
         executor.barrier(context)  # otherwise what the run holds would look like state
         try:
-            bound = self._bind(signature, start, record, held, arguments, found)
+            bound = self._bind(signature, start, record, held, arguments, found, unsettled)
             del found
             bound.settle()
         except NotCapturable as reason:
             # without `held` something cannot be seen; that alone is no difference
             if verified and (held is not None or self._verify_every is not None):
                 raise CaptureError(f"{self._name} no longer does what was captured: {reason}") from None
-            self._give_up(signature, str(reason))
+            # the first steps with a scaler are often skipped, and each makes the state anew: patience begins after them
+            if not any(step.makes_state() for step in unsettled):
+                self._give_up(signature, str(reason))
         return unflatten_result(leaves, spec)
 
     def _note_devices(self, signature: _Signature, record: RecordedCall, body: Body) -> None:
@@ -435,12 +480,11 @@ class Captured(Generic[P, R]):
         if len(used) == 1 and not record.calls():
             (signature.context,) = used.values()
 
-    def _find(self, record: RecordedCall, signature: _Signature) -> Found:
+    def _find(self, record: RecordedCall, signature: _Signature, unsettled: Sequence[UnsettledStep]) -> Found:
         """What the function reaches and used, after a call."""
         watch = record.watch
-        found = Found(
-            Reachable([self._function, *signature.named()]), watch.modules, watch.optimizers, watch.leaves.values()
-        )
+        used = (*watch.leaves.values(), *(step.flag for step in unsettled))
+        found = Found(Reachable([self._function, *signature.named()]), watch.modules, watch.optimizers, used)
         record.roots = found.roots
         record.reached_generators = tuple(found.reach.generators)
         record.random_states = tuple(found.reach.random_states)
@@ -480,6 +524,7 @@ class Captured(Generic[P, R]):
         held: Any,
         arguments: Arguments,
         found: Found,
+        unsettled: Sequence[UnsettledStep],
     ) -> CapturedProgram:
         records, signature.records = signature.records, [record]
         without = set(map(id, start.without_grad))
@@ -493,7 +538,7 @@ class Captured(Generic[P, R]):
         signature.records = [*records, record][-_MAX_RECORDS:]
         check_side_effects(start, record)
         floats = follow_floats(signature.records)
-        program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments, found)
+        program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments, found, unsettled)
         signature.program = program
         signature.failures = self._unbound = 0
         if signature.stale >= 2 * _PATIENCE:

@@ -29,6 +29,7 @@ from lazy_backend.floats.hyperparameters import OptimizerGuard
 from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
+from lazy_backend.precision.grad_scaler import UnsettledStep
 from lazy_backend.replay.captured_state import Holder, TensorHolder
 from lazy_backend.replay.state_guard import StateGuard
 from lazy_backend.tensors.contexts import contexts
@@ -141,7 +142,7 @@ def _data_over(storage: LazyStorage, meta: TensorMeta) -> TensorData:
 # ----- where its outputs go
 
 
-# A holder's `put`, and the data that it is to hold from now on; or a `Commit` with its own.
+# A holder's `put`, and the data that it is to hold from now on; or a `Commit` or an `UnsettledStep` with its own.
 Delivery = tuple[Callable[[Any, Any], None], Any]
 
 
@@ -230,6 +231,7 @@ class CapturedProgram:
     generators: tuple[torch.Generator | None, ...]  # one per seed; None: torch's default one
     state_guard: StateGuard
     optimizer_guards: tuple[OptimizerGuard, ...]
+    unsettled: tuple[UnsettledStep, ...]  # the steps that a GradScaler may skip
     kept: frozenset[int]  # ids of storages that no argument may share: references would keep dead state alive
     must_lack_grad: tuple[LazyTensor, ...]
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
@@ -277,11 +279,11 @@ class CapturedProgram:
         bound = self.bound
         inputs = [source.data(self, arguments) for source in self.sources]
         seeds = [contexts.get_rng_seed(generator) for generator in self.generators]
-        deliveries: list[Delivery] = []
-        storages = [output.renew(deliveries) for output in self.outputs]
         commit = evaluated.commit
-        if commit is not None:
-            deliveries.append((commit.put, commit))
+        # done last to first, see Note [Skipped steps of a captured function]
+        deliveries: list[Delivery] = [] if commit is None else [(commit.put, commit)]
+        deliveries.extend((step.arm, step.values()) for step in self.unsettled)
+        storages = [output.renew(deliveries) for output in self.outputs]
         result = self._result(storages, inputs)
         run = executor.replay(
             SyncTensorCollection(_CONFIG, self.context, self.context.trace.cursor, (), [], "captured call", self.site),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -322,10 +322,199 @@ def test_a_captured_step_without_a_count_on_the_host() -> None:
     assert metrics.counter_value("CapturedCall") >= 6
 
 
-def test_a_captured_step_with_a_count_on_the_host_is_refused() -> None:
+# ----- whole steps as captured functions, of optimizers that count steps on the host
+
+
+def captured_step(training: Training, clip: bool = False) -> Callable[[int], torch.Tensor]:
+    """A captured function around a step of `training`, called with the number of the step."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(training.device, torch.float16):
+            loss: torch.Tensor = training.model(x).float().square().mean()
+        training.scaler.scale(loss).backward()
+        if clip:
+            training.scaler.unscale_(training.optimizer)
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+        training.optimizer.zero_grad()
+        return loss.detach()
+
+    called = lazy_backend.capture(step) if training.device == "lazy" else step
+    return lambda number, size=6: called(batch(number, size).to(training.device))
+
+
+def batch(number: int, size: int = 6) -> torch.Tensor:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(number))
+    if number in INFINITE:
+        x[0, 0] = float("inf")
+    return x
+
+
+def both_captured(name: str = "AdamW") -> Iterator[tuple[Training, Callable[..., torch.Tensor]]]:
+    """The same training on the lazy device, then in eager mode, each with its step."""
+    for device in ("lazy", "cpu"):
+        training = Training(device, name)
+        yield training, captured_step(training)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_captured_step_skips_what_eager_skips(name: str, clip: bool) -> None:
+    eager, lazy = Training("cpu", name), Training("lazy", name)
+    expected, found = captured_step(eager, clip), captured_step(lazy, clip)
+    losses = [found(number) for number in range(24)]
+    assert_same(losses, [expected(number) for number in range(24)])
+    assert_same(lazy.seen(), eager.seen())
+    assert metrics.counter_value("CapturedCall") >= 14  # RAdam's branch flips on the way
+    assert not cuts()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_captured_step_that_was_skipped_is_not_seen(look: str) -> None:
+    eager, lazy = Training("cpu"), Training("lazy")
+    expected, found = captured_step(eager), captured_step(lazy)
+    for number in range(16):
+        expected(number)
+        found(number)
+        assert_same(LOOKS[look](lazy.optimizer), LOOKS[look](eager.optimizer))
+    assert_same(lazy.seen(), eager.seen())
+    assert metrics.counter_value("CapturedCall") >= 10
+
+
+def test_a_hundred_captured_steps() -> None:
+    """Scales overflow by themselves, and some replays are compared with the body."""
+    outcomes = []
+    for training, step in both_captured():
+        steps = [(step(number), training.scaler.scale(torch.ones((), device=training.device))) for number in range(150)]
+        outcomes.append([[torch.stack(values).cpu() for values in zip(*steps, strict=True)], training.seen()])
+    assert_same(*outcomes)
+    assert len(outcomes[1][0][1].unique()) > 4
+    assert metrics.counter_value("CapturedCall") >= 140
+
+
+def test_captured_steps_of_several_shapes() -> None:
+    outcomes = []
+    for training, step in both_captured():
+        losses = [step(number, 4 + number % 3) for number in range(30)]
+        outcomes.append([lazy_backend.to_cpu(losses), training.seen()])
+    assert_same(*outcomes)
+    assert metrics.counter_value("CapturedCall") >= 18
+
+
+def test_captured_steps_among_others() -> None:
+    """Steps as written before and in between, which may be skipped as well."""
+    outcomes = []
+    for training, step in both_captured():
+        losses = [training.step(number) for number in (2, 5)]
+        losses += [training.step(number) if number % 7 == 5 else step(number) for number in range(30)]
+        outcomes.append([lazy_backend.to_cpu(losses), training.seen()])
+    assert_same(*outcomes)
+    assert metrics.counter_value("CapturedCall") >= 18
+
+
+def _set_counts(training: Training) -> None:
+    for entry in training.optimizer.state.values():
+        entry["step"].fill_(3)
+
+
+def _new_scaler(training: Training) -> None:
+    training.scaler = torch.amp.GradScaler(training.device, init_scale=2.0)
+
+
+CHANGES: dict[str, Callable[[Training], object]] = {
+    "counts": _set_counts,
+    "loaded": lambda one: one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict())),
+    "cleared": lambda one: one.optimizer.state.clear(),
+    "rate": lambda one: one.optimizer.param_groups[0].__setitem__("lr", 0.1),
+    "scaler": _new_scaler,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_captured_steps(change: str) -> None:
+    outcomes = []
+    for training, step in both_captured():
+        losses = []
+        for number in range(30):
+            if number in (6, 12, 13, 20):  # after an infinite step, and after others
+                CHANGES[change](training)
+            losses.append(step(number))
+        outcomes.append([lazy_backend.to_cpu(losses), training.seen()])
+    assert_same(*outcomes)
+    assert metrics.counter_value("CapturedCall") >= 14
+
+
+def test_captured_steps_of_two_optimizers() -> None:
+    """Of which one may skip its step while the other does not."""
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        models = nn.ModuleList(nn.Linear(4, 4).to(device) for _ in range(2))
+        optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True) for model in models]
+        scaler = torch.amp.GradScaler(device, init_scale=256.0)
+
+        def step(*inputs: torch.Tensor) -> None:
+            for model, x in zip(models, inputs, strict=True):
+                scaler.scale(model(x).square().mean()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+        called = lazy_backend.capture(step) if device == "lazy" else step
+        for number in range(16):
+            infinite = {5: (0,), 7: (1,), 8: (0, 1), 9: (1,)}.get(number, ())
+            called(*[torch.full((2, 4), float("inf") if one in infinite else 1.0).to(device) for one in range(2)])
+        return [[list(one.state_dict()["state"].values()) for one in optimizers], [*models[0].parameters()]]
+
+    assert_same(run("lazy"), run("cpu"))
+    assert metrics.counter_value("CapturedCall") >= 11  # the counts are equal until the first step that one skips
+
+
+def test_a_captured_step_whose_run_fails_is_a_skipped_one() -> None:
+    eager, lazy = Training("cpu"), Training("lazy")
+    table = torch.ones(3, 4, device="lazy")
+
+    def step(x: torch.Tensor, rows: torch.Tensor) -> None:
+        lazy.scaler.scale((lazy.model(x) * table[rows]).square().mean()).backward()
+        lazy.scaler.step(lazy.optimizer)
+        lazy.scaler.update()
+        lazy.optimizer.zero_grad()
+
+    captured = lazy_backend.capture(step)
+    for number in range(10):
+        captured(batch(number).to("lazy"), torch.ones(6, dtype=torch.int64).to("lazy"))
+        eager.scaler.scale(eager.model(batch(number)).square().mean()).backward()
+        eager.scaler.step(eager.optimizer)
+        eager.scaler.update()
+        eager.optimizer.zero_grad()
+    replays = metrics.counter_value("CapturedCall")
+    assert replays >= 4
+
+    def fail() -> None:
+        captured(batch(2).to("lazy"), torch.full((6,), 7).to("lazy"))  # no such row
+        lazy_backend.wait_device_ops()
+
+    with pytest.raises((IndexError, lazy_backend.LazyBackendError)):
+        fail()
+    assert metrics.counter_value("CapturedCall") == replays + 1
+    assert_same(host_counts(lazy.optimizer), host_counts(eager.optimizer))
+
+
+def test_two_steps_in_one_captured_call_are_refused() -> None:
     training = Training("lazy", "AdamW")
-    with pytest.raises(CaptureError, match=r"GradScaler steps this AdamW.*\n.*test_grad_scaler.*\n  capture the model"):
-        lazy_backend.capture(training.step)(2)
+
+    def step() -> None:
+        for number in (2, 3):
+            training.backward(number)
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+
+    message = r"GradScaler steps this AdamW twice.*\n.*test_grad_scaler.*\n  take one step"
+    with pytest.raises(CaptureError, match=message):
+        lazy_backend.capture(step)()
 
 
 def test_compiled() -> None:
