@@ -144,7 +144,7 @@ class UnsettledStep:
     """
 
     def __init__(self, optimizer: Any, parameters: list[Any], states: list[dict[str, Any]], flag: torch.Tensor) -> None:
-        self.flag = flag
+        self.flag: Any = flag
         self._reference = weakref.ref(optimizer)
         self._body = running.get(threading.get_ident())
         self._is_settled = False
