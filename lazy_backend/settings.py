@@ -185,6 +185,13 @@ FLAGS: dict[str, Flag] = {
         "called many times, which saves most of the compile. False: graphs are compiled whole.",
         "LAZY_BACKEND_COMPILE_BLOCKS_ONCE",
     ),
+    "compile_whole_after_seconds": Flag(
+        60.0,
+        _seconds,
+        "Seconds of runs in such blocks after which the graph is also compiled whole, in the background and while a "
+        "core idles; the faster plan stays. None: blocks stay.",
+        "LAZY_BACKEND_COMPILE_WHOLE_AFTER_SECONDS",
+    ),
     "max_trace_length": Flag(
         20_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),

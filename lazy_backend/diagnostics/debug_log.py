@@ -81,7 +81,7 @@ def describe_report(report: CompileReport) -> str:
         "declined": "interpreted for good",
     }
     seconds = f" in {report.seconds:.1f} s" if report.seconds else ""
-    many = " for many shapes" if report.symbolic else ""
+    many = " for many shapes" if report.symbolic else " whole" if report.after_blocks else ""
     error = "" if report.error is None else f": {type(report.error).__name__}"
     return f"a graph of {len(report.graph.nodes)} nodes: {what.get(report.stage, 'compiled')}{many}{seconds}{error}"
 

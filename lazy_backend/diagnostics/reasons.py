@@ -70,19 +70,23 @@ def note_plan(
         record.outcome = "generalised hit"
     elif "loaded" in stages:
         record.outcome = "disk hit"
-    elif record.outcome != "miss" and any(compiled.reason != FIRST_COMPILE for compiled in record.compiles):
+    elif record.outcome != "miss" and any(compiled.reason not in _EXPECTED for compiled in record.compiles):
         record.outcome = "new specialisation"
     for compiled in record.compiles:
         compiled.graph = compiled.graph or record.graph
 
 
 FIRST_COMPILE = "it recurred"
+AFTER_BLOCKS = "its blocks have run for long, and the whole graph may be faster"
+_EXPECTED = (FIRST_COMPILE, AFTER_BLOCKS)
 
 
 def record_compile(report: CompileReport) -> CompileRecord:
     """Add a compile report to the history: as a new record, or as the end of the compile's record."""
     now = history.now()
     reason, found = FIRST_COMPILE, None
+    if report.after_blocks:
+        reason = AFTER_BLOCKS
     if report.symbolic:
         reason = "a plan for many shapes"
     if report.changed:

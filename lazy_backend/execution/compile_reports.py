@@ -50,6 +50,8 @@ class CompileReports:
             return
         metrics.observe("CompileTime", report.seconds)
         metrics.increment("CompileFailed")
+        if report.after_blocks:
+            return  # the graph stays compiled as it was
         if isinstance(report.error, WorkerDied):  # not the graph's fault: one warning until a compile succeeds
             if self._worker_died:
                 return

@@ -49,6 +49,7 @@ def _policy(
     release_delay_seconds: float | None,
     compiler_idle_seconds: float | None,
     compile_blocks_once: bool,
+    compile_whole_after_seconds: float | None,
 ) -> CompilePolicy:
     """The settings that say how to compile, as the layers below take them."""
     return CompilePolicy(
@@ -65,6 +66,7 @@ def _policy(
         release_delay=math.inf if release_delay_seconds is None else release_delay_seconds,
         compiler_idle=math.inf if compiler_idle_seconds is None else compiler_idle_seconds,
         shares_blocks=compile_blocks_once,
+        whole_after=math.inf if compile_whole_after_seconds is None else compile_whole_after_seconds,
     )
 
 
@@ -85,6 +87,7 @@ def compile_policy() -> CompilePolicy:
         config.release_delay_seconds,
         config.compiler_idle_seconds,
         config.compile_blocks_once,
+        config.compile_whole_after_seconds,
     )
 
 

@@ -78,6 +78,12 @@ def kind_of(start: bytes) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
+def marked_as_faster(data: bytes) -> bytes:
+    """The artefact of a graph in blocks, with a mark that it is faster than the whole graph. Raises `BadArtefact`."""
+    header, blobs = unpack(data)
+    return pack({**header, "is_faster": True}, blobs)
+
+
 # ----- loading
 
 
@@ -86,11 +92,15 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A compiled graph. `guards`: the conditions on symbolic sizes, if any. `why_python`: why its runs need Python."""
+    """A compiled graph. `guards`: the conditions on symbolic sizes, if any. `why_python`: why its runs need Python.
+
+    `may_be_slower`: whether it is in blocks, and nobody has seen yet that this is faster than the whole graph.
+    """
 
     call: Call
     guards: str | None
     why_python: str = ""
+    may_be_slower: bool = False
 
 
 def load(data: bytes, graph: Graph) -> Loaded:
@@ -127,7 +137,7 @@ def _load_blocks(header: dict[str, Any], blobs: Sequence[bytes]) -> Loaded:
     blocks = [next(calls) if "runner" in block else artefacts[block["artefact"]].call for block in header["blocks"]]
     reasons = dict.fromkeys(artefact.why_python for artefact in artefacts if artefact.why_python)
     runner = BlockRunner(BlockSequence.from_json(header["sequence"]), blocks)
-    return Loaded(runner.call, header["guards"], ", ".join(reasons))
+    return Loaded(runner.call, header["guards"], ", ".join(reasons), "is_faster" not in header)
 
 
 def _load_runners(

@@ -93,6 +93,7 @@ class CompiledPlan:
         call: Callable[[list[Any]], Sequence[torch.Tensor]],
         guards: str | None = None,
         why_python: str = "",
+        may_be_slower: bool = False,
     ) -> None:
         self._stored = request.stored
         self._sizes = request.sizes
@@ -101,6 +102,7 @@ class CompiledPlan:
         self.specialised = request.specialised()
         self._bits = _bits_of(self.specialised.values())
         self.why_python = why_python  # why a run from an artefact calls kernels from Python
+        self.may_be_slower = may_be_slower  # than the whole graph, see Note [The whole graph after its blocks]
         self._call = call
         # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
@@ -216,7 +218,7 @@ def _inductor_here() -> Iterator[None]:
 def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
     """Load the plan from an artefact that was made for an equal request. Raises `BadArtefact`."""
     loaded = load(data, request.stored.get())
-    return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python)
+    return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python, loaded.may_be_slower)
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

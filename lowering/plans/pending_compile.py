@@ -67,6 +67,15 @@ class PendingCompile:
         return self.state in (CompileState.DONE, CompileState.FAILED)
 
     @property
+    def is_begun(self) -> bool:
+        return self.state is not CompileState.DUE
+
+    @property
+    def artefact_key(self) -> Key | None:
+        """The exact key of the compiled graph: the parts of the graph's key, of the request and of the environment."""
+        return None if self._key is None else Key((*self._key.parts, *self.request.key_parts(), *disk_key_parts()))
+
+    @property
     def is_sent(self) -> bool:
         return self.state is CompileState.SENT
 
@@ -125,16 +134,18 @@ class PendingCompile:
             return
         self._succeed(plan, "loaded" if job.found else "compiled", job.seconds)
         store = self.policy.store
-        if store is not None and self._key is not None and job.kept is None:  # readonly: `put` reports that
-            store.put(self._artefact_key(self._key), data)
+        key = self.artefact_key
+        if store is not None and key is not None and job.kept is None:  # readonly: `put` reports that
+            store.put(key, data)
 
     def _load(self) -> None:
         """Take the plan from disk, if it is there."""
         self.state = CompileState.LOOKED_UP
-        if self.policy.store is None or self._key is None:
+        key = self.artefact_key
+        if self.policy.store is None or key is None:
             return
         start = time.perf_counter()
-        data = self.policy.store.get(self._artefact_key(self._key))
+        data = self.policy.store.get(key)
         if data is None:
             return
         try:
@@ -146,8 +157,9 @@ class PendingCompile:
 
     def _send(self) -> None:
         """Send the request to the worker process. See Note [Compiles happen elsewhere]."""
-        place = None if self.policy.store is None or self._key is None else self.policy.store.place()
-        keep = None if place is None or self._key is None else (place, self._artefact_key(self._key))
+        key = self.artefact_key
+        place = None if self.policy.store is None or key is None else self.policy.store.place()
+        keep = None if place is None or key is None else (place, key)
         try:
             self._job = worker.submit(self.request, self.policy.compiler_idle, keep)
         except NotPortable:
@@ -172,7 +184,3 @@ class PendingCompile:
     def _fail(self, error: Exception, seconds: float) -> None:
         self.error, self.stage, self.seconds = error, "failed", seconds
         self.state = CompileState.FAILED
-
-    def _artefact_key(self, key: Key) -> Key:
-        """The exact key of a compiled graph: the parts of the graph's key, of the request and of the environment."""
-        return Key((*key.parts, *self.request.key_parts(), *disk_key_parts()))

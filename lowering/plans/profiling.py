@@ -205,10 +205,10 @@ class ProfilingGraphExecutor:
             if self._compiler.is_compiling():
                 return None
             # fast path if the tuple is the same object as last time: comparing three floats bit by bit takes 1 µs
-            if self._ready is not None and self._ready[0] is constants:
+            if self._ready is not None and self._ready[0] is constants and self._compiler.whole_graph is None:
                 plan: ExecutionPlan | None = self._ready[1]
             else:
-                plan = self._compiler.find(constants)
+                plan = self._compiler.find_for_run(constants)
             if plan is None:
                 return None
             self._ready = constants, plan

@@ -25,6 +25,7 @@ from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.shapes import Sizes
 from lazy_backend.lowering.plans.pending_compile import PendingCompile
 from lazy_backend.lowering.plans.policy import CompilePolicy
+from lazy_backend.lowering.plans.whole_graph import WholeGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class CompileReport:
     plan: CompiledPlan | None = None
     error: Exception | None = None
     symbolic: bool = False  # compiled for many shapes
+    after_blocks: bool = False  # the whole graph, which may replace a plan in blocks
     changed: tuple[tuple[int, float, float], ...] = ()  # constants no plan accepts: place, value before, value now
 
 
@@ -70,6 +72,7 @@ class GraphCompiler:
         self.changed: set[int] = set()
         self._promotable: frozenset[int] | None = None
         self._pending: PendingCompile | None = None
+        self.whole_graph: WholeGraph | None = None  # what may replace the latest plan
         self._changed_values: tuple[tuple[int, float, float], ...] = ()
 
     @property
@@ -82,7 +85,7 @@ class GraphCompiler:
         If compiles run in the background, each call does one part of the work here. See Note [No step pays twice].
         """
         self.adopt()
-        plan = self.find(constants)
+        plan = self.find_for_run(constants)
         if self._pending is None and plan is None and self._wants_another(policy):
             self._pending = self._begin(constants, policy)
             self._go_on(waits=not policy.background)
@@ -145,10 +148,32 @@ class GraphCompiler:
             plan.launcher = launches.launcher_of(self.stored)
             # a plan with more inputs replaces the older plans that it covers
             self.plans = [p for p in self.plans if not _covers(plan, p)] + [plan]
+            self.whole_graph = WholeGraph(pending, self.key) if plan.may_be_slower else None
         self._tell(pending.stage, pending.seconds, plan, pending.error)
 
     def find(self, constants: Sequence[float]) -> CompiledPlan | None:
         return next((plan for plan in self.plans if plan.accepts(constants)), None)
+
+    def find_for_run(self, constants: Sequence[float]) -> CompiledPlan | None:
+        """As `find`, for a run: while another plan is compared with the one found, they take turns."""
+        plan, whole_graph = self.find(constants), self.whole_graph
+        if plan is None or whole_graph is None or plan is not whole_graph.blocks:
+            return plan
+        chosen = whole_graph.plan()
+        compiled = whole_graph.compile
+        if compiled.is_over and not whole_graph.is_compiled:
+            whole_graph.is_compiled = True
+            if compiled.plan is not None:
+                compiled.plan.launcher = launches.launcher_of(self.stored)
+            self.compiles += compiled.stage == "compiled"
+            self._tell(compiled.stage, compiled.seconds, compiled.plan, compiled.error, after_blocks=True)
+        winner = whole_graph.winner
+        if winner is None:
+            return chosen
+        self.whole_graph = None
+        whole_graph.keep(winner)
+        self.plans = [winner if one is plan else one for one in self.plans]
+        return winner
 
     def observe(self, constants: Sequence[float]) -> None:
         """Note which constants change from run to run."""
@@ -160,10 +185,16 @@ class GraphCompiler:
             self._seen = tuple(constants)
 
     def _tell(
-        self, stage: str, seconds: float = 0.0, plan: CompiledPlan | None = None, error: Exception | None = None
+        self,
+        stage: str,
+        seconds: float = 0.0,
+        plan: CompiledPlan | None = None,
+        error: Exception | None = None,
+        after_blocks: bool = False,
     ) -> None:
+        changed = () if after_blocks else self._changed_values
         symbolic = self.sizes is not None
-        self.report(CompileReport(self.graph, stage, seconds, plan, error, symbolic, self._changed_values))
+        self.report(CompileReport(self.graph, stage, seconds, plan, error, symbolic, after_blocks, changed))
 
     def _promotable_constants(self) -> frozenset[int]:
         """See Note [Scalars promote once]. A constant used by two nodes needs a rule for both."""
