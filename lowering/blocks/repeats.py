@@ -1,6 +1,7 @@
 """Where a sequence repeats itself.
 
-In: a sequence of integers, of which equal ones stand for calls that look alike. Out: `Repeat`s, which do not overlap.
+In: a sequence of integers, of which equal ones stand for calls that look alike. Out: `Repeat`s, which do not overlap,
+and whose spare items belong to none of them.
 
 Note [Found in linear time]
 The distances at which short pieces of the sequence come again are counted in one pass. Only the commonest few are
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Calls in a piece whose distances are counted, periods tried in a search, and searches.
 _PIECE = 3
@@ -56,7 +57,9 @@ def find_repeats(items: Sequence[int], shortest: int) -> list[Repeat]:
             break
         found.append(best)
         free = [part for start, end in free for part in _without(start, end, best) if part[0] < part[1]]
-    return sorted(found, key=lambda one: one.start)
+    found.sort(key=lambda one: one.start)
+    ends = [*(one.start for one in found[1:]), len(items)]  # a later search may have taken spare items
+    return [replace(one, spare=min(one.spare, end - one.end)) for one, end in zip(found, ends, strict=False)]
 
 
 def _without(start: int, end: int, taken: Repeat) -> tuple[tuple[int, int], ...]:
