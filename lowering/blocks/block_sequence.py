@@ -59,8 +59,6 @@ class BlockRunner:
 
     def __init__(self, sequence: BlockSequence, computes: Sequence[Compute]) -> None:
         self._inputs, self._outputs = sequence.inputs, sequence.outputs
-        made = (number for call in sequence.calls for number in call.outputs)
-        self._num_values = 1 + max((*self._inputs, *made), default=-1)
         self._has_scalars = bool(sequence.promoted)
         self._has_seeds = any(call.seeds for call in sequence.calls)
         self._steps = _steps_of(sequence, list(map(_CompiledBlock, computes, sequence.strides)))
@@ -70,21 +68,19 @@ class BlockRunner:
         further = arguments[len(self._inputs) :]
         scalars: Any = further.pop(0) if self._has_scalars else None
         seeds: Any = further.pop(0) if self._has_seeds else None
-        values: list[Any] = [None] * self._num_values
-        for number, argument in zip(self._inputs, arguments, strict=False):
-            values[number] = argument
+        # no loops over tensors: their variables would keep the last one alive
+        values: dict[int, Any] = dict(zip(self._inputs, arguments, strict=False))
         arguments.clear()
         for step in self._steps:
             taken = [values[number] for number in step.inputs]
             for number in step.ended:
-                values[number] = None
+                del values[number]
             if step.scalars is not None:
                 taken.append(step.scalars.of(scalars))
             if step.seeds is not None:
                 taken.append(step.seeds.of(seeds))
-            for number, result in zip(step.outputs, step.block.run(taken), strict=True):
-                if number >= 0:
-                    values[number] = result
+            values.update(zip(step.outputs, step.block.run(taken), strict=True))
+            values.pop(-1, None)
         return [values[number] for number in self._outputs]
 
 

@@ -251,6 +251,32 @@ def test_a_run_frees_what_no_later_block_needs() -> None:
     assert max(alive) == 1  # what the block before has made
 
 
+def test_what_ends_in_a_block_is_freed_in_it() -> None:
+    """Be it an input of the graph, the last one included, or what the block before has made."""
+    one = deep(6)
+    program = in_blocks(one.graph, one.constants, NONE, min_saved=0)
+    assert program is not None
+    runner = interpreted(program, one.constants, NONE)
+    left: list[int] = []
+
+    def watched(block: Any) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+        compute = block._compute
+
+        def run(arguments: list[Any]) -> Sequence[torch.Tensor]:
+            tensors = [weakref.ref(one) for one in arguments if one.dtype is torch.float32]  # not the seeds
+            made = compute(arguments)
+            left.append(sum(ref() is not None for ref in tensors))
+            return made
+
+        return run
+
+    for block in {step.block for step in runner._steps}:
+        block._compute = watched(block)
+    runner.call([*one.fresh(), torch.tensor(one.seeds())])
+    assert len(left) == len(program.sequence.calls)
+    assert not any(left)
+
+
 def test_blocks_with_other_floats_are_others_unless_they_are_inputs() -> None:
     one = deep(6, scales=[0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
     program = in_blocks(one.graph, one.constants, NONE, min_saved=0)
