@@ -9,8 +9,9 @@ native artefact. Where the module does something that a runner cannot do, it is 
 light artefact. Both load in 15 ms (a GPT's step) and import neither torch._dynamo nor torch._inductor nor sympy.
 PyTorch's own artefacts take five seconds to load, most of the time with the GIL held. The first two are correct only if
 AOTAutograd adds no wrappers to the module and the module uses nothing from torch._inductor. Any other graph is sent as
-a bundled artefact, which is PyTorch's own. What was compiled block by block contains an artefact for each, and the
-sequence of their calls (Note [Blocks compiled once]).
+a bundled artefact, which is PyTorch's own. What was compiled block by block contains the kernels and runners of all
+blocks, an artefact for each block that cannot be built together with the others, and the sequence of the calls (Note
+[Blocks compiled once]).
 """
 
 from __future__ import annotations
