@@ -20,6 +20,8 @@ def list_length(node: Node) -> int | None:
     name = node.op._schema.name
     if not name.startswith("aten::_foreach_") and not can_write_out(node):
         return None
+    if any(one.name == "scalars" and str(one.type) == "Tensor" for one in node.op._schema.arguments):
+        return None  # one tensor with a number for each place
     lengths = {len(arg) for arg in _lists(node)}
     if len(lengths) != 1:
         return None

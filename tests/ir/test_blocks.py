@@ -400,6 +400,14 @@ def test_calls_that_cannot_be_taken_apart_together(calls: list[tuple[Any, ...]])
     assert run.nodes == [first]
 
 
+def test_a_tensor_with_a_number_for_each_place_keeps_its_call_whole() -> None:
+    program = Program()
+    lists = [[program.input(torch.rand(4)) for _ in range(3)] for _ in range(3)]
+    program.call(aten._foreach_addcmul_.Tensor, *lists, program.input(torch.rand(3)))
+    (node,) = built(program, program.call(aten.cat.default, lists[0])).graph.nodes[:1]
+    assert list_length(node) is None
+
+
 def test_a_tensor_that_all_places_read_must_stay_as_it_is() -> None:
     program = Program()
     a, b, shared = (program.input(torch.rand(())) for _ in range(3))
