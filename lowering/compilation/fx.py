@@ -53,6 +53,12 @@ aten = torch.ops.aten
 _NORMS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default))
 _REDUCED = (torch.float16, torch.bfloat16)
 _VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
+# Operators whose results are views, as their kernels make them, though their schemas say nothing of it: AOTAutograd
+# would lose what is written through them. What does the same with a schema that says so.
+_UNSAFE_VIEWS = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
 # Operators that name places in their first operand's storage.
 _STRIDED = frozenset(
     (
@@ -183,7 +189,7 @@ class _FxWriter:
     def _add_call(self, node: Node) -> None:
         args = tuple(self._read(arg) for arg in node.args)
         kwargs = {name: self._read(arg) for name, arg in node.kwargs}
-        op = node.op
+        op = _UNSAFE_VIEWS.get(node.op, node.op)
         if op in _VIEWS and not self.signature.numbers and node.inputs()[0].storage not in self.written:
             op = aten.reshape.default  # see Note [Strides of decompositions]
         if node.seed is not None:

@@ -7,10 +7,11 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from builder import CPU, Program, aten
+from builder import CPU, Program, aten, built
 from expecttest import assert_expected_inline
 from harness import as_bytes, assert_same
 
@@ -126,6 +127,21 @@ def test_literals_are_compared_bit_by_bit(compiled: float, accepted: float) -> N
 
 def test_minus_zero_is_not_zero() -> None:
     assert not compile_graph(CompileRequest.of(scaled()[0], [0.0], "aot_eager")).accepts([-0.0])
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes"), [(aten.unsafe_split.Tensor, 2), (aten.unsafe_split_with_sizes.default, [1, 3])]
+)
+def test_writes_through_the_pieces_of_an_unsafe_split_are_seen(op: torch._ops.OpOverload, sizes: Any) -> None:
+    """As where an LSTM's cell writes its gates, of which the backward pass makes the pieces again."""
+    program = Program()
+    whole = program.call(aten.tanh.default, program.input(torch.rand(4)))
+    first, second = program.call(op, whole, sizes)
+    program.call(aten.mul_.Tensor, first, 3)
+    program.call(aten.mul_.Tensor, whole, 5)
+    one = built(program, whole, program.call(aten.sin.default, second))
+    plan = compile_graph(CompileRequest.of(one.graph, one.constants, "aot_eager"))
+    assert_same(plan.execute(one.fresh(), one.constants, []), one.outputs)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
