@@ -231,6 +231,27 @@ backend = sys.argv[1]
 config.cache, config.compile, config.backend = backend == "inductor", "foreground", backend
 """
 
+# How programs for `run_ranks` begin in which rank 1 is so late that rank 0 does not wait for it any more.
+LATE_RANK = """
+import os
+import time
+from pathlib import Path
+
+if os.environ["RANK"] == "0":
+    Path("rank 0.writing").write_text(str(os.getpid()))
+    Path("rank 0.writing").rename("rank 0")
+
+
+def wait_until_rank_0_gave_up():
+    \"\"\"However long it takes: `run_ranks` ends programs that wait in vain.\"\"\"
+    while True:
+        try:
+            os.kill(int(Path("rank 0").read_text()), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+"""
+
 
 def run_ranks(
     program: str | Path,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RANK_PROGRAM, run_ranks
+from harness import LATE_RANK, RANK_PROGRAM, run_ranks
 
 from lazy_backend.diagnostics import page
 from lazy_backend.diagnostics.findings import find
@@ -506,11 +506,12 @@ def test_logs_of_ranks_make_one_report_that_names_who_is_waited_for(tmp_path: Pa
 
 # ----- ranks that differ, are late, or end
 
-_FAULT = """
+_FAULT = (
+    LATE_RANK
+    + """
 import os
 import signal
 import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -519,7 +520,7 @@ import torch.distributed as dist
 import lazy_backend
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[4])))
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 rank, fault, first_sight = dist.get_rank(), sys.argv[1], sys.argv[2]
 when = int(sys.argv[3])
 lazy_backend.config.cache, lazy_backend.config.compile = False, "off"
@@ -542,7 +543,7 @@ def step(number):
     if planted and fault == "raises":
         raise ValueError("a planted error")
     if planted and fault == "late":
-        time.sleep(float(sys.argv[4]) + 4)
+        wait_until_rank_0_gave_up()
     dist.all_reduce(gradient)  # everywhere
     weight.add_(gradient[:4], alpha=0.1)
     lazy_backend.mark_step()
@@ -552,6 +553,7 @@ for number in range(8):
     step(number)
 lazy_backend.wait_device_ops()
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -564,8 +566,7 @@ lazy_backend.wait_device_ops()
     ],
 )
 def test_ranks_that_differ_are_told_where(fault: str, first_sight: str, when: int, tmp_path: Path) -> None:
-    arguments = [fault, first_sight, str(when), "3"]
-    first, second = run_ranks(_FAULT, tmp_path, 2, arguments, timeout=60)
+    first, second = run_ranks(_FAULT, tmp_path, 2, [fault, first_sight, str(when)], timeout=60)
     told = first.stderr + second.stderr
     assert first.returncode == 1, told
     assert second.returncode == (-9 if fault == "killed" else 1), told

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RANK_PROGRAM, run_ranks
+from harness import LATE_RANK, RANK_PROGRAM, run_ranks
 from test_collectives import check_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
@@ -76,11 +76,11 @@ def test_steps_that_overlap_equal_eager(backend: str, count: int, tmp_path: Path
 
 
 _FAULT = (
-    """
+    LATE_RANK
+    + """
 import os
 import signal
 import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -102,7 +102,7 @@ def planted(x, y):
     if armed and fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if armed and fault == "late":
-        time.sleep(8)
+        wait_until_rank_0_gave_up()
     if armed and fault == "interrupted":
         raise KeyboardInterrupt
     return x + 1

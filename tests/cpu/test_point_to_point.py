@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import RANK_PROGRAM, run_ranks
+from harness import LATE_RANK, RANK_PROGRAM, run_ranks
 from test_collectives import check_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
@@ -317,7 +317,9 @@ def test_captured_exchanges_equal_eager(tmp_path: Path) -> None:
     check_ranks(_CAPTURED, tmp_path, ["eager"])
 
 
-_FAULT = """
+_FAULT = (
+    LATE_RANK
+    + """
 import os
 import signal
 import sys
@@ -349,7 +351,7 @@ def exchange(number):
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "late":
-            time.sleep(5)
+            wait_until_rank_0_gave_up()
         if fault == "raises":
             raise ValueError("a planted error")
     z = x @ x
@@ -391,6 +393,7 @@ for number in range(10):
 assert len(under_way) == 0
 print("done")
 """
+)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
