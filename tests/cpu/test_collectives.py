@@ -321,6 +321,10 @@ dist.destroy_process_group()
 
 _WAYS = ("plain", "unused", "static", "views", "no_sync clip", "autocast", "captured", "moved later", "hook", "join")
 
+# Those whose steps are other graphs: "plain" is the graph of "captured", and what the others ask, count or move on the
+# host the backend knows nothing of.
+_COMPILED_WAYS = ("views", "no_sync clip", "autocast", "captured", "hook")
+
 
 def check_ranks(
     code: str, folder: Path, arguments: list[str], count: int = 2, **environment: str
@@ -330,8 +334,15 @@ def check_ranks(
     return done
 
 
-@pytest.mark.parametrize("backend", ["interpreted", "aot_eager"])
-@pytest.mark.parametrize("first_sight", ["run", "record"])
+# Each way of a first call and each kind of plan once: both ways record the same calls, of which plans are made.
+@pytest.mark.parametrize(
+    ("first_sight", "backend"),
+    [
+        ("run", "interpreted"),
+        ("record", "aot_eager"),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("record", "interpreted"), ("run", "aot_eager"))),
+    ],
+)
 def test_collectives_equal_eager(first_sight: str, backend: str, tmp_path: Path) -> None:
     check_ranks(_COLLECTIVES, tmp_path, [first_sight, backend])
 
@@ -341,9 +352,13 @@ def test_collectives_equal_eager_in_inductor(tmp_path: Path) -> None:
     check_ranks(_COLLECTIVES, tmp_path, ["run", "inductor"])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_data_parallel_steps_have_eagers_losses_and_no_cut(backend: str, tmp_path: Path) -> None:
-    check_ranks(_DATA_PARALLEL, tmp_path, [backend, "10", *_WAYS])
+@pytest.mark.parametrize(
+    ("backend", "ways"),
+    [("eager", _WAYS), ("aot_eager", _COMPILED_WAYS), pytest.param("aot_eager", _WAYS, marks=pytest.mark.slow)],
+    ids=["eager", "aot_eager", "aot_eager-all"],
+)
+def test_data_parallel_steps_have_eagers_losses_and_no_cut(backend: str, ways: tuple[str, ...], tmp_path: Path) -> None:
+    check_ranks(_DATA_PARALLEL, tmp_path, [backend, "10", *ways])
 
 
 def test_data_parallel_steps_on_four_processes(tmp_path: Path) -> None:

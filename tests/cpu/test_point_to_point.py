@@ -264,7 +264,8 @@ def train(device, schedule):
     return [*(float(loss) for loss in kept), *(float(one.detach().sum()) for one in own.parameters())]
 
 
-for schedule in (ScheduleGPipe, Schedule1F1B):
+# inductor is given one of them: they differ in the order of the same exchanges, which interpreted plans keep as well
+for schedule in (ScheduleGPipe, Schedule1F1B)[backend == "inductor" :]:
     expected, found = train("cpu", schedule), train("lazy", schedule)
     if backend == "eager":
         assert found == expected, (found, expected)
