@@ -132,7 +132,9 @@ class Fork:
         socket.send_fds(forking, [json.dumps(request).encode()], [to_out, to_errors, to_status])
         for descriptor in (to_out, to_errors, to_status):
             os.close(descriptor)
-        self.stdout, self.stderr, self._status = os.fdopen(out), os.fdopen(errors), os.fdopen(status)
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(errors)
+        # unbuffered: a program that ends at once has written its exit status when the first line is read
+        self._status = os.fdopen(status, "rb", buffering=0)
         self.pid = int(self._status.readline())
 
     def send_signal(self, number: int) -> None:

@@ -18,6 +18,7 @@ from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.precision.grad_scaler import UnsettledStep
 from lazy_backend.replay.captured_state import Holder, TensorHolder, TensorSet
+from lazy_backend.replay.carried_state import outputs_that_stayed
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, ReturnedValue, Start
 from lazy_backend.replay.replayed_call import (
@@ -115,6 +116,8 @@ def bind(
     for source in inputs:
         if isinstance(source, Carried) and not outputs[source.output].holders:
             raise NotCapturable("a tensor that it returned comes back otherwise than as an argument\n  pass it as one")
+    state_guard = _state_guard(record.context, found, used, held, inputs)
+    _check_places(start, record, inputs, found)
     return CapturedProgram(
         context=record.context,
         bound=bound,
@@ -125,7 +128,7 @@ def bind(
         returned=returned,
         floats=floats,
         generators=record.generators,
-        state_guard=_state_guard(record.context, found, used, held, inputs),
+        state_guard=state_guard,
         optimizer_guards=record.guards,
         unsettled=tuple(unsettled),
         kept=frozenset(id(data.storage) for data in used),
@@ -175,6 +178,24 @@ def _check_unsettled(start: Start, unsettled: Sequence[UnsettledStep]) -> None:
         reason = step.why_not_again(versions)
         if reason:
             raise NotCapturable(f"{reason}\n  capture the model and the optimizer instead")
+
+
+def _check_places(start: Start, record: RecordedCall, sources: Sequence[Source], found: Found) -> None:
+    """Raise `NotCapturable` if the next call may find other outputs where this call found its state.
+
+    See Note [Carried state keeps its place].
+    """
+    carried = [(place, source.output) for place, source in enumerate(sources) if isinstance(source, Carried)]
+    if not carried:
+        return
+    storages = {storage: place for place, output in enumerate(record.outputs) if (storage := output()) is not None}
+    after = start.numbers.outputs_at(storages, found.reach, found.structure.walk, found.leaves)
+    stayed = outputs_that_stayed(start.places, after)
+    for place, output in carried:
+        if output not in stayed:
+            raise NotCapturable(
+                f"a tensor that it uses at {record.entered(place).site}, and replaces, was somewhere else before"
+            )
 
 
 def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool, floats: FormulaProgram) -> Source:

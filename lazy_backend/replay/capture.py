@@ -425,7 +425,7 @@ class Captured(Generic[P, R]):
         verified = verify and _is_fresh(signature.program, arguments)
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
-        start = start_of_call(last, program.carried() if program else None)
+        start = start_of_call(last, program.carried() if program else None, [self._function, *signature.named()])
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)

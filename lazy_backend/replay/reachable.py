@@ -23,7 +23,7 @@ import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -93,16 +93,16 @@ class Reachable:
         self.tensors: dict[int, LazyTensor] = {}
         self.generators: list[torch.Generator] = []
         self.random_states: list[Callable[[], Any]] = []
-        # by id of a value: who leads to it, and where; no place if that cannot change, as in a bound method
-        self._ways: dict[int, list[tuple[int, StatePlace | None]]] = {}
+        # by id of a value: who leads to it, and where; no place but a part's name if that cannot change, as in a tuple
+        self._ways: dict[int, list[tuple[int, StatePlace | Hashable]]] = {}
         self._values: dict[int, Any] = {}
         self._names: set[str] = set()  # that the functions found so far name
         self._named: list[tuple[Any, Any, Any]] = []  # attributes that are walked where a function names them
         self._walked: set[tuple[Any, int, Any]] = set()
         self._count = 0
         self._waiting: deque[Any] = deque()
-        for root in roots:
-            self._find(root)
+        for number, root in enumerate(roots):
+            self._find(root, None, number)
         known = -1
         while known != len(self._names):  # again if functions were found that name more
             known = len(self._names)
@@ -111,7 +111,7 @@ class Reachable:
             while self._waiting and self._count < _MOST_VALUES:
                 self._expand(self._waiting.popleft())
 
-    def _find(self, value: Any, owner: Any = None, place: StatePlace | None = None) -> None:
+    def _find(self, value: Any, owner: Any, place: StatePlace | Hashable) -> None:
         self._count += 1
         if is_plain(value):
             return
@@ -134,17 +134,17 @@ class Reachable:
         elif is_a(value, types.FunctionType):
             self._expand_function(value)
         elif is_a(value, types.MethodType):
-            self._find(value.__self__, value)
-            self._find(value.__func__, value)
+            self._find(value.__self__, value, "__self__")
+            self._find(value.__func__, value, "__func__")
         elif is_a(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._find(part, value)
+            for name in ("func", "args", "keywords"):
+                self._find(getattr(value, name), value, name)
         elif is_a(value, types.ModuleType):
             if value.__name__.partition(".")[0] not in _LIBRARIES:
                 self._add_named(_entry, vars(value), value)
         elif type(value).__name__ in ("_lru_cache_wrapper", "_lru_list_elem"):  # what is in there stays the same
-            for part in gc.get_referents(value):
-                self._find(part, value)
+            for number, part in enumerate(gc.get_referents(value)):
+                self._find(part, value, number)
         elif is_a(value, torch.Generator):
             self.generators.append(value)
         elif not is_a(value, torch.Tensor):
@@ -167,8 +167,8 @@ class Reachable:
                 self._find_at(_entry, function.__globals__, name, function)
         for name in list(vars(function)):
             self._find_at(_entry, vars(function), name, function)
-        self._find(function.__defaults__, function)
-        self._find(function.__kwdefaults__, function)
+        self._find(function.__defaults__, function, "__defaults__")
+        self._find(function.__kwdefaults__, function, "__kwdefaults__")
 
     def _add_named(self, read: Any, attributes: Any, owner: Any) -> None:
         """Walk those of `attributes` that some function names, found by now or later."""
@@ -187,13 +187,13 @@ class Reachable:
             for number in range(min(len(value), _MOST_VALUES)):
                 self._find_at(_item, value, number, value)
         elif is_a(value, tuple | set | frozenset):
-            for item in value:
-                self._find(item, value)
+            for number, item in enumerate(value):  # all items of a set are in one place
+                self._find(item, value, number if is_a(value, tuple) else "item")
         elif is_a(value, type):
             if not _is_of_library(value):
                 self._add_named(_class_entry, vars(value), value)
         elif _is_of_library(type(value), ("lazy_backend",)):  # a captured function: what it does
-            self._find(_attributes_of(value).get("__wrapped__"), value)
+            self._find(_attributes_of(value).get("__wrapped__"), value, "__wrapped__")
         else:
             self._note_random_source(value)
             attributes = _attributes_of(value)
@@ -242,15 +242,35 @@ class Reachable:
         waiting = list(seen)
         while waiting:
             for owner, place in self._ways.get(waiting.pop(), ()):
-                if place is not None:
+                if isinstance(place, StatePlace):
                     places.append(place)
                 if owner not in seen:
                     seen.add(owner)
                     waiting.append(owner)
         return places, [self._values[number] for number in seen.difference(targets) if number in self._values]
 
+    def ways(self) -> Iterator[tuple[Any, list[tuple[int, Hashable]]]]:
+        """Each value, after the first of its owners, with its ways: the owner's id, and the step from there.
+
+        The owner of roots is None. A step is the same in another walk, also where a container was made anew.
+        """
+        for number, value in self._values.items():
+            yield value, [(owner, self._step(owner, place)) for owner, place in self._ways[number]]
+
+    def _step(self, owner: int, place: StatePlace | Hashable) -> Hashable:
+        if not isinstance(place, StatePlace):
+            return place
+        # a function leads to what it closes over, to globals and to its attributes
+        inside = id(place.container) if is_a(self._values.get(owner), types.FunctionType) else None
+        return place.read, inside, name_of_key(place.key)
+
     def __contains__(self, number: int) -> bool:
         return number in self._ways
+
+
+def name_of_key(key: Any) -> Hashable:
+    """What stands for a key of a dict, or for an index."""
+    return key if is_plain(key) else ("id", id(key))
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import copy
 import random
 import sys
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ from lazy_backend.replay.captured_state import (
     Watch,
     find_tensors,
 )
+from lazy_backend.replay.carried_state import PlaceNumbers
 from lazy_backend.replay.plain_values import is_plain, value_key
+from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.structure import Root, Structure
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
@@ -215,10 +217,12 @@ class Start:
     generators: list[tuple[torch.Generator, torch.Tensor]]  # with their states
     host_generators: Any
     structure: Structure | None = None  # of the modules and optimizers of the previous call
+    numbers: PlaceNumbers = field(default_factory=PlaceNumbers)
+    places: Mapping[int, set[int]] = field(default_factory=dict)  # where `left` is
 
 
-def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None) -> Start:
-    """Note the state before the body runs. `left`: what replays left since `last`."""
+def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None, named: Iterable[Any]) -> Start:
+    """Note the state before the body runs. `left`: what replays left since `last`. `named`: what leads to the state."""
     if last is None:
         return Start([], [], (), [], [], [], [], host_generators(()))
     parameters = last.watch.parameters()
@@ -226,7 +230,7 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
     places = [(output, place) for place, output in enumerate(last.outputs)]
     if left is not None:
         places = [(weakref.ref(storage), place) for storage, place in left.items()]
-    return Start(
+    start = Start(
         left=places,
         floats=[guard.floats() for guard in last.guards],
         guards=last.guards,
@@ -237,6 +241,12 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
         host_generators=host_generators(last.random_states),
         structure=Structure(last.roots, hold_tensors=False),
     )
+    storages = {storage: place for reference, place in places if (storage := reference()) is not None}
+    if storages:
+        start.places = start.numbers.outputs_at(
+            storages, Reachable(named), Structure(last.roots), last.watch.leaves.values()
+        )
+    return start
 
 
 def host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:

@@ -40,6 +40,7 @@ class Found:
         leaves: Iterable[LazyTensor],
     ) -> None:
         self.reach = reach
+        self.leaves = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
         # made during the call, as the garbage collector has not run since; by id
         self.young = set(map(id, gc.get_objects(generation=0)))
         all_modules, all_optimizers = (
@@ -48,7 +49,7 @@ class Found:
         )
         self.roots: tuple[Root, ...] = (*all_modules, *all_optimizers)
         self.structure = StructureGuard(all_modules, all_optimizers)
-        everywhere = (*self.structure.tensors, *reach.tensors.values(), *leaves)
+        everywhere = (*self.structure.tensors, *reach.tensors.values(), *self.leaves)
         self.tensors = {id(tensor): tensor for tensor in everywhere if isinstance(tensor, LazyTensor)}
 
     def data(self) -> set[TensorData]:

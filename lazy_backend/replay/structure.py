@@ -350,6 +350,11 @@ class StructureGuard:
         self._facts = _facts(walk.tensors)
 
     @property
+    def walk(self) -> Structure:
+        """What everything was when it was last seen to change."""
+        return self._walk
+
+    @property
     def modules(self) -> Sequence[torch.nn.Module]:
         """All modules that the guard sees, those within others too, each once."""
         return self._walk.modules

@@ -345,7 +345,7 @@ peer = 1 - rank
 def exchange(number):
     x = torch.full((64, 64), number + rank / 2, device="lazy")
     y = torch.zeros_like(x)
-    sent = dist.isend(x * 2, peer)
+    sent = dist.isend(x * 2, peer)  # there
     received = dist.irecv(y, peer)  # here
     if rank == 1 and number == 5:
         lazy_backend.mark_step(wait=True)
@@ -404,9 +404,13 @@ def test_errors_name_the_exchange_its_peer_and_line(fault: str, backend: str, tm
     told = first.stderr + second.stderr
     assert first.returncode == 1, told
     assert second.returncode in ((-9,) if fault == "killed" else (0, 1)), told
-    here = 2 + next(n for n, line in enumerate(_FAULT.splitlines(), 1) if line.endswith("# here"))
-    never = 2 + next(n for n, line in enumerate(_FAULT.splitlines(), 1) if line.endswith("# what never comes"))
+    marks = ("# there", "# here", "# what never comes")
+    there, here, never = (
+        2 + next(n for n, line in enumerate(_FAULT.splitlines(), 1) if line.endswith(mark)) for mark in marks
+    )
     named = [f"from rank 1 (tag 0) of group 0 at <string>:{line}, on rank 0" for line in (here, never)]
+    if fault == "killed":  # before it has taken what rank 0 sends
+        named.append(f"send of float32[64, 64] to rank 1 (tag 0) of group 0 at <string>:{there}, on rank 0")
     assert any(one in first.stderr for one in named), first.stderr
 
 

@@ -130,7 +130,8 @@ def test_a_tuple_of_state_that_is_saved_and_restored() -> None:
     check(program)
 
 
-def test_two_states_that_are_exchanged() -> None:
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_two_states_that_are_exchanged(at: int) -> None:
     def program(device: str, wrap: Wrap) -> Any:
         one, other = Memory(device), Memory(device)
         other.hidden = other.hidden + 10
@@ -141,10 +142,77 @@ def test_two_states_that_are_exchanged() -> None:
             return one.hidden - other.hidden
 
         f = wrap(step)
-        results = [f(ones(device)) for _ in range(4)]
-        one.hidden, other.hidden = other.hidden, one.hidden
-        results += [f(ones(device)) for _ in range(4)]
+        results = []
+        for number in range(8):
+            if number == at:
+                one.hidden, other.hidden = other.hidden, one.hidden
+            results.append(f(ones(device)))
         return values(*results, one.hidden, other.hidden)
+
+    check(program)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_two_objects_that_are_exchanged(at: int) -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        pair = [Memory(device), Memory(device)]
+        pair[1].hidden = pair[1].hidden + 10
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            pair[0].hidden = pair[0].hidden + x
+            pair[1].hidden = pair[1].hidden * 2
+            return pair[0].hidden - pair[1].hidden
+
+        f = wrap(step)
+        results = []
+        for number in range(8):
+            if number == at:
+                pair.reverse()
+            results.append(f(ones(device)))
+        return values(*results, pair[0].hidden, pair[1].hidden)
+
+    check(program)
+
+
+def test_objects_that_the_body_exchanges() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        pair = [Memory(device), Memory(device)]
+        pair[1].hidden = pair[1].hidden + 10
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            pair[0].hidden = pair[0].hidden + x
+            pair[1].hidden = pair[1].hidden * 2
+            pair.reverse()
+            return pair[0].hidden - pair[1].hidden
+
+        f = wrap(step)
+        results = [f(ones(device)) for _ in range(8)]
+        return values(*results, pair[0].hidden, pair[1].hidden)
+
+    check(program, replays=0)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_two_buffers_and_two_gradients_that_are_exchanged(at: int) -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        net = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(2)).to(device)
+        first, second = net
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for number, norm in enumerate(net, 1):
+                norm.running_mean = norm.running_mean * number + norm(x).detach().mean(0) + 1
+                grad = norm.weight.grad
+                norm.weight.grad = x[0] if grad is None else grad * number + x[0]
+            return first.running_mean - second.running_mean
+
+        f = wrap(step)
+        results = []
+        for number in range(8):
+            if number == at:
+                first.running_mean, second.running_mean = second.running_mean, first.running_mean
+                first.weight.grad, second.weight.grad = second.weight.grad, first.weight.grad
+            results.append(f(ones(device, 2, 3)))
+        return values(*results, *net.buffers(), first.weight.grad, second.weight.grad)
 
     check(program)
 
