@@ -17,12 +17,12 @@ from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, fol
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.precision.grad_scaler import UnsettledStep
-from lazy_backend.replay.captured_state import Holder, TensorHolder, TensorSet
-from lazy_backend.replay.carried_state import outputs_that_stayed
+from lazy_backend.replay.captured_state import ClearedGrad, GradsAtStart, Holder, TensorHolder
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, ReturnedValue, Start
 from lazy_backend.replay.replayed_call import (
     Argument,
+    ArgumentPlace,
     Arguments,
     CapturedProgram,
     Carried,
@@ -37,7 +37,8 @@ from lazy_backend.replay.replayed_call import (
     Source,
     Uploaded,
 )
-from lazy_backend.replay.state_guard import Found, StateGuard
+from lazy_backend.replay.state_guard import Found, LeftAlone, StateGuard
+from lazy_backend.replay.state_places import changed_place, outputs_that_stayed, value_of, values_that_moved
 from lazy_backend.tensors.outside import new_data
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -87,9 +88,10 @@ def bind(
     record: RecordedCall,
     held: Held | None,
     floats: FormulaProgram,
-    with_grad: TensorSet,
+    grads: GradsAtStart,
     arguments: Arguments,
     found: Found,
+    left_alone: LeftAlone,
     unsettled: Sequence[UnsettledStep],
 ) -> CapturedProgram:
     """The program of `record`, bound to the state that the call left. Raises `NotCapturable`.
@@ -109,15 +111,16 @@ def bind(
     floats.use(bound.constants)
     inputs = [_source(last, record, place, place in written, floats) for place in range(len(record.inputs))]
     _check_arguments(arguments, record, inputs)
+    returned = _returned(last, record, inputs)
     kept = {source.reference() for source in inputs if isinstance(source, HeldTensor)}
     used = {data for data in kept if data is not None}
-    returned = _returned(last, record, inputs)
     outputs = [Output(record.context, meta, holders) for meta, holders in zip(record.metas, held, strict=True)]
     for source in inputs:
         if isinstance(source, Carried) and not outputs[source.output].holders:
             raise NotCapturable("a tensor that it returned comes back otherwise than as an argument\n  pass it as one")
-    state_guard = _state_guard(record.context, found, used, held, inputs)
-    _check_places(start, record, inputs, found)
+    state_guard = _state_guard(record.context, found, left_alone, used, held, inputs)
+    cleared = tuple(ClearedGrad(p) for p, _ in start.grads if p.grad is None and p in grads.present)
+    _check_places(start, record, inputs, cleared)
     return CapturedProgram(
         context=record.context,
         bound=bound,
@@ -132,14 +135,21 @@ def bind(
         optimizer_guards=record.guards,
         unsettled=tuple(unsettled),
         kept=frozenset(id(data.storage) for data in used),
-        must_lack_grad=tuple(p for p in start.without_grad if p not in with_grad),
-        must_keep_grad=tuple(_kept_grads(start.parameters, used)),
+        grads_at_start=tuple(_grads_that_matter(start, grads)),
+        must_keep_grad=tuple(_kept_grads(start, used)),
+        cleared_grads=cleared,
+        argument_places=tuple(_argument_places(start, last, record, inputs, found)),
         site=name,
     )
 
 
 def _state_guard(
-    context: DeviceContext, found: Found, used: set[TensorData], held: Held, sources: Sequence[Source]
+    context: DeviceContext,
+    found: Found,
+    left_alone: LeftAlone,
+    used: set[TensorData],
+    held: Held,
+    sources: Sequence[Source],
 ) -> StateGuard:
     """A guard over the state, and the places of what the call replaced. Raises `NotCapturable`."""
     holders = [holder for each in held for _, holder in each if isinstance(holder, TensorHolder)]
@@ -154,21 +164,28 @@ def _state_guard(
         raise NotCapturable(
             f"it uses a tensor at {unseen.site} that is held where its code does not show it\n{_ADVICE}"
         )
-    return found.guard(used, set(map(id, tensors)))
+    return found.guard(used, set(map(id, tensors)), left_alone)
 
 
-def _kept_grads(parameters: Sequence[LazyTensor], used: set[TensorData]) -> Iterator[tuple[LazyTensor, TensorData]]:
-    """The gradients that a body adds to, with their parameters."""
-    for parameter in parameters:
-        grad = parameter.grad
-        if isinstance(grad, LazyTensor) and grad._data in used:
-            yield parameter, grad._data
+def _grads_that_matter(start: Start, grads: GradsAtStart) -> Iterator[tuple[LazyTensor, bool]]:
+    """The parameters whose `.grad` must be there, or missing as at the start: no call shows that it is no matter."""
+    for parameter, grad in start.grads:
+        if parameter not in grads.present or parameter not in grads.absent:
+            yield parameter, grad is not None
+
+
+def _kept_grads(start: Start, used: set[TensorData]) -> Iterator[tuple[LazyTensor, TensorData]]:
+    """The gradients that a body uses and does not replace, with their parameters."""
+    for parameter, grad in start.grads:
+        data = None if grad is None else grad()
+        if data is not None and data in used:
+            yield parameter, data
 
 
 def _check_nothing_piles_up(start: Start, record: RecordedCall) -> None:
     """What a body replaces must die. A replay could not leave a growing list as its state."""
     returned = record.returned_outputs()
-    if any(storage() is not None for storage, place in start.left if place not in returned):
+    if any(storage() is not None for storage, number in start.left.items() if number not in returned):
         raise NotCapturable("tensors that the call before left are still held, as in a list that grows")
 
 
@@ -180,30 +197,54 @@ def _check_unsettled(start: Start, unsettled: Sequence[UnsettledStep]) -> None:
             raise NotCapturable(f"{reason}\n  capture the model and the optimizer instead")
 
 
-def _check_places(start: Start, record: RecordedCall, sources: Sequence[Source], found: Found) -> None:
-    """Raise `NotCapturable` if the next call may find other outputs where this call found its state.
+def _check_places(
+    start: Start, record: RecordedCall, sources: Sequence[Source], cleared: Sequence[ClearedGrad]
+) -> None:
+    """Raise `NotCapturable` if the call changed what places lead to. See Note [State stays in its place]."""
+    after = record.after
+    made = {output: number for number, output in enumerate(record.outputs) if output() is not None}
+    place = changed_place(start.state, after, made, {id(each.parameter) for each in cleared})
+    if place is not None:
+        raise NotCapturable(
+            f"it changes which tensor is in {start.numbers.name(place)}, to none or to one that it did not make\n"
+            "  copy what it keeps, as in self.last = x.clone()"
+        )
+    stayed = outputs_that_stayed(start.state, after, start.left, made)
+    moved = values_that_moved(start.state, after)
+    for source in sources:
+        if isinstance(source, Carried) and source.output not in stayed:
+            raise NotCapturable(f"a tensor that it uses at {source.site}, and replaces, was somewhere else before")
+        if isinstance(source, HeldTensor) and (data := source.reference()) and value_of(data) in moved:
+            raise NotCapturable(f"a tensor that it uses at {source.site} is no longer everywhere it was before")
 
-    See Note [Carried state keeps its place].
-    """
-    carried = [(place, source.output) for place, source in enumerate(sources) if isinstance(source, Carried)]
-    if not carried:
-        return
-    storages = {storage: place for place, output in enumerate(record.outputs) if (storage := output()) is not None}
-    after = start.numbers.outputs_at(storages, found.reach, found.structure.walk, found.leaves)
-    stayed = outputs_that_stayed(start.places, after)
-    for place, output in carried:
-        if output not in stayed:
-            raise NotCapturable(
-                f"a tensor that it uses at {record.entered(place).site}, and replaces, was somewhere else before"
-            )
+
+def _argument_places(
+    start: Start, last: RecordedCall, record: RecordedCall, sources: Sequence[Source], found: Found
+) -> Iterator[ArgumentPlace]:
+    """The places that led to an argument in both calls. The body may read it there, or have put it there."""
+    used = {source.place for source in sources if isinstance(source, Argument)}
+    before, after = start.state.reached, record.after.reached
+    places = [
+        (place, number)
+        for place, number in record.argument_places & last.argument_places
+        if place in before and (number in used or after.get(place) == before[place])
+    ]
+    readers = record.numbers.readers(found.reach, found.structure.walk) if places else {}
+    for place, number in places:
+        if place not in readers or len(before[place]) > 1:
+            raise NotCapturable(f"an argument is also in {record.numbers.name(place)}")
+        ((_, meta),) = before[place]
+        yield ArgumentPlace(number, readers[place], meta)
 
 
 def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool, floats: FormulaProgram) -> Source:
     """Where an input of a recorded call came from, going by the call before. Raises `NotCapturable`."""
     if place in record.arguments:
+        if last.arguments.get(place) != record.arguments[place]:  # it is state too
+            raise _another_tensor(record, place)
         return Argument(record.arguments[place])
     if place in record.carried:
-        return Carried(record.carried[place], record.entered(place).meta)
+        return Carried(record.carried[place], record.entered(place).meta, record.entered(place).site)
     data = record.inputs[place]()
     if data is not None and last.inputs[place]() is data:
         return HeldTensor(weakref.ref(data), record.entered(place).site)
@@ -292,5 +333,5 @@ def _leaf(before: ReturnedTensor | ReturnedValue, leaf: ReturnedTensor | Returne
         if isinstance(source, Uploaded | Computed):  # the caller may write to it
             sources[leaf.place] = replace(source, is_written=True)
         return ReturnedInput(leaf.place, leaf.meta)
-    sources.append(Argument(leaf.place) if leaf.kind == "argument" else HeldTensor(leaf.storage, "its end"))
+    sources.append(Argument(leaf.place) if leaf.kind == "argument" else HeldTensor(leaf.data, "its end"))
     return ReturnedInput(len(sources) - 1, leaf.meta)

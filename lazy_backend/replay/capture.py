@@ -38,7 +38,7 @@ from lazy_backend.floats.float_recorder import FloatRecorder, call_traced
 from lazy_backend.floats.formula_program import Stale
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
-from lazy_backend.replay.captured_state import TensorSet, Watch, watches, young_objects_stay_young
+from lazy_backend.replay.captured_state import GradsAtStart, Watch, watches, young_objects_stay_young
 from lazy_backend.replay.methods import bound_to
 from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
@@ -56,7 +56,8 @@ from lazy_backend.replay.recorded_call import (
     unflatten_result,
 )
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram
-from lazy_backend.replay.state_guard import Found
+from lazy_backend.replay.state_guard import Found, LeftAlone
+from lazy_backend.replay.state_places import argument_places
 from lazy_backend.replay.structure import hooks_of
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import (
@@ -169,7 +170,8 @@ class _Signature:
     context: DeviceContext  # what the body computes on
     records: list[RecordedCall] = field(default_factory=list)  # the latest recorded calls, all of one program
     program: CapturedProgram | None = None
-    with_grad: TensorSet = field(default_factory=TensorSet)  # parameters that were found with a .grad
+    grads: GradsAtStart = field(default_factory=GradsAtStart)  # as those calls found them
+    left_alone: LeftAlone = field(default_factory=LeftAlone)
     failures: int = 0
     calls: int = 0
     next_check: int = _FIRST_CHECK
@@ -426,6 +428,7 @@ class Captured(Generic[P, R]):
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
         start = start_of_call(last, program.carried() if program else None, [self._function, *signature.named()])
+        moved = program.state_guard.moved() if program else []
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)
@@ -446,9 +449,12 @@ class Captured(Generic[P, R]):
             )
             uploads.clear()
             note_changes(start, record, last)
+            signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
             record.changed_argument = values.changed()
             found = self._find(record, signature, unsettled)
+            record.after = record.numbers.state(found.reach, found.structure.walk, found.leaves)
+            record.argument_places = argument_places(start.state, record.after, arguments.tensors)
             returned = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
             pending = context.trace.pending
             held = None
@@ -527,18 +533,19 @@ class Captured(Generic[P, R]):
         unsettled: Sequence[UnsettledStep],
     ) -> CapturedProgram:
         records, signature.records = signature.records, [record]
-        without = set(map(id, start.without_grad))
-        for parameter in start.parameters:
-            if id(parameter) not in without:
-                signature.with_grad.add(parameter)
+        grads, signature.grads = signature.grads, GradsAtStart()
+        signature.grads.add(start.grads)
         if not records:
             raise NotCapturable("it ran once")
         last = records[-1]
         check_same_program(last, record)
-        signature.records = [*records, record][-_MAX_RECORDS:]
+        signature.records, signature.grads = [*records, record][-_MAX_RECORDS:], grads
+        grads.add(start.grads)
         check_side_effects(start, record)
         floats = follow_floats(signature.records)
-        program = bind(self._name, start, last, record, held, floats, signature.with_grad, arguments, found, unsettled)
+        program = bind(
+            self._name, start, last, record, held, floats, grads, arguments, found, signature.left_alone, unsettled
+        )
         signature.program = program
         signature.failures = self._unbound = 0
         if signature.stale >= 2 * _PATIENCE:

@@ -18,7 +18,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import getrefcount
 from typing import Any
@@ -101,6 +101,19 @@ class TensorSet:
     def __contains__(self, tensor: LazyTensor) -> bool:
         reference = self._references.get(id(tensor))
         return reference is not None and reference() is tensor
+
+
+class GradsAtStart:
+    """Which tensors the recorded calls of one program found with a `.grad`, and which without."""
+
+    def __init__(self) -> None:
+        self.present = TensorSet()
+        self.absent = TensorSet()
+
+    def add(self, found: Iterable[tuple[LazyTensor, object]]) -> None:
+        """Add what one call found: tensors, each with its `.grad`, or what stands for that, or None."""
+        for tensor, grad in found:
+            (self.absent if grad is None else self.present).add(tensor)
 
 
 def _is_inner(tensor: LazyTensor) -> bool:
@@ -270,6 +283,18 @@ class GradHolder:
             made = wrap(data)
             if not run.delivered:
                 self._parameter.grad = made
+
+
+class ClearedGrad:
+    """A `.grad` that the body sets to None."""
+
+    def __init__(self, parameter: LazyTensor) -> None:
+        self.parameter = parameter
+
+    def put(self, cleared: ClearedGrad, run: Any) -> None:
+        """As `GradHolder.put`."""
+        if not run.delivered:
+            self.parameter.grad = None
 
 
 class TensorHolder:

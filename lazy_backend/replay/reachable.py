@@ -42,6 +42,10 @@ _MOST_VALUES = 20_000
 _MOST_KEYS = 1000
 # Modules of Python whose attributes are not state of the user.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
+# Lead to state, but are no state themselves, or have guards of their own.
+_NO_CONTAINERS = (
+    types.FunctionType | types.MethodType | types.ModuleType | type | torch.nn.Module | torch.optim.Optimizer
+)
 # What `StructureGuard` sees of a module or an optimizer.
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "state", "param_groups", "defaults"))
 
@@ -55,11 +59,19 @@ class StatePlace:
     key: Any
     value: int
 
-    def holds(self) -> bool:
+    @property
+    def where(self) -> tuple[Any, int, Any]:
+        return self.read, id(self.container), self.key
+
+    def get(self) -> Any:
+        """What is there now; None if there is nothing."""
         try:
-            return id(self.read(self.container, self.key)) == self.value
+            return self.read(self.container, self.key)
         except (LookupError, ValueError, AttributeError):
-            return False
+            return None
+
+    def holds(self) -> bool:
+        return id(self.get()) == self.value
 
 
 def _entry(container: Any, key: Any) -> Any:
@@ -158,8 +170,8 @@ class Reachable:
                 self._find_at(_entry, attributes, name, value)
 
     def _expand_function(self, function: types.FunctionType) -> None:
-        for cell in function.__closure__ or ():
-            self._find_at(_contents, cell, None, function)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            self._find_at(_contents, cell, name, function)
         if not _is_of_library(function):
             names = _names_of(function.__code__)
             self._names |= names
@@ -249,20 +261,40 @@ class Reachable:
                     waiting.append(owner)
         return places, [self._values[number] for number in seen.difference(targets) if number in self._values]
 
-    def ways(self) -> Iterator[tuple[Any, list[tuple[int, Hashable]]]]:
-        """Each value, after the first of its owners, with its ways: the owner's id, and the step from there.
+    def shared_places(self, tensors: Container[int]) -> list[StatePlace]:
+        """The places that lead to `tensors`, given by id, or to a container of tensors that several places lead to."""
+        found = dict.fromkeys(number for number in self.tensors if number in tensors)
+        for value in self.ways_to(self.tensors)[1]:
+            if len(self._ways[id(value)]) > 1 and not is_a(value, _NO_CONTAINERS):
+                found[id(value)] = None
+        return [place for place in self.ways_to(found)[0] if not _is_large(place.container)]
 
-        The owner of roots is None. A step is the same in another walk, also where a container was made anew.
+    def num_ways(self, number: int) -> int:
+        """How many places lead to the value with this id."""
+        return len(self._ways.get(number, ()))
+
+    def ways(self) -> Iterator[tuple[Any, list[tuple[int, Hashable, StatePlace | None]]]]:
+        """Each value, after the first of its owners, with its ways: the owner's id, the step from there, the place.
+
+        The owner of roots is None. A step is the same in another walk, also where a container was made anew. It is the
+        name of a part, or says whether it is an entry, how it is read, in which part of a function, and its key.
         """
         for number, value in self._values.items():
-            yield value, [(owner, self._step(owner, place)) for owner, place in self._ways[number]]
+            yield (
+                value,
+                [
+                    (owner, self._step(owner, place), place if isinstance(place, StatePlace) else None)
+                    for owner, place in self._ways[number]
+                ],
+            )
 
     def _step(self, owner: int, place: StatePlace | Hashable) -> Hashable:
         if not isinstance(place, StatePlace):
             return place
+        of = self._values.get(owner)
         # a function leads to what it closes over, to globals and to its attributes
-        inside = id(place.container) if is_a(self._values.get(owner), types.FunctionType) else None
-        return place.read, inside, name_of_key(place.key)
+        inside = id(place.container) if is_a(of, types.FunctionType) else None
+        return is_a(of, dict | list | deque), place.read.__name__, inside, name_of_key(place.key)
 
     def __contains__(self, number: int) -> bool:
         return number in self._ways
@@ -293,6 +325,10 @@ def _slots_of(kind: type) -> Iterator[str]:
             yield name
 
 
+def _is_large(value: Any) -> bool:
+    return is_a(value, dict | list | deque) and len(value) > _MOST_KEYS
+
+
 class PlaceGuard:
     """Whether values are where they were. See Note [Places]."""
 
@@ -302,7 +338,7 @@ class PlaceGuard:
         self._containers = list(young)
         self._counts: list[int] = []
         # what a body may walk through
-        self._walked = [one for one in self._on_the_way if is_a(one, dict | list | deque) and len(one) <= _MOST_KEYS]
+        self._walked = [one for one in self._on_the_way if is_a(one, dict | list | deque) and not _is_large(one)]
         self._lengths = list(map(len, self._walked))
         self._dicts = [one for one in self._walked if is_a(one, dict)]  # the order of keys is that of values
         self._keys = list(chain.from_iterable(self._dicts))

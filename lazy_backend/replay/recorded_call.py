@@ -9,7 +9,7 @@ import copy
 import random
 import sys
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +34,10 @@ from lazy_backend.replay.captured_state import (
     Watch,
     find_tensors,
 )
-from lazy_backend.replay.carried_state import PlaceNumbers
 from lazy_backend.replay.plain_values import is_plain, value_key
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.replayed_call import Arguments
+from lazy_backend.replay.state_places import PlacedState, PlaceNumbers
 from lazy_backend.replay.structure import Root, Structure
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -50,7 +50,7 @@ class NotCapturable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReturnedTensor:
-    """A tensor that a call returned: its storage, and its geometry.
+    """A tensor that a call returned: what it stands for, and its geometry.
 
     `kind` says what `place` indexes: the call's outputs, its trace's inputs or its tensor arguments; -1 for any other.
     """
@@ -58,13 +58,13 @@ class ReturnedTensor:
     kind: str
     place: int
     meta: TensorMeta
-    storage: weakref.ref[TensorData]
+    data: weakref.ref[TensorData]
 
     def agrees(self, other: object) -> bool:
         return (
             isinstance(other, ReturnedTensor)
             and (self.kind, self.place, self.meta) == (other.kind, other.place, other.meta)
-            and (self.kind != "other" or self.storage() is other.storage())
+            and (self.kind != "other" or self.data() is other.data())
         )
 
 
@@ -122,6 +122,11 @@ class RecordedCall:
     formulas: RecordedFloats
     computed: dict[int, list[int]]  # by input that the body uploaded: the nodes of `formulas` that gave its value
     settings: Environment
+    numbers: PlaceNumbers
+    after: PlacedState = field(default_factory=PlacedState)
+    argument_places: frozenset[tuple[int, int]] = (
+        frozenset()
+    )  # that led to an argument before or after it: both numbers
     bound: CachedComputation | None = None
     roots: tuple[Root, ...] = ()  # the modules and optimizers that it reaches or used
     reached_generators: tuple[torch.Generator, ...] = ()
@@ -208,45 +213,46 @@ class Values:
 class Start:
     """The state that a body starts from, as far as the previous call shows where to look for it."""
 
-    left: list[tuple[weakref.ref[LazyStorage], int]]  # by the previous call, each with the place of its output
+    left: dict[weakref.ref[LazyStorage], int]  # by the previous call, each with the number of its output
     floats: list[tuple[float, ...] | None]
     guards: tuple[OptimizerGuard, ...]
     host_versions: list[tuple[torch.Tensor, int]]
-    parameters: list[LazyTensor]
-    without_grad: list[LazyTensor]
+    grads: list[tuple[LazyTensor, weakref.ref[TensorData] | None]]  # the parameters, and what their .grad stands for
     generators: list[tuple[torch.Generator, torch.Tensor]]  # with their states
     host_generators: Any
     structure: Structure | None = None  # of the modules and optimizers of the previous call
-    numbers: PlaceNumbers = field(default_factory=PlaceNumbers)
-    places: Mapping[int, set[int]] = field(default_factory=dict)  # where `left` is
+    numbers: PlaceNumbers = field(kw_only=True)
+    state: PlacedState = field(kw_only=True)
 
 
 def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None, named: Iterable[Any]) -> Start:
     """Note the state before the body runs. `left`: what replays left since `last`. `named`: what leads to the state."""
+    reach = Reachable(named)
     if last is None:
-        return Start([], [], (), [], [], [], [], host_generators(()))
-    parameters = last.watch.parameters()
+        numbers = PlaceNumbers()
+        state = numbers.state(reach, Structure((*reach.modules, *reach.optimizers)), ())
+        return Start({}, [], (), [], [], [], host_generators(()), numbers=numbers, state=state)
     generators = {torch.default_generator, *last.own_generators(), *last.reached_generators}
-    places = [(output, place) for place, output in enumerate(last.outputs)]
+    outputs = {output: number for number, output in enumerate(last.outputs) if output() is not None}
     if left is not None:
-        places = [(weakref.ref(storage), place) for storage, place in left.items()]
-    start = Start(
-        left=places,
+        outputs = {weakref.ref(storage): number for storage, number in left.items()}
+    return Start(
+        left=outputs,
         floats=[guard.floats() for guard in last.guards],
         guards=last.guards,
         host_versions=last.watch.host_versions(),
-        parameters=parameters,
-        without_grad=[parameter for parameter in parameters if parameter.grad is None],
+        grads=[(parameter, _grad_of(parameter)) for parameter in last.watch.parameters()],
         generators=[(generator, generator.get_state()) for generator in generators],
         host_generators=host_generators(last.random_states),
         structure=Structure(last.roots, hold_tensors=False),
+        numbers=last.numbers,
+        state=last.numbers.state(reach, Structure(last.roots), last.watch.leaves.values()),
     )
-    storages = {storage: place for reference, place in places if (storage := reference()) is not None}
-    if storages:
-        start.places = start.numbers.outputs_at(
-            storages, Reachable(named), Structure(last.roots), last.watch.leaves.values()
-        )
-    return start
+
+
+def _grad_of(parameter: LazyTensor) -> weakref.ref[TensorData] | None:
+    grad = parameter.grad
+    return weakref.ref(grad._data) if isinstance(grad, LazyTensor) else None
 
 
 def host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
@@ -332,10 +338,11 @@ def record_call(
     counts = [len(arguments.floats), *map(len, given_floats)]
     formulas = recorder.finish([guard.optimizer for guard in guards], counts)
     given = {data(): place for place, data in enumerate(argument_data)}
-    left = {storage(): place for storage, place in start.left}
+    left = {storage(): number for storage, number in start.left.items()}
     record = RecordedCall(
         context=context,
         argument_data=argument_data,
+        numbers=start.numbers,
         carried={place: left[data.storage] for place, data in enumerate(trace.inputs) if data.storage in left},
         cursor=trace.cursor,
         indices=indices,
@@ -380,8 +387,8 @@ def _describe_returned(
     )
     for kind, among in kinds:
         if storage in among:
-            return ReturnedTensor(kind, list(among).index(storage), leaf._data.meta, weakref.ref(storage))
-    return ReturnedTensor("other", -1, leaf._data.meta, weakref.ref(storage))
+            return ReturnedTensor(kind, list(among).index(storage), leaf._data.meta, weakref.ref(leaf._data))
+    return ReturnedTensor("other", -1, leaf._data.meta, weakref.ref(leaf._data))
 
 
 def find_holders(

@@ -30,7 +30,7 @@ from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.precision.grad_scaler import UnsettledStep
-from lazy_backend.replay.captured_state import Holder, TensorHolder
+from lazy_backend.replay.captured_state import ClearedGrad, Holder, TensorHolder
 from lazy_backend.replay.state_guard import StateGuard
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import new_data, upload
@@ -88,6 +88,7 @@ class Carried:
 
     output: int
     meta: TensorMeta
+    site: str
 
     def data(self, program: CapturedProgram, arguments: Arguments) -> TensorData:
         storage = program.outputs[self.output].current()
@@ -139,10 +140,27 @@ def _data_over(storage: LazyStorage, meta: TensorMeta) -> TensorData:
     return storage if meta is storage.meta else ViewData(storage.context, None, None, meta, storage)
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentPlace:
+    """A place that leads to the `number`-th tensor among the arguments, or to a view of it, as the call begins."""
+
+    number: int
+    read: Callable[[], Any]
+    meta: TensorMeta
+
+    def holds(self, arguments: Arguments) -> bool:
+        tensor = self.read()
+        if not isinstance(tensor, LazyTensor):
+            return False
+        data = tensor._data
+        return data.storage is arguments.tensors[self.number]._data.storage and data.meta == self.meta
+
+
 # ----- where its outputs go
 
 
-# A holder's `put`, and the data that it is to hold from now on; or a `Commit` or an `UnsettledStep` with its own.
+# A holder's `put`, and the data that it is to hold from now on; or the `put` of a `Commit`, an `UnsettledStep` or a
+# `ClearedGrad`, and that itself.
 Delivery = tuple[Callable[[Any, Any], None], Any]
 
 
@@ -233,8 +251,10 @@ class CapturedProgram:
     optimizer_guards: tuple[OptimizerGuard, ...]
     unsettled: tuple[UnsettledStep, ...]  # the steps that a GradScaler may skip
     kept: frozenset[int]  # ids of storages that no argument may share: references would keep dead state alive
-    must_lack_grad: tuple[LazyTensor, ...]
+    grads_at_start: tuple[tuple[LazyTensor, bool], ...]  # whether each must have a .grad
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
+    cleared_grads: tuple[ClearedGrad, ...]
+    argument_places: tuple[ArgumentPlace, ...]
     site: str
 
     def check(self, arguments: Arguments) -> Evaluated:
@@ -248,9 +268,9 @@ class CapturedProgram:
             if own is None:
                 raise Stale("an optimizer's settings changed")
             floats += own
-        for parameter in self.must_lack_grad:
-            if parameter.grad is not None:
-                raise Stale("a parameter has a .grad")
+        for parameter, has_grad in self.grads_at_start:
+            if (parameter.grad is not None) is not has_grad:
+                raise Stale(f"a parameter has {'no' if has_grad else 'a'} .grad")
         for parameter, data in self.must_keep_grad:
             grad = parameter.grad
             if not isinstance(grad, LazyTensor) or grad._data is not data:
@@ -259,6 +279,9 @@ class CapturedProgram:
             for _, holder in output.holders:
                 if not holder.holds():
                     raise Stale("a tensor that it replaces was replaced, or is held elsewhere too")
+        for where in self.argument_places:
+            if not where.holds(arguments):
+                raise Stale("a tensor that was an argument and part of the state is only one of them")
         for tensor in arguments.tensors:
             if id(tensor._data.storage) in self.kept:
                 raise Stale("an argument shares memory with the state")
@@ -283,6 +306,7 @@ class CapturedProgram:
         # done last to first, see Note [Skipped steps of a captured function]
         deliveries: list[Delivery] = [] if commit is None else [(commit.put, commit)]
         deliveries.extend((step.arm, step.values()) for step in self.unsettled)
+        deliveries.extend((cleared.put, cleared) for cleared in self.cleared_grads)
         storages = [output.renew(deliveries) for output in self.outputs]
         result = self._result(storages, inputs)
         run = executor.replay(

@@ -6,14 +6,15 @@ In: what the function reaches and used, as found after a recorded call. Out: `St
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from lazy_backend.replay.captured_state import GlobalHookGuard
-from lazy_backend.replay.reachable import PlaceGuard, Reachable
+from lazy_backend.replay.reachable import PlaceGuard, Reachable, StatePlace
 from lazy_backend.replay.structure import Root, StructureGuard, hooks_of
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -24,6 +25,24 @@ _data_of = attrgetter("_data")
 def _facts_of(tensors: Iterable[LazyTensor]) -> list[Any]:
     """What autograd does with tensors. Holds their hooks, whose ids could come back otherwise."""
     return [fact for tensor in tensors for fact in (tensor.requires_grad, *hooks_of(tensor))]
+
+
+class LeftAlone:
+    """Places that the user changed between two calls, and that the body left so: it does not store there."""
+
+    def __init__(self) -> None:
+        self._places: dict[Hashable, StatePlace] = {}  # which hold their containers: keys name those by id
+
+    def add(self, moved: Iterable[StatePlace]) -> None:
+        """Add those of the places that `StateGuard.moved` gave before a body ran that are as then, after it ran."""
+        self._places |= {place.where: place for place in moved if not place.holds()}
+
+    def keep(self, places: Iterable[StatePlace]) -> None:
+        """Forget all others."""
+        self._places = {place.where: place for place in places if place.where in self._places}
+
+    def __contains__(self, place: StatePlace) -> bool:
+        return place.where in self._places
 
 
 class Found:
@@ -57,7 +76,17 @@ class Found:
         grads = [tensor.grad for tensor in self.tensors.values() if tensor.is_leaf]
         return {tensor._data for tensor in (*self.tensors.values(), *grads) if isinstance(tensor, LazyTensor)}
 
-    def guard(self, used: set[TensorData], replaced: set[int]) -> StateGuard:
+    def _shared_places(self, replaced: set[int]) -> list[StatePlace]:
+        """The places of what has several, some by the body perhaps. See Note [State stays in its place]."""
+        counts = Counter(
+            id(tensor._data.storage) for tensor in self.structure.tensors if isinstance(tensor, LazyTensor)
+        )
+        for number, tensor in self.reach.tensors.items():
+            counts[id(tensor._data.storage)] += self.reach.num_ways(number)
+        several = {number for number, tensor in self.reach.tensors.items() if counts[id(tensor._data.storage)] > 1}
+        return self.reach.shared_places(several - replaced)
+
+    def guard(self, used: set[TensorData], replaced: set[int], left_alone: LeftAlone) -> StateGuard:
         """A guard over the tensors whose data is in `used`, and the places of those whose ids are `replaced`."""
         kept = {number for number, tensor in self.tensors.items() if tensor._data in used}
         roots = map(id, (*self.reach.modules, *self.reach.optimizers))
@@ -65,16 +94,29 @@ class Found:
         _, holding = self.reach.ways_to(replaced)
         new = [each for each in (*holding, *self.structure.containers_of(replaced)) if id(each) in self.young]
         unique = {id(each): each for each in new}
+        guarded = {place.where for place in places}
+        shared = [place for place in self._shared_places(replaced) if place.where not in guarded]
+        left_alone.keep(shared)
         return StateGuard(
-            self.structure, PlaceGuard(places, on_the_way, unique.values()), [self.tensors[number] for number in kept]
+            self.structure,
+            PlaceGuard(places, on_the_way, unique.values()),
+            [self.tensors[number] for number in kept],
+            [place for place in shared if place not in left_alone],
         )
 
 
 class StateGuard:
     """Whether modules, optimizers and tensors are what they were, and where they were."""
 
-    def __init__(self, structure: StructureGuard, places: PlaceGuard, tensors: Sequence[LazyTensor]) -> None:
+    def __init__(
+        self,
+        structure: StructureGuard,
+        places: PlaceGuard,
+        tensors: Sequence[LazyTensor],
+        shared: Sequence[StatePlace],
+    ) -> None:
         self._structure = structure
+        self._shared = shared
         self._places = places
         self._tensors = tensors
         self._hooks = GlobalHookGuard()
@@ -87,6 +129,10 @@ class StateGuard:
         """Note reference counts, after the caller has dropped its own references."""
         self._places.settle()
 
+    def moved(self) -> list[StatePlace]:
+        """Those of several places of something that do not lead to it any more."""
+        return [place for place in self._shared if not place.holds()]
+
     def change(self) -> str:
         """What has changed; empty if nothing has."""
         if not self._structure.holds():
@@ -97,6 +143,8 @@ class StateGuard:
             return "a tensor that it uses stands for other data"
         if not self._places.holds():
             return "a tensor, module or optimizer that it uses was replaced, moved, or is held elsewhere too"
+        if not all(place.holds() for place in self._shared):
+            return "one of several places of a tensor, or of what leads to one, leads to another now"
         facts = _facts_of(self._others)
         if len(facts) != len(self._facts) or not all(map(is_, facts, self._facts)):
             return "requires_grad or a hook of a tensor that it uses changed"

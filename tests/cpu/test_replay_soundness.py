@@ -189,7 +189,201 @@ def test_objects_that_the_body_exchanges() -> None:
         results = [f(ones(device)) for _ in range(8)]
         return values(*results, pair[0].hidden, pair[1].hidden)
 
+    with pytest.warns(CaptureWarning, match=r"changes which tensor is in pair\[0\]\.pair\[0\]"):
+        check(program, replays=0)
+
+
+class Keeper:
+    """Keeps what its body is given, where `how` says."""
+
+    def __init__(self, device: str, how: str) -> None:
+        self.how = how
+        self.last: Any = torch.zeros(3, device=device)
+        self.entries = {"a": torch.zeros(3, device=device)}
+        self.items = [torch.zeros(3, device=device)]
+        self.total = torch.zeros(3, device=device)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.total + self.last + self.entries["a"] + self.items[-1]
+        self.total = self.total + x[0]
+        if self.how == "attribute":
+            self.last = x[1]
+        elif self.how == "entry":
+            self.entries["a"] = x[2]
+        elif self.how == "appended":
+            self.items.append(x[0])
+        elif self.how == "dropped":
+            self.entries = {"a": x[0] * 1, "b": x[1].detach()}
+        return result
+
+
+@pytest.mark.parametrize("how", ["attribute", "entry", "appended", "dropped"])
+def test_arguments_that_the_body_keeps(how: str) -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        keeper = Keeper(device, how)
+        f = wrap(keeper.step)
+        results = [f(torch.arange(9.0, device=device).view(3, 3) + number) for number in range(9)]
+        return values(*results, keeper.last, keeper.total, *keeper.entries.values(), *keeper.items)
+
+    with pytest.warns(CaptureWarning, match="cannot be replayed"):
+        check(program, replays=0)
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_returned_state_that_is_exchanged_for_another(at: int) -> None:
+    """The body returns a tensor that it does not use."""
+
+    def program(device: str, wrap: Wrap) -> Any:
+        memory, spare = Memory(device), torch.full((3,), 5.0, device=device)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            memory.many[0] = memory.many[0] + x
+            return memory.hidden, memory.pair[0]
+
+        f, results = wrap(step), []
+        for number in range(9):
+            if number == at:
+                memory.hidden, memory.pair = spare, (spare[:2], spare)
+            results += values(*f(ones(device)))
+        return results
+
+    check(program)
+
+
+@pytest.mark.parametrize(("first", "every"), [(False, 5), (False, 7), (True, 1), (True, 2), (True, 3)])
+def test_gradients_that_the_body_drops_whoever_made_them(first: bool, every: int) -> None:
+    """Only some calls find a gradient, which they add to unless they drop it `first`. All leave none."""
+
+    def program(device: str, wrap: Wrap) -> Any:
+        used, unused = torch.ones(3, device=device), torch.ones(3, device=device)
+        parameters = [nn.Parameter(used), nn.Parameter(unused)]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if first:
+                optimizer.zero_grad()
+            loss = (parameters[0] * x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        f, found = wrap(step), []
+        for number in range(14):
+            if number % every == every - 1:
+                for parameter in parameters:
+                    parameter.grad = ones(device, 3)
+            found += [*values(f(ones(device))), [parameter.grad is None for parameter in parameters]]
+        return [*found, *values(*parameters)]
+
+    check(program)
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")  # it is never replayed
+def test_a_gradient_buffer_of_the_user() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        parameter, buffer = nn.Parameter(torch.ones(3, device=device)), torch.ones(3, device=device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            buffer.mul_(1.5)
+            loss = (parameter * x).sum()
+            loss.backward()
+            with torch.no_grad():
+                parameter.sub_(parameter.grad)
+            parameter.grad = None
+            return loss.detach()
+
+        f, found = wrap(step), []
+        for number in range(12):
+            if number not in (7, 8):
+                parameter.grad = buffer if number != 9 else buffer * 3
+            found += values(f(ones(device)))
+        return [*found, *values(parameter, buffer)]
+
     check(program, replays=0)
+
+
+def test_a_place_that_the_body_lets_stand_for_another() -> None:
+    """At its second call the body stores what is there already: a replay must not rest on that."""
+
+    def program(device: str, wrap: Wrap) -> Any:
+        one, other = Memory(device), Memory(device)
+        other.hidden = other.hidden + 10
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            one.hidden = other.hidden
+            return x * 2
+
+        f = wrap(step)
+        for number in range(9):
+            f(ones(device))
+            if number in (3, 6):
+                one.hidden = one.hidden + 1
+        return values(one.hidden, other.hidden)
+
+    check(program)
+
+
+def test_what_the_caller_stores_does_not_stop_replays() -> None:
+    class Loop:
+        def __init__(self, device: str) -> None:
+            self.weight = torch.ones(3, device=device)
+            self.batches = [torch.full((3,), float(number), device=device) for number in range(20)]
+            self.batch: Any = None
+            self.loss: Any = None
+            self.losses: list[torch.Tensor] = []
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight = self.weight * 0.9 + x
+            return self.weight.sum()
+
+    def program(device: str, wrap: Wrap) -> Any:
+        loop = Loop(device)
+        step = wrap(loop.step)
+        for batch in loop.batches:
+            loop.batch = batch
+            loop.loss = step(loop.batch)
+            loop.losses.append(loop.loss)
+        return values(*loop.losses, loop.weight)
+
+    check(program, replays=12)
+
+
+def test_an_argument_that_is_state_as_well() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        memory = Memory(device)
+
+        def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            memory.hidden = memory.hidden * 0.5 + x
+            return memory.many[0] * 2
+
+        f, out = wrap(step), torch.ones(3, device=device)
+        for number in range(12):
+            if number in (2, 6, 7):
+                memory.hidden = out
+            out = f(ones(device), out)
+        return values(out, memory.hidden)
+
+    check(program)
+
+
+def test_a_tensor_that_is_read_at_one_place_and_kept_at_another() -> None:
+    def program(device: str, wrap: Wrap) -> Any:
+        memory, first = Memory(device), torch.full((3,), 5.0, device=device)
+        holder = {"first": first}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            memory.hidden = memory.hidden * 0.5 + x
+            return holder["first"] + x
+
+        f, found = wrap(step), []
+        for number in range(10):
+            if number in (3, 4, 8):
+                memory.hidden = first
+            found += values(f(ones(device)), memory.hidden)
+        return found
+
+    check(program)
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
