@@ -4,8 +4,10 @@
     python tools/fuzz.py --programs 1000 --backend aot_eager
     python tools/fuzz.py --programs 3000 --backend aot_eager --kind chains
     python tools/fuzz.py --programs 500 --replay
+    python tools/fuzz.py --programs 500 --replay functions
 
-`--replay` runs random training loops instead, captured, and compares them with the same loops as written.
+`--replay` runs random training loops instead, with captured modules and optimizers, or with captured functions whose
+state changes between calls, and compares them with the same loops as written.
 
 In: flags. Out: a summary on stdout, after each program that differs, made as small as it still fails, as a script that
 runs by itself. The exit status is 1 if any did.
@@ -26,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from harness import NoSync, assert_same, reset_state, settle
+from random_functions import random_function
 from random_loops import KNOWN, NOT_COMPARED, RandomLoop, random_loop
 from random_loops import failure as replay_failure
 from random_loops import minimize as minimize_loop
@@ -35,6 +38,9 @@ import lazy_backend
 from lazy_backend import config, metrics
 
 _COUNTERS = ("GraphCut", "UncachedCompile", "Compile", "CompileFailed", "CompileDeclined")
+
+# What `--replay` runs, and the counter of what is replayed.
+_REPLAYED = {"loops": "RegionJump", "functions": "CapturedCall"}
 
 Sync = Callable[[], None]
 
@@ -47,7 +53,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=("all", "chains"), default="all", help="'chains': of views and writes only")
     parser.add_argument("--steps", type=int, default=24, help="statements tried per program (default 24)")
     parser.add_argument("--failures", type=int, default=10, help="stop after so many (default 10)")
-    parser.add_argument("--replay", action="store_true", help="training loops with captured modules and optimizers")
+    parser.add_argument(
+        "--replay",
+        nargs="?",
+        const="loops",
+        choices=tuple(_REPLAYED),
+        help="loops: with captured modules and optimizers (default); functions: captured ones with state",
+    )
     parser.add_argument(
         "--known", action="append", choices=tuple(KNOWN), default=[], help="loops may have defects of this known class"
     )
@@ -123,13 +135,13 @@ def replay_loops(arguments: argparse.Namespace) -> int:
     """Run random training loops; the exit status is 1 if any failed."""
     start, found, totals = time.perf_counter(), [], Counter[str]()
     for seed in range(arguments.seed, arguments.seed + arguments.programs):
-        loop = random_loop(seed, arguments.known)
+        loop = random_loop(seed, arguments.known) if arguments.replay == "loops" else random_function(seed)
         text = replay_failure(loop)
         if text is not None and text.startswith(NOT_COMPARED):
             totals["not compared"] += 1
             continue
-        totals.update({"loops": 1, "RegionJump": metrics.counter_value("RegionJump")})
-        totals["without jumps"] += metrics.counter_value("RegionJump") == 0
+        num_replays = metrics.counter_value(_REPLAYED[arguments.replay])
+        totals.update({arguments.replay: 1, _REPLAYED[arguments.replay]: num_replays, "without any": int(num_replays == 0)})
         if text is not None:
             print(f"loop {seed}: {text[:200]}", flush=True)
             found.append((loop, text))
