@@ -140,8 +140,9 @@ def replay_loops(arguments: argparse.Namespace) -> int:
         if text is not None and text.startswith(NOT_COMPARED):
             totals["not compared"] += 1
             continue
-        num_replays = metrics.counter_value(_REPLAYED[arguments.replay])
-        totals.update({arguments.replay: 1, _REPLAYED[arguments.replay]: num_replays, "without any": int(num_replays == 0)})
+        counter = _REPLAYED[arguments.replay]
+        num_replays = metrics.counter_value(counter)
+        totals.update({arguments.replay: 1, counter: num_replays, "without any": int(num_replays == 0)})
         if text is not None:
             print(f"loop {seed}: {text[:200]}", flush=True)
             found.append((loop, text))
