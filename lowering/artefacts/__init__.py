@@ -3,5 +3,5 @@
 In: the state of the process; the function that Inductor wrote; an artefact's bytes. Out: keys and headers; the source
 of a runner; a callable on real tensors.
 
-Imports `blocks`, `ir` and `cache`.
+Imports `blocks`, `products`, `ir` and `cache`.
 """

@@ -21,13 +21,16 @@ import copy
 import functools
 import hashlib
 import math
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 
 # The text of the latest exception, from 2.13 on.
 _MESSAGE = "torch_exception_get_what_without_backtrace"
@@ -42,12 +45,15 @@ class NotExpressible(Exception):
 class Wrapper:
     """What inductor wrote: the function that computes, and the C++ types of its kernels' arguments by name.
 
-    `num_symbols`: how many of the arguments, the first ones, are integers.
+    `symbols`: examples of the first arguments, which are integers. `layouts`: of the others, as far as they are known.
+    `prefers`: see Note [Which library multiplies].
     """
 
     call: ast.FunctionDef
     kernels: Mapping[str, Sequence[str]]
-    num_symbols: int
+    symbols: Sequence[int] = ()
+    layouts: Sequence[TensorLayout | None] = ()
+    prefers: Prefers = never
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +67,26 @@ class Runner:
     declarations: frozenset[str]
     functions: tuple[str, ...]
     kernels: tuple[str, ...]
+    multiplies: bool  # by oneDNN
 
 
 def runner_of(wrapper: Wrapper) -> Runner:
     """The C++ of a runner. Raises `NotExpressible`."""
-    writer = _RunnerWriter(wrapper.kernels, wrapper.num_symbols)
+    writer = _RunnerWriter(wrapper)
     body = wrapper.call.body
     for place, statement in enumerate(body):
         writer.write(statement, body[place + 1] if place + 1 < len(body) else None)
     text = _RUNNER.format(
         num_kernels=max(len(wrapper.kernels), 1),
         num_slots=max(writer.num_slots, 1),
-        num_symbols=wrapper.num_symbols,
+        num_symbols=len(wrapper.symbols),
         num_tensors=writer.num_tensors,
         num_results=writer.num_results,
         num_functions=max(len(writer.functions), 1),
         body="\n".join(f"    {line}" for line in writer.lines),
     )
-    return Runner(text, frozenset(writer.declarations), tuple(writer.functions), tuple(wrapper.kernels))
+    functions, kernels = tuple(writer.functions), tuple(wrapper.kernels)
+    return Runner(text, frozenset(writer.declarations), functions, kernels, writer.multiplies)
 
 
 def runner_source(runners: Sequence[Runner], identity: str) -> str:
@@ -92,6 +100,7 @@ def runner_source(runners: Sequence[Runner], identity: str) -> str:
     places = range(len(runners))
     return _EXTENSION.format(
         declarations="\n".join(sorted(declarations)),
+        products=DEFINITION if any(runner.multiplies for runner in runners) else "",
         message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
         runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
         methods="\n".join(_METHODS.format(place=place) for place in places),
@@ -109,17 +118,19 @@ class _Results:
 class _RunnerWriter:
     """Writes one line of C++ per statement."""
 
-    def __init__(self, kernels: Mapping[str, Sequence[str]], num_symbols: int) -> None:
+    def __init__(self, wrapper: Wrapper) -> None:
         self.lines: list[str] = []
         self.declarations = {f"const char* {_MESSAGE}();"}
         self.functions: list[str] = []
         self.num_slots = 0
         self.num_tensors = 0
         self.num_results = 0
-        self._kernels = {name: (place, types) for place, (name, types) in enumerate(kernels.items())}
-        self._num_symbols = num_symbols
+        self.multiplies = False
+        self._wrapper = wrapper
+        self._kernels = {name: (place, types) for place, (name, types) in enumerate(wrapper.kernels.items())}
+        self._layouts: dict[str, TensorLayout | None] = {}  # of tensors by name
+        self._examples: dict[str, int] = {}  # of integers by name
         self._values: dict[str, int | str | _Results] = {}  # a tensor's slot, an integer's name in C++, results
-        self._are_integers: set[str] = set()  # buffers of an integer dtype
 
     def write(self, statement: ast.stmt, following: ast.stmt | None) -> None:
         match statement:
@@ -144,17 +155,19 @@ class _RunnerWriter:
     # ----- statements
 
     def _take_arguments(self, names: Sequence[str]) -> None:
+        symbols, layouts = self._wrapper.symbols, self._wrapper.layouts
         for place, name in enumerate(names):
-            if place < self._num_symbols:
-                self._values[name] = f"symbols[{place}]"
+            if place < len(symbols):
+                self._values[name], self._examples[name] = f"symbols[{place}]", symbols[place]
             else:
                 self._values[name] = self._slot()
+                self._layouts[name] = layouts[self.num_tensors] if layouts else None
                 self.num_tensors += 1
 
     def _assign(self, name: str, value: ast.expr, following: ast.stmt | None) -> None:
         match value:
             case ast.Name(id=other) if isinstance(self._values.get(other), int):
-                self._is_like(name, other)
+                self._layouts[name] = self._layouts.get(other)
                 # internal, checked on 2.13: a buffer is used again under another name, and the first name ends
                 if isinstance(following, ast.Delete) and [_name_of(one) for one in following.targets] == [other]:
                     self._say(f"move({self._tensor(value)}, {self._target(name)});")
@@ -166,23 +179,17 @@ class _RunnerWriter:
                     raise NotExpressible(f"an item of {other}")
                 self._say(f"share(t[{results.slots[place]}], {self._target(name)});")
             case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[size, stride, dtype], keywords=[]):
-                if "int" in ast.unparse(dtype):
-                    self._are_integers.add(name)
+                self._layouts[name] = self._layout(size, stride, ast.unparse(dtype).removeprefix("torch."))
                 self._in_block(f"empty({{0}}, {{1}}, {self._dtype(dtype)}, {self._target(name)});", size, stride)
-            case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[of, *_]):
-                self._is_like(name, ast.unparse(of))
+            case ast.Call(func=ast.Name(id="reinterpret_tensor")):
+                self._layouts[name] = self._layout_of(value)
                 self._reinterpret(value, self._target(name))
             case ast.Call(func=ast.Attribute()):
                 self._operator(value, name)
             case _:
                 number = self._integer(value)
                 self._say(f"const int64_t {name} = {number};")
-                self._values[name] = name
-
-    def _is_like(self, name: str, other: str) -> None:
-        """`name` has the dtype of `other`."""
-        if other in self._are_integers:
-            self._are_integers.add(name)
+                self._values[name], self._examples[name] = name, self._example(value)
 
     def _call(self, called: ast.Call) -> None:
         match called:
@@ -238,6 +245,8 @@ class _RunnerWriter:
     def _operator(self, called: ast.Call, name: str | None) -> None:
         overload = _overload_of(called)
         function, written = _shim_of(overload), len(self.lines)
+        if self._is_multiplied(overload, called):
+            return
         if function in _shims():
             try:
                 self._shim(function, overload, called, name)
@@ -245,6 +254,26 @@ class _RunnerWriter:
             except NotExpressible:
                 del self.lines[written:]
         self._python(overload, called, name)
+
+    def _is_multiplied(self, overload: torch._ops.OpOverload, called: ast.Call) -> bool:
+        """Write a product that oneDNN computes. See Note [Which library multiplies]."""
+        places = _PRODUCTS.get(str(overload))
+        given = {keyword.arg: keyword.value for keyword in called.keywords}
+        scales = [given.pop(scale, ast.Constant(1)) for scale in ("alpha", "beta")]
+        if places is None or given.keys() != {"out"} or any(ast.unparse(scale) not in ("1", "1.0") for scale in scales):
+            return False
+        operands = [called.args[place] for place in places]
+        out = given["out"]
+        product = product_of(list(map(self._layout_of, operands)), self._layout_of(out))
+        if product is None or not self._wrapper.prefers(product):
+            return False
+        temporaries = self.num_slots
+        left, right, *added = [self._item("AtenTensorHandle", operand) for operand in operands]
+        self._say(f"multiply({left}, {right}, {self._tensor(out)}, {added[0] if added else 'nullptr'});")
+        for slot in range(temporaries, self.num_slots):
+            self._say(f"drop(t[{slot}]);")
+        self.multiplies = True
+        return True
 
     def _shim(self, function: str, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:
         """An operator by its shim, whose parameters have the names of the operator's schema."""
@@ -282,7 +311,8 @@ class _RunnerWriter:
     def _check_numbers(self, schema: torch.FunctionSchema, given: Mapping[str, ast.expr]) -> None:
         """Shims take a number as a double, which operators on integers refuse."""
         out = given.get("out")
-        if isinstance(out, ast.Name) and out.id not in self._are_integers:
+        layout = None if out is None else self._layout_of(out)
+        if isinstance(out, ast.Name) and (layout is None or "int" not in layout.dtype):
             return
         for argument in schema.arguments:
             value = given[argument.name]
@@ -394,10 +424,34 @@ class _RunnerWriter:
                 return f"INT64_C({number})"
             case ast.Name(id=name) if isinstance(self._values.get(name), str):
                 return str(self._values[name])
-            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() as operator, right=right):
-                sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/"}[type(operator)]
-                return f"({self._integer(left)} {sign} {self._integer(right)})"
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+                return f"({self._integer(left)} {_OPERATORS[type(sign)][0]} {self._integer(right)})"
         raise NotExpressible(f"the number {ast.unparse(value)[:80]}")
+
+    def _example(self, value: ast.expr) -> int:
+        """What an expression is for the examples of the symbols. Takes what `_integer` takes."""
+        match value:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name) if name in self._examples:
+                return self._examples[name]
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+                return _OPERATORS[type(sign)][1](self._example(left), self._example(right))
+        raise NotExpressible(f"the number {ast.unparse(value)[:80]}")
+
+    def _layout(self, size: ast.expr, stride: ast.expr, dtype: str) -> TensorLayout:
+        sizes, strides = (tuple(map(self._example, _elements(numbers))) for numbers in (size, stride))
+        return TensorLayout(sizes, strides, dtype)
+
+    def _layout_of(self, tensor: ast.expr) -> TensorLayout | None:
+        """The layout of a named tensor, or of a view of one; None if it is not known."""
+        match tensor:
+            case ast.Name(id=name):
+                return self._layouts.get(name)
+            case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[of, size, stride, *_]):
+                whole = self._layout_of(of)
+                return None if whole is None else self._layout(size, stride, whole.dtype)
+        return None
 
     def _dtype(self, node: ast.expr) -> str:
         match node:
@@ -413,13 +467,11 @@ class _RunnerWriter:
 
     def _in_block(self, line: str, size: ast.expr, stride: ast.expr) -> None:
         """`line` with a size and a stride in place of {0} and {1}."""
-        if not isinstance(size, ast.Tuple) or not isinstance(stride, ast.Tuple):
-            raise NotExpressible(f"the size {ast.unparse(size)[:80]}")
         declared = [
-            f"const int64_t {name}[] = {{{', '.join(map(self._integer, numbers.elts)) or '0'}}};"
+            f"const int64_t {name}[] = {{{', '.join(map(self._integer, _elements(numbers))) or '0'}}};"
             for name, numbers in (("size", size), ("stride", stride))
         ]
-        self._say("{ " + " ".join(declared) + " " + line.format(f"{len(size.elts)}, size", "stride") + " }")
+        self._say("{ " + " ".join(declared) + " " + line.format(f"{len(_elements(size))}, size", "stride") + " }")
 
     def _slot(self) -> int:
         self.num_slots += 1
@@ -466,6 +518,13 @@ def _name_of(node: ast.expr) -> str:
     return node.id
 
 
+def _elements(numbers: ast.expr) -> list[ast.expr]:
+    """The sizes or strides of a tensor."""
+    if not isinstance(numbers, ast.Tuple):
+        raise NotExpressible(f"the size {ast.unparse(numbers)[:80]}")
+    return numbers.elts
+
+
 def _is_none(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is None
 
@@ -474,6 +533,22 @@ def _float(value: float) -> str:
     text = value.hex()
     return "INFINITY" if text == "inf" else "NAN" if text == "nan" else text
 
+
+# As C++ writes them, and what they do.
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[int, int], int]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.FloorDiv: ("/", operator.floordiv),
+}
+
+# What oneDNN can compute: the places of left, right and what is added among the operator's arguments.
+_PRODUCTS = {
+    "aten.mm.out": (0, 1),
+    "aten.bmm.out": (0, 1),
+    "aten.addmm.out": (1, 2, 0),
+    "aten.baddbmm.out": (1, 2, 0),
+}
 
 _DTYPES = frozenset(
     ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
@@ -703,6 +778,7 @@ static PyObject* fill(PyObject* arguments, bool& is_bound, void** kernels, PyObj
     Py_RETURN_NONE;
 }}
 
+{products}
 {runners}
 static PyMethodDef methods[] = {{
 {methods}

@@ -2,5 +2,5 @@
 
 In: a `Graph`, and which of its floats and sizes become inputs. Out: a callable on real tensors, or its artefact.
 
-Imports `artefacts`, `blocks`, `ir` and `cache`.
+Imports `artefacts`, `blocks`, `products`, `ir` and `cache`.
 """

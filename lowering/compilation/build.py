@@ -29,6 +29,7 @@ from lazy_backend.lowering.compilation.cpp_units import RUNNER, build_units
 from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.lowering.compilation.request import CompileRequest
+from lazy_backend.lowering.products.product_timing import prefers_onednn
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -50,7 +51,8 @@ class _Lowered:
 
     def runner(self) -> Runner:
         types = {name: kinds for name, (kinds, _) in self.kernels.items()}
-        return runner_of(Wrapper(_call_of(self.module), types, len(self.examples.symbols)))
+        symbols, layouts = self.examples.sizes(), self.examples.layouts()
+        return runner_of(Wrapper(_call_of(self.module), types, symbols, layouts, prefers_onednn))
 
 
 def compile_request(request: CompileRequest) -> bytes:

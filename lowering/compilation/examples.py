@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lazy_backend.lowering.compilation.fx import Signature
 from lazy_backend.lowering.ir.graph import Graph, empty_of
 from lazy_backend.lowering.ir.shapes import Geometry, SymbolicGraph
+from lazy_backend.lowering.products.product import TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,23 @@ class Examples:
 
         return tracing(TracingContext(self.mode))
 
+    def sizes(self) -> list[int]:
+        """What the symbols are in the graph that the examples were made for."""
+        return [symbol.node.hint for symbol in self.symbols]  # internal, checked on 2.13
+
+    def layouts(self) -> list[TensorLayout]:
+        """Of the tensors, for these sizes."""
+        tensors = self.arguments[len(self.symbols) :]
+        return [TensorLayout(_hints(one.shape), _hints(one.stride()), str(one.dtype)[6:]) for one in tensors]
+
     def guards(self) -> str | None:
         """The compiler's guards on the symbols, an expression over `L['t0']`, ...; complete after the compile."""
         shape_env = self.mode.shape_env
         return shape_env.produce_guards_expression(self.symbols) if shape_env is not None and self.symbols else None
+
+
+def _hints(numbers: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(number if isinstance(number, int) else number.node.hint for number in numbers)
 
 
 def static_examples(graph: Graph, signature: Signature) -> Examples:

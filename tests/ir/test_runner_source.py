@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
+from artefacts import compiled
 from builder import Program, aten
 from harness import assert_same
 from torch import nn
@@ -20,39 +19,10 @@ from lazy_backend.computation import get_cached_computations
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.artefacts import artefact
 from lazy_backend.lowering.artefacts.runner_source import NotExpressible, Wrapper, runner_of
-from lazy_backend.lowering.compilation import build
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.graph import Graph, empty_of
 from lazy_backend.lowering.plans.specialise import CompileReport
-
-Call = Callable[[list[Any]], Sequence[Any]]
-
-
-def compiled(graph: Graph, kind: str, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """The graph as an artefact of this kind, loaded."""
-
-    def refuse(*arguments: Any) -> str:
-        raise NotExpressible("a test")
-
-    # internal, checked on 2.13: what the compiler's process sets
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-
-    request = CompileRequest.of(graph, [0.5] * graph.num_constants, "inductor")
-    settings = {"cpp.threads": torch.get_num_threads(), "cpp.vec_isa_ok": True}
-    with monkeypatch.context() as patch, inductor_config.patch(settings):
-        if kind == "light":
-            patch.setattr(build, "runner_of", refuse)
-        if kind == "bundled":  # as for a GPU
-            patch.setattr(build, "_is_for_cpu", lambda examples: False)
-        with functorch_config.patch("enable_autograd_cache", True):
-            data = build.compile_to_bytes(request.module, request.examples())
-    header, _ = artefact.unpack(data)
-    assert header["kind"] == kind, header.get("reason")
-    loaded = artefact.load(data, graph)
-    assert loaded.why_python == {"native": "", "light": "a test", "bundled": "devices beside the CPU"}[kind]
-    return loaded.call
 
 
 def arguments_of(graph: Graph) -> list[torch.Tensor]:
@@ -227,4 +197,4 @@ def wrapper(*lines: str) -> ast.FunctionDef:
 )
 def test_what_a_runner_cannot_do_is_said(line: str, reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
-        runner_of(Wrapper(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}, 0))
+        runner_of(Wrapper(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}))
