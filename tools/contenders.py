@@ -128,9 +128,6 @@ def _captured() -> Contender:
     import lazy_backend
 
     def prepare(training: Training) -> None:
-        for group in training.optimizer.param_groups:
-            if "capturable" in group:  # its counts of steps are on the device then, as the warning advises
-                group["capturable"] = True
         training.train = lazy_backend.capture(training.train)
 
     lazy_backend.config.compile = "foreground"

@@ -1,4 +1,4 @@
-"""What the benchmark trains: an MLP, an LSTM and a small GPT, with the optimizers that go with them.
+"""What the benchmark trains: MLPs, LSTMs, a CNN and small GPTs, with the optimizers that go with them.
 
 In: a workload's name and a device. Out: a `Training`, whose `step()` is one training step without any `mark_step`.
 The weights and batches of a workload are the same on every device, so that losses can be compared.
@@ -61,6 +61,36 @@ class Recurrent(nn.Module):
         return functional.cross_entropy(self.head(self.lstm(inputs)[0][:, -1]), targets)
 
 
+class Cells(nn.Module):
+    """An LSTM cell in a Python loop, and a linear layer over its last step; `forward` gives the loss."""
+
+    def __init__(self, inputs: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(inputs, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        state = None
+        for one in inputs.unbind(1):
+            state = self.cell(one, state)
+        assert state is not None
+        return functional.cross_entropy(self.head(state[0]), targets)
+
+
+class Branches(nn.Module):
+    """Small networks beside each other, whose outputs are added; `forward` gives the loss."""
+
+    def __init__(self, branches: int, inputs: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, classes)) for _ in range(branches)
+        )
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        outputs = [branch(inputs) for branch in self.branches]
+        return functional.cross_entropy(torch.stack(outputs).sum(0), targets)
+
+
 @dataclass(frozen=True, slots=True)
 class GPTSize:
     """Sizes of a GPT and of its batches, in tokens."""
@@ -104,7 +134,9 @@ class Attention(nn.Module):
         if self.size.fused_attention:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-        return scores.masked_fill(self.mask, float("-inf")).softmax(-1) @ v
+        length = q.shape[2]
+        mask = self.mask if length == self.size.length else self.mask[:length, :length]
+        return scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
 
 
 class Block(nn.Module):
@@ -139,7 +171,9 @@ class GPT(nn.Module):
         self.register_buffer("positions", torch.arange(size.length))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.token(inputs) + self.position(self.positions)
+        length = inputs.shape[1]
+        positions = self.positions if length == len(self.positions) else self.positions[:length]
+        x = self.token(inputs) + self.position(positions)
         logits = self.head(self.norm(self.blocks(x)))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -148,7 +182,8 @@ class GPT(nn.Module):
 class Training:
     """A model, its optimizer and its data on one device.
 
-    `forward`, `update`, and `train`, which calls both, may be replaced by compiled or captured forms.
+    `forward`, `update`, and `train`, which calls both, may be replaced by compiled or captured forms. `scheduler`: of
+    the learning rate, which each step ends with.
     """
 
     model: nn.Module
@@ -156,6 +191,7 @@ class Training:
     batches: Iterator[Batch]
     forward: Callable[..., torch.Tensor]
     update: Callable[[], Any]
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     train: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = field(init=False)
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
@@ -165,6 +201,8 @@ class Training:
     def step(self) -> None:
         """Train on the next batch. The loss is kept, not read."""
         self.loss = self.train(*next(self.batches))
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def _train(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward, backward, optimizer."""
@@ -192,6 +230,17 @@ class Workload:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     batch: Callable[[], Batch]
     steps: int  # per round
+    lengths: Sequence[int] = ()  # of the batches' second dimension, each of a batch of its own; none: all alike
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+
+    def batches(self) -> list[Batch]:
+        """Those that are used in turn."""
+        if not self.lengths:
+            return [self.batch() for _ in range(NUM_BATCHES)]
+        whole = [(length, self.batch()) for length in self.lengths]
+        return [
+            (inputs[:, :length].contiguous(), targets[:, :length].contiguous()) for length, (inputs, targets) in whole
+        ]
 
 
 def _mlp_batch() -> Batch:
@@ -224,6 +273,18 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
 
 
+def _plain_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _plain_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def _cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100_000)
+
+
 def _gpt(title: str, size: GPTSize, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Workload:
     return Workload(f"GPT, {size.layers} layers, {title}", lambda: GPT(size), optimizer, _gpt_batch, 20)
 
@@ -232,6 +293,19 @@ WORKLOADS: dict[str, Workload] = {
     "mlp": Workload("MLP, 3 layers, SGD", lambda: MLP(64, 256, 10), _sgd, _mlp_batch, 200),
     "cnn": Workload("CNN, 2 layers, foreach AdamW", lambda: CNN(16, 10), _adamw, _cnn_batch, 100),
     "lstm": Workload("LSTM, 12 steps, SGD", lambda: Recurrent(32, 64, 10), _sgd, _lstm_batch, 100),
+    "cells": Workload("LSTM cells, 12 steps, SGD", lambda: Cells(32, 64, 10), _sgd, _lstm_batch, 50),
+    "branches": Workload("eight branches, AdamW", lambda: Branches(8, 64, 64, 10), _plain_adamw, _mlp_batch, 50),
+    "schedule": Workload(
+        "MLP, 3 layers, Adam, cosine schedule", lambda: MLP(64, 256, 10), _plain_adam, _mlp_batch, 100, schedule=_cosine
+    ),
+    "lengths": Workload(
+        "GPT, 4 layers, AdamW, ten lengths",
+        lambda: GPT(GPTSize()),
+        _plain_adamw,
+        _gpt_batch,
+        20,
+        lengths=(64, 28, 60, 32, 56, 36, 52, 40, 48, 44),
+    ),
     "gpt-sgd": _gpt("foreach SGD with momentum", GPTSize(), _momentum),
     "gpt-adamw": _gpt("foreach AdamW", GPTSize(), _adamw),
     "gpt-slices": _gpt("slices for split, foreach SGD with momentum", GPTSize(slices=True), _momentum),
@@ -243,8 +317,9 @@ def make_training(workload: Workload, device: str) -> Training:
     """The workload on `device`, from seed 0."""
     torch.manual_seed(0)
     model = workload.model()
-    batches = [workload.batch() for _ in range(NUM_BATCHES)]
+    batches = workload.batches()
     model = model.to(device)
     moved = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
     optimizer = workload.optimizer(model.parameters())
-    return Training(model, optimizer, itertools.cycle(moved), model, optimizer.step)
+    scheduler = None if workload.schedule is None else workload.schedule(optimizer)
+    return Training(model, optimizer, itertools.cycle(moved), model, optimizer.step, scheduler)
