@@ -151,6 +151,7 @@ PARTS: tuple[Part, ...] = (
     Part("lowering.ir.windows", ("without_out",), Life.FACTS, "operators without `out`"),
     Part("lowering.plans.cached_computation", ("_numbers",), Life.FACTS, "the number of the next computation"),
     Part("lowering.plans.profiling", ("_compiling",), Life.USERS, "graphs whose compile is under way"),
+    Part("lowering.products.product_timing", ("_onednn", "_is_faster"), Life.FACTS, "how fast libraries multiply"),
     Part("caching.scratch", ("_swept_by",), Life.FACTS, "the process that has swept"),
 )  # fmt: skip
 

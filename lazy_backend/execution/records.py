@@ -75,6 +75,19 @@ class SyncRecords:
         finally:
             per_thread.limits = before
 
+    def ready_plan(
+        self,
+        bound: CachedComputation,
+        constants: Sequence[float],
+        collection: SyncTensorCollection,
+        record: SyncRecord | None,
+    ) -> ExecutionPlan | None:
+        """As `plan_for`, if there is a compiled plan already, as nearly always; otherwise None."""
+        plan = bound.computation.executor.ready_plan_for(tuple(constants))
+        if plan is not None and record is not None:
+            note_plan(record, collection.cursor, bound.computation, plan.kind, True, collection.is_new)
+        return plan
+
     def plan_for(
         self,
         bound: CachedComputation,

@@ -447,7 +447,6 @@ class JumpedCall(RegionCall):
                 data = self._all(program, saved, grads)
                 taken = take_jump(context, name, data)
             if taken is not None:
-                metrics.increment("RegionJump")
                 return list(map(wrap_with, taken[0].jump.wrappers, taken[1]))
             data = data or self._all(program, saved, grads)
         return self._record_again(program, data, name, folds)

@@ -57,10 +57,10 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
     """The arguments of a call, or why it runs as written."""
     leaves: Sequence[Any] = args
     spec = None
-    if kwargs or any(isinstance(arg, list | tuple | dict) or _is_node(arg) for arg in args):
+    if kwargs or not all(arg.__class__ is LazyTensor or _is_leaf(arg) for arg in args):
         leaves, spec = pytree.tree_flatten((args, kwargs))
-    if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
-        return "it got a dict whose keys are not strings"
+        if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
+            return "it got a dict whose keys are not strings"
     key: list[Any] = [spec, *_choices_of_kernels(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     tensors: list[LazyTensor] = []
     context: DeviceContext | None = None
@@ -106,5 +106,5 @@ def _choices_of_kernels() -> tuple[bool, ...]:
     )
 
 
-def _is_node(arg: Any) -> bool:
-    return type(arg) in pytree.SUPPORTED_NODES
+def _is_leaf(arg: Any) -> bool:
+    return not isinstance(arg, list | tuple | dict) and type(arg) not in pytree.SUPPORTED_NODES

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend import metrics
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.program import INPUTS, Fresh, Token, View
@@ -27,6 +28,8 @@ from lazy_backend.regions.stretch import Node, Stretch
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import UNWRITTEN, Bundle, DeviceContext, LazyStorage, TensorData, Trace, ViewData
+
+_COUNTED = {"RegionJump": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +276,7 @@ def take_jump(
             if saved is not None:
                 trace.bundles.append(saved)
                 saved.random = before
+            metrics.observe_together(_COUNTED)
             return known, made, saved
     except BaseException:
         trace.roll_back()

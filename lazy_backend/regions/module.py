@@ -192,7 +192,6 @@ class CapturedModule:
         if taken is None:
             return None
         known, made, saved = taken
-        metrics.increment("RegionJump")
         if program.versioned:
             written = [operands[place] for place in program.versioned]
             torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import warnings
 import weakref
@@ -308,3 +309,52 @@ def test_a_captured_optimizer_is_the_optimizer() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+# ----- zero_grad
+
+
+def test_zero_grad_does_what_it_did() -> None:
+    model = make_model().to("lazy")
+    optimizer = capture(optim.SGD(model.parameters(), 0.1))
+    assert list(inspect.signature(optimizer.zero_grad).parameters) == ["set_to_none"]  # as accelerate asks
+    for parameters in ({}, {"set_to_none": True}):
+        model(torch.ones(2, 3, device="lazy")).sum().backward()
+        optimizer.zero_grad(**parameters)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.ones(2, 3, device="lazy")).sum().backward()
+    optimizer.zero_grad(False)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+def test_zero_grad_is_shown_by_the_profiler() -> None:
+    model = make_model().to("lazy")
+    optimizer = capture(optim.SGD(model.parameters(), 0.1))
+    model(torch.ones(2, 3, device="lazy")).sum().backward()
+    with torch.profiler.profile() as profile:
+        optimizer.zero_grad()
+    assert "Optimizer.zero_grad#SGD.zero_grad" in {event.name for event in profile.events()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_zero_grad_of_the_users_own_is_called() -> None:
+    class Counting(optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.calls += 1
+            super().zero_grad(set_to_none)
+
+    model = make_model().to("lazy")
+    optimizer = capture(Counting(model.parameters(), 0.1))
+    optimizer.zero_grad()
+    assert optimizer.calls == 1
+    for captures_first in (True, False):
+        plain, called = optim.SGD(model.parameters(), 0.1), []
+        if captures_first:
+            capture(plain)
+        plain.zero_grad = lambda set_to_none=True, called=called: called.append(set_to_none)  # type: ignore
+        capture(plain).zero_grad()
+        assert called == [True]
