@@ -6,9 +6,10 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--diagnostics`, `--trainers`, `--ranks` and `--simulated-ranks` measure something else: the first steps of a
-process, what `config.explain` costs, the loops of other packages' trainers, several processes that train together, and
-what it costs many to agree. See docs/benchmarks.md and docs/scaling.md.
+`--cold`, `--compile-time`, `--overlap`, `--diagnostics`, `--trainers`, `--ranks` and `--simulated-ranks` measure
+something else: the first steps of a process, compiles of deep models, recording beside a run, what `config.explain`
+costs, the loops of other packages' trainers, several processes that train together, and what it costs many to agree.
+See docs/benchmarks.md and docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import compile_time
 import diagnostics
 import rank_loops
 import rank_scaling
+import recording_overlap
 import torch
 import trainer_loops
 from command_line import names_among
@@ -163,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
+    parser.add_argument("--overlap", action="store_true", help="recording while a graph runs, nothing else")
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
     parser.add_argument("--simulated-ranks", action="store_true", help="what agreeing costs 8 to 10,000, nothing else")
@@ -202,6 +205,10 @@ def main() -> None:
         return
     if arguments.compile_time:
         compile_time.main(arguments.threads, "markdown" if arguments.markdown else "text")
+        return
+    if arguments.overlap:
+        form = "markdown" if arguments.markdown else "text"
+        recording_overlap.main(arguments.threads, arguments.rounds or 15, form)
         return
     if arguments.trainers:
         rounds = arguments.rounds or (1 if arguments.quick else 3)

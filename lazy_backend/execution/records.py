@@ -83,8 +83,15 @@ class SyncRecords:
         record: SyncRecord | None,
     ) -> ExecutionPlan | None:
         """As `plan_for`, if there is a compiled plan already, as nearly always; otherwise None."""
-        plan = bound.computation.executor.ready_plan_for(tuple(constants))
-        if plan is not None and record is not None:
+        chooser = bound.computation.executor
+        if record is None:
+            return chooser.ready_plan_for(tuple(constants))
+        per_thread.record = record
+        try:
+            plan = chooser.ready_plan_for(tuple(constants))
+        finally:
+            per_thread.record = None
+        if plan is not None:
             note_plan(record, collection.cursor, bound.computation, plan.kind, True, collection.is_new)
         return plan
 

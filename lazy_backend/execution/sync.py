@@ -156,6 +156,7 @@ class LazyGraphExecutor:
         collection = self.collect_sync_tensors(context, sync_config, cause)
         bound = self.computations.try_run_cached_sync(collection, settings)
         record = self.records.begin(collection, settings, bound is not None)
+        policy = compile_policy()  # tells of a cache that has failed, too
         counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
         if bound is None:
             del counted["CachedCompile"]  # `compile` counts it
@@ -164,7 +165,7 @@ class LazyGraphExecutor:
         parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(trace, bound)
         plan = self.records.ready_plan(bound, constants, collection, record)
         if plan is None:
-            plan = run_clean(self.records.plan_for, bound, constants, compile_policy(), collection, record)
+            plan = run_clean(self.records.plan_for, bound, constants, policy, collection, record)
         background = may_wait and runs_in_background(context, plan, sync_config.force_ltc_data)
         held = held_outputs(bound, collection.storages)
         run = Async(collection, parameters, held, constants, seeds, bound, plan, record, background)
