@@ -229,7 +229,7 @@ class Workload:
     model: Callable[[], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     batch: Callable[[], Batch]
-    steps: int  # per round
+    steps: int  # per round: for about half a second, as a process whose turn it is finds cold caches
     lengths: Sequence[int] = ()  # of the batches' second dimension, each of a batch of its own; none: all alike
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
 
@@ -286,17 +286,17 @@ def _cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 
 def _gpt(title: str, size: GPTSize, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Workload:
-    return Workload(f"GPT, {size.layers} layers, {title}", lambda: GPT(size), optimizer, _gpt_batch, 20)
+    return Workload(f"GPT, {size.layers} layers, {title}", lambda: GPT(size), optimizer, _gpt_batch, 40)
 
 
 WORKLOADS: dict[str, Workload] = {
-    "mlp": Workload("MLP, 3 layers, SGD", lambda: MLP(64, 256, 10), _sgd, _mlp_batch, 200),
-    "cnn": Workload("CNN, 2 layers, foreach AdamW", lambda: CNN(16, 10), _adamw, _cnn_batch, 100),
-    "lstm": Workload("LSTM, 12 steps, SGD", lambda: Recurrent(32, 64, 10), _sgd, _lstm_batch, 100),
-    "cells": Workload("LSTM cells, 12 steps, SGD", lambda: Cells(32, 64, 10), _sgd, _lstm_batch, 50),
-    "branches": Workload("eight branches, AdamW", lambda: Branches(8, 64, 64, 10), _plain_adamw, _mlp_batch, 50),
+    "mlp": Workload("MLP, 3 layers, SGD", lambda: MLP(64, 256, 10), _sgd, _mlp_batch, 1000),
+    "cnn": Workload("CNN, 2 layers, foreach AdamW", lambda: CNN(16, 10), _adamw, _cnn_batch, 200),
+    "lstm": Workload("LSTM, 12 steps, SGD", lambda: Recurrent(32, 64, 10), _sgd, _lstm_batch, 800),
+    "cells": Workload("LSTM cells, 12 steps, SGD", lambda: Cells(32, 64, 10), _sgd, _lstm_batch, 500),
+    "branches": Workload("eight branches, AdamW", lambda: Branches(8, 64, 64, 10), _plain_adamw, _mlp_batch, 500),
     "schedule": Workload(
-        "MLP, 3 layers, Adam, cosine schedule", lambda: MLP(64, 256, 10), _plain_adam, _mlp_batch, 100, schedule=_cosine
+        "MLP, 3 layers, Adam, cosine schedule", lambda: MLP(64, 256, 10), _plain_adam, _mlp_batch, 800, schedule=_cosine
     ),
     "lengths": Workload(
         "GPT, 4 layers, AdamW, ten lengths",

@@ -161,7 +161,7 @@ class _RunnerWriter:
                 self._values[name], self._examples[name] = f"symbols[{place}]", symbols[place]
             else:
                 self._values[name] = self._slot()
-                self._layouts[name] = layouts[self.num_tensors] if layouts else None
+                self._layouts[name] = layouts[self.num_tensors] if self.num_tensors < len(layouts) else None
                 self.num_tensors += 1
 
     def _assign(self, name: str, value: ast.expr, following: ast.stmt | None) -> None:

@@ -106,6 +106,21 @@ def test_what_is_added_is_added(size: tuple[int, ...], monkeypatch: pytest.Monke
 
 
 @needs_onednn
+@pytest.mark.parametrize("size", [(4, 5, 6), (128, 128, 128), (1, 7, 9), (33, 1, 65), (64, 256, 1)])
+def test_what_was_in_the_memory_before_does_not_count(size: tuple[int, int, int]) -> None:
+    rows, inner, columns = size
+    multiply = product_timing._onednn()
+    assert multiply is not None
+    # a view, so that the memory is not aligned
+    left, right = torch.randn(rows * inner + 3)[3:].view(rows, inner), torch.randn(inner, columns)
+    for value in (0.0, torch.inf):
+        left[0, 0] = value
+        out = torch.full((rows, columns), torch.nan)
+        multiply(left, right, out, 0.0)
+        torch.testing.assert_close(out, left @ right, equal_nan=True)
+
+
+@needs_onednn
 def test_symbolic_products_are_chosen_for_the_sizes_they_were_seen_with(tmp_path: Path) -> None:
     (call,) = ast.parse(
         "def call(self, args):\n"
