@@ -174,8 +174,6 @@ class LazyTensor(torch.Tensor):
                 f"a lazy tensor's data cannot be set to a tensor on {value.device}\n"
                 f"  move it first, as in tensor.to({str(self.device)!r})"
             )
-        if value.is_conj() and not self.is_complex():
-            value = cast("LazyTensor", value.resolve_conj())  # copied: only a complex tensor can take the bit
         assign(self, value._data)
 
     @hide_internals
@@ -377,6 +375,8 @@ def assign(tensor: LazyTensor, data: TensorData) -> None:
     """Make `tensor` stand for `data`, as `tensor.data = ...`, `set_` and `t_` do; sizes, strides and dtype follow."""
     # shallow_copy_from keeps the object, its autograd history and its version counter
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        if data.meta.conj and not tensor.is_complex():  # only a complex tensor can take the bit: it becomes one first
+            _set_data(tensor, make_view(tensor, wrapper_arguments(data.context, data.meta)))
         # `_set_data` refuses tensors whose bits differ; the conjugate bit counts for complex tensors only
         if tensor.is_conj() != data.meta.conj:
             torch._C._set_conj(tensor, data.meta.conj)

@@ -576,3 +576,22 @@ def test_autocast_for_the_cpu_does_not_reach_into_a_run(backend: str, where: str
         with torch.autocast("cpu", dtype=torch.bfloat16):
             lazy_backend.mark_step()
         assert_same(made, x @ x)
+
+
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_data_may_become_a_conjugate_view(is_complex: bool) -> None:
+    """A real tensor becomes a complex one that shares the view's memory; found by the fuzzer."""
+
+    def program(device: str) -> list[object]:
+        base = torch.complex(torch.arange(3.0), -torch.ones(3)).to(device)
+        tensor = torch.zeros(3, dtype=torch.complex64 if is_complex else torch.float32).to(device)
+        tensor.data = base.conj()
+        found = [tensor.is_conj(), tensor.dtype, (tensor * 1j).cpu()]
+        tensor.copy_(torch.complex(torch.ones(3), torch.arange(3.0)).to(device))
+        return [*found, tensor.cpu(), base.cpu(), tensor.grad_fn, tensor.data.is_conj()]
+
+    expected = program("cpu")
+    for _ in range(3):
+        found = program("lazy")
+        lazy_backend.mark_step()
+        assert_same(found, expected)
