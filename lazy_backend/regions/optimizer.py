@@ -46,6 +46,8 @@ from lazy_backend.tensors.thread_state import describe_autocast
 
 # Attributes whose contents `_OptimizerParts` and `OptimizerGuard` compare by themselves.
 _SEEN_HERE = ("param_groups", "state", "step", "zero_grad")
+# Of all optimizers that have no other one. A program may replace it in the class, at any time.
+_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 # Patterns of gradients that are remembered.
 _MAX_STATES = 8
 # Programs of one pattern whose jumps are remembered, such as those of the branches of a schedule.
@@ -137,7 +139,7 @@ def capture_optimizer(
     optimizer.step = _StepEntry(CapturedOptimizer(optimizer, verify, warns))  # type: ignore[method-assign, assignment]
     if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler warns unless it sees that its wrapper is called
         optimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+    if getattr(optimizer.zero_grad, "__func__", None) is _ZERO_GRAD:
         optimizer.zero_grad = _ZeroGradEntry(optimizer)  # type: ignore[method-assign, assignment]
     return optimizer
 
@@ -184,7 +186,7 @@ class _ZeroGradEntry:
         optimizer = self._reference()
         if optimizer is None:
             raise CaptureError(f"the captured optimizer of this call is gone\n  at {user_site()}\n  keep it")
-        if not set_to_none or is_profiling():
+        if not set_to_none or is_profiling() or type(optimizer).zero_grad is not _ZERO_GRAD:
             type(optimizer).zero_grad(optimizer, set_to_none)
             return
         with torch._C.DisableTorchFunctionSubclass():  # 70 ns for each attribute of a tensor instead of 150

@@ -88,6 +88,10 @@ def product_of(operands: Sequence[TensorLayout | None], out: TensorLayout | None
         return None
     if not _is_contiguous(out) or not _is_dense(left) or not _is_dense(right):
         return None
+    if (
+        len(out.size) == 3 and out.size[1] == 1
+    ):  # oneDNN may leave these unwritten, if out has other strides in dimension 1
+        return None
     if added is not None and len(added.size) > len(out.size):
         return None
     return MatrixProduct(left, right, added)

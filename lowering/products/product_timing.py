@@ -102,6 +102,8 @@ def _is_faster(product: MatrixProduct) -> bool:
     try:
         with torch.no_grad():
             return _time(product)
+    except RuntimeError:  # what cannot be timed is not worth a compile: ATen can compute it
+        return False
     finally:
         torch.set_num_threads(threads)
 
@@ -144,5 +146,6 @@ def _time(product: MatrixProduct) -> bool:
 
 
 def _tensor(layout: TensorLayout) -> torch.Tensor:
-    made = torch.empty_strided(layout.size, layout.stride, dtype=torch.float32)
-    return made.uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
+    memory = torch.empty(extent).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    return memory.as_strided(layout.size, layout.stride)  # what is added may be expanded

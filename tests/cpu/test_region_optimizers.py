@@ -339,7 +339,7 @@ def test_zero_grad_is_shown_by_the_profiler() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_zero_grad_of_the_users_own_is_called() -> None:
+def test_a_zero_grad_of_the_users_own_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(optim.SGD):
         calls = 0
 
@@ -351,6 +351,12 @@ def test_a_zero_grad_of_the_users_own_is_called() -> None:
     optimizer = capture(Counting(model.parameters(), 0.1))
     optimizer.zero_grad()
     assert optimizer.calls == 1
+    optimizer = capture(optim.Adam(model.parameters()))
+    with monkeypatch.context() as patch:  # after the capture
+        patch.setattr(optim.Optimizer, "zero_grad", lambda self, set_to_none=True: called.append(self))
+        called: list[object] = []
+        optimizer.zero_grad()
+        assert called == [optimizer]
     for captures_first in (True, False):
         plain, called = optim.SGD(model.parameters(), 0.1), []
         if captures_first:

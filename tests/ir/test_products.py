@@ -66,6 +66,8 @@ def test_other_operands_are_left_to_aten() -> None:
     assert product_of([left, right], None) is None
     assert product_of([left, right], layout(torch.empty(6, 4).mT)) is None
     assert product_of([left, right, layout(torch.empty(1, 4, 6))], out) is None
+    batches = [layout(torch.empty(size)) for size in ((3, 1, 5), (3, 5, 6), (3, 1, 6))]
+    assert product_of(batches[:2], batches[2]) is None
     assert product_of([left, right, layout(torch.empty(6))], out) is not None
 
 
@@ -181,6 +183,32 @@ def test_the_faster_library_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(product_timing, "_onednn", lambda multiply=multiply: multiply)
         product_timing._is_faster.cache_clear()
         assert product_timing.prefers_onednn(product) is is_preferred, multiply
+
+
+@needs_onednn
+@pytest.mark.parametrize("size", [(96,), (1, 96), (128, 1), (8, 1, 96), (8, 128, 96), ()])
+def test_products_with_expanded_addends_are_timed(size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor expands what is added before: some of it is in the same memory."""
+    timed: list[MatrixProduct] = []
+    monkeypatch.setattr(product_timing, "_SMALLEST", 1)
+    monkeypatch.setattr(build, "prefers_onednn", lambda p: not timed.append(p) and product_timing.prefers_onednn(p))
+    tensors = [torch.randn(size), torch.randn(8, 128, 64), torch.randn(8, 64, 96)]
+    call = compiled(graph_of(aten.baddbmm.default, *tensors), "native", monkeypatch)
+    torch.testing.assert_close(call(list(tensors))[0], torch.baddbmm(*tensors).relu())
+    assert timed
+
+
+def test_what_cannot_be_timed_is_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(product: MatrixProduct) -> bool:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(product_timing, "_may_choose", lambda: True)
+    monkeypatch.setattr(product_timing, "_time", fail)
+    square = product_of([layout(torch.empty(256, 256))] * 2, layout(torch.empty(256, 256)))
+    assert square is not None
+    threads = torch.get_num_threads()
+    assert product_timing.prefers_onednn(square) is False
+    assert torch.get_num_threads() == threads
 
 
 def test_nothing_is_timed_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
