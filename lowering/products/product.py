@@ -88,9 +88,8 @@ def product_of(operands: Sequence[TensorLayout | None], out: TensorLayout | None
         return None
     if not _is_contiguous(out) or not _is_dense(left) or not _is_dense(right):
         return None
-    if (
-        len(out.size) == 3 and out.size[1] == 1
-    ):  # oneDNN may leave these unwritten, if out has other strides in dimension 1
+    # oneDNN may leave single rows of a batch unwritten: it depends on their stride, which says nothing otherwise
+    if len(out.size) == 3 and out.size[1] == 1:
         return None
     if added is not None and len(added.size) > len(out.size):
         return None
