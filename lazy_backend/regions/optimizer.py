@@ -171,9 +171,9 @@ class _StepEntry:
 
 
 class _ZeroGradEntry:
-    """Stands for the method `zero_grad` of a captured optimizer: drops gradients without a range for the profiler.
+    """Stands for the method `zero_grad` of a captured optimizer: opens no range for a profiler that is off.
 
-    Without one that records: making a range takes 15 of 20 µs.
+    The range takes 15 of the method's 20 µs.
     """
 
     __slots__ = ("_reference",)
