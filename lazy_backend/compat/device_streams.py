@@ -30,6 +30,7 @@ class Event:
     def query(self) -> bool:
         """Whether nothing is pending, and no run is under way."""
         context = context_of(None)
+        context.locker.finish_if_over()
         return not context.has_pending() and context.locker.is_idle()
 
     @hide_internals

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -48,6 +49,7 @@ from lazy_backend.settings import config
 from lazy_backend.tensors import outside
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import LazyGenerator
+from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Seconds that interpreter exit waits for a run under way before abandoning the run.
@@ -158,7 +160,7 @@ def _at_exit() -> None:
     _refuse_while_shutting_down()
     closures.runner.close(_EXIT_TIMEOUT)
     for context in contexts.get_active_devices():
-        if not context.queue.close(_EXIT_TIMEOUT):
+        if not context.queue.close(_EXIT_TIMEOUT) or not _is_over_within(_EXIT_TIMEOUT, context):
             print(
                 f"lazy_backend: a run on {context.device} did not finish within {_EXIT_TIMEOUT:.0f} s and was "
                 "abandoned",
@@ -168,6 +170,16 @@ def _at_exit() -> None:
         if error is not None:
             print(f"lazy_backend: the last run on {context.device} failed:", file=sys.stderr)
             traceback.print_exception(error)
+
+
+def _is_over_within(seconds: float, context: DeviceContext) -> bool:
+    """Whether the run under way, if any, ends within so many seconds."""
+    end = time.monotonic() + seconds
+    while not context.locker.finish_if_over():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _refuse_while_shutting_down() -> None:

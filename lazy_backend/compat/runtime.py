@@ -31,6 +31,7 @@ from lazy_backend.execution import closures, disk_cache
 from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.artefacts.run_thread import run_thread
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.tensors import outside
@@ -66,6 +67,8 @@ class Part:
 PARTS: tuple[Part, ...] = (
     Part("lowering.compilation.background", ("worker",), Life.PROCESS, "the compiler's process and its jobs",
          after_fork=worker.reset_after_fork),
+    Part("lowering.artefacts.run_thread", ("run_thread",), Life.PROCESS, "the thread of runs without Python",
+         after_fork=run_thread.reset_after_fork),
     Part("caching.process_locks", ("_locks", "_held"), Life.PROCESS, "the locks that are held during a fork",
          after_fork=process_locks.release_all),
     Part("tensors.contexts", ("contexts",), Life.DEVICES, "devices with their traces, tries and live tensors",
@@ -123,6 +126,7 @@ PARTS: tuple[Part, ...] = (
     Part("tensors.generators", ("_known",), Life.USERS, "lazy generators"),
     Part("lowering.artefacts.environment", ("processor", "lowering_code", "compiler_variables"), Life.FACTS,
          "what keys depend on and no program changes"),
+    Part("lowering.artefacts.run_thread", ("available_cores",), Life.FACTS, "cores that this process may use"),
     Part("lowering.artefacts.runner_source", ("_has_messages", "_shims"), Life.FACTS, "what PyTorch's headers declare"),
     Part("lowering.collectives.agreement", ("agreements",), Life.USERS, "what ranks have told each other"),
     Part("lowering.collectives.agreement", ("_announced",), Life.THREAD, "what a thread has announced"),

@@ -1,20 +1,23 @@
 """One scheduled run: the trace it was cut from, the storages it fills, and its outcome.
 
 Note [Where a run happens]
-On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU, that
-thread would have an OpenMP team of its own besides the main thread's. With more threads than cores, libgomp sleeps
-between parallel regions, and a GPT step took twice as long (30 against 15 ms, two cores), far more than is gained by
-overlapping the run with recording. So unless operators use one thread, a CPU run happens within the call that synced.
-So does a run that the caller waits for, as for a read: there is nothing to overlap with, and two thread switches make
-an MLP step a tenth longer. The same holds for short runs: waking the device's thread, which needs the GIL from a thread
-that records, costs more than there is to overlap (an MLP's captured step: 850 µs instead of 660, an LSTM's 1030 instead
-of 870; a CNN's, whose run takes 2.5 ms, is faster, and so is a plain loop's: 3.5 ms instead of 5.3). So the shortest
-run of a plan so far decides too. Locks, errors and poisoning are the same in all cases; `config.run_in_background`
-overrules this.
+On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU there are
+three places, and locks, errors and poisoning are the same in all of them:
+
+- Beside recording, on a thread that never needs the GIL (Note [Runs beside recording]): runs of compiled code that
+  leaves nothing to Python, if there are more cores than operators use threads. Whoever needs the results first hands
+  them out. A loop that waits for each step at once gains nothing by that, which `Overlap` notices.
+- On the device's thread: other runs that take longer than waking that thread, which needs the GIL from a thread that
+  records, if operators use one thread. With more, that thread has an OpenMP team besides the main thread's; with more
+  threads than cores, libgomp sleeps between parallel regions, and a GPT step took twice as long.
+- Within the call that synced: all others, and those that the caller waits for.
+
+`config.run_in_background` overrules this.
 """
 
 from __future__ import annotations
 
+import enum
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +32,9 @@ from lazy_backend.caching.trie import TrieNode
 from lazy_backend.diagnostics.debug_log import print_run
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import ExecutionError, LazyBackendError, PoisonedTensorError
+from lazy_backend.lowering.artefacts.run_thread import available_cores
 from lazy_backend.lowering.collectives.agreement import agreements
+from lazy_backend.lowering.compilation.compiler import CompiledRun
 from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
@@ -43,8 +48,18 @@ from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, V
 from lazy_backend.tensors.tensor import backing_tensor
 from lazy_backend.tensors.thread_state import run_clean
 
-# Seconds. Shorter runs on the CPU happen within the call that syncs.
+# Seconds. Shorter runs on the CPU do not happen on the device's thread.
 _SHORT_RUN = 1.5e-3
+# Seconds after which a waiting thread looks at what else has happened, such as Ctrl-C.
+_LONGEST_WAIT = 0.05
+
+
+class RunPlace(enum.Enum):
+    """See Note [Where a run happens]."""
+
+    WITHIN_CALL = enum.auto()
+    DEVICE_THREAD = enum.auto()
+    BESIDE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +107,17 @@ class Async(Work):
     cached_computation: CachedComputation
     plan: ExecutionPlan
     record: SyncRecord | None = None
-    in_background: bool = False
+    place: RunPlace = RunPlace.WITHIN_CALL
+    beside: CompiledRun | None = None  # at that place
     deliveries: list[tuple[Callable[[TensorData, Any], None], TensorData]] = field(default_factory=list)
     delivered: bool = False
     below: DeviceRun | None = None
     error: BaseException | None = None
     interruption: BaseException | None = None
     collective_seconds: float = 0.0  # those that the plan took for communicating
+    began: float = 0.0  # when the plan began
+    seconds: float = 0.0  # that it took
+    waited: float = 0.0  # seconds that somebody waited for it
 
     def __post_init__(self) -> None:
         Work.__init__(self)
@@ -119,9 +138,25 @@ class Async(Work):
         if self.collection.given_back:
             self._give_back()
         context.locker.lock(self)
-        if self.in_background:
+        if self.place is RunPlace.DEVICE_THREAD:
             context.queue.add(self.do)
             self.leave_to_queue()
+        elif self.beside is not None:
+            self._begin(self.beside)
+
+    def _begin(self, beside: CompiledRun) -> None:
+        """Begin a run beside this thread. May be interrupted, and done again."""
+        if not beside.has_begun and not self.done:
+            try:
+                run_clean(lambda: beside.begin(self._inputs(), self.constants, self.seeds))
+            except Exception:
+                # the error comes again there, and is told as every other
+                self.place, self.beside = RunPlace.WITHIN_CALL, None
+                return
+        self.parameters_data.clear()
+
+    def _inputs(self) -> list[torch.Tensor]:
+        return [_resolve(data, base) for data, base in self.parameters_data]
 
     def _give_back(self) -> None:
         """See Note [Memory given back]. May be interrupted, and done again."""
@@ -138,6 +173,25 @@ class Async(Work):
         if self.error is not None:
             raise self.error
 
+    def join(self) -> None:
+        """See `Work`. What interrupts this wait does not interrupt a run beside this thread."""
+        beside = self.beside
+        if beside is not None and beside.has_begun and not self.done and not self.is_beneath():
+            start = perf_counter()
+            while not beside.wait(_LONGEST_WAIT) and not self.done:
+                pass
+            self.waited = perf_counter() - start
+        Work.join(self)
+
+    def is_over(self) -> bool:
+        """Whether `join` would not wait for another thread."""
+        if self.done:
+            return True
+        beside = self.beside
+        if beside is not None and beside.has_begun:
+            return beside.wait(0.0)
+        return self.thread is None and not self.queued
+
     def perform(self) -> None:
         """Compute and hand out the results.
 
@@ -145,7 +199,7 @@ class Async(Work):
         """
         start = perf_counter()
         # finalizers on this thread would find results that are not there yet; they run after the run
-        pauses = not self.in_background and gc.isenabled()
+        pauses = self.place is not RunPlace.DEVICE_THREAD and gc.isenabled()
         try:
             if pauses:
                 gc.disable()
@@ -161,7 +215,7 @@ class Async(Work):
         finally:
             if pauses:
                 gc.enable()
-        self._report(start, perf_counter() - start)
+        self._report(start)
         if self.interruption is not None:
             raise self.interruption
 
@@ -176,19 +230,11 @@ class Async(Work):
         self.collection.context.locker.unlock(self, self.error)
 
     def _execute(self) -> None:
-        inputs = [_resolve(data, base) for data, base in self.parameters_data]
-        self.parameters_data.clear()
         plan = self.plan
-        start = perf_counter()
-        collectives = self.cached_computation.computation.collectives
-        if collectives is None:
-            outputs = plan.execute(inputs, self.constants, self.seeds)
-        else:
-            with agreements.announced(collectives) as announcement:
-                outputs = plan.execute(inputs, self.constants, self.seeds)
-            self.collective_seconds = announcement.seconds
+        beside = self.beside
+        outputs = self._computed() if beside is None or not beside.has_begun else self._results(beside)
         if plan.num_runs:
-            plan.shortest_run = min(plan.shortest_run, perf_counter() - start)
+            plan.shortest_run = min(plan.shortest_run, self.seconds)
         plan.num_runs += 1
         # checking the layout takes 0.4 µs per result
         is_known = plan.conforms
@@ -200,9 +246,35 @@ class Async(Work):
             outputs[place] = None  # type: ignore[call-overload]
         plan.conforms = conforms
 
-    def _report(self, start: float, seconds: float) -> None:
+    def _results(self, beside: CompiledRun) -> list[torch.Tensor]:
+        """Those of a run beside this thread."""
+        while not beside.wait(_LONGEST_WAIT):
+            pass
+        outputs, ago, self.seconds = beside.results()
+        self.began = perf_counter() - ago
+        self.plan.overlap.note(self.seconds, self.waited)
+        return outputs
+
+    def _computed(self) -> list[torch.Tensor]:
+        inputs = self._inputs()
+        self.parameters_data.clear()
+        self.began = perf_counter()
+        collectives = self.cached_computation.computation.collectives
+        if collectives is None:
+            outputs = self.plan.execute(inputs, self.constants, self.seeds)
+        else:
+            with agreements.announced(collectives) as announcement:
+                outputs = self.plan.execute(inputs, self.constants, self.seeds)
+            self.collective_seconds = announcement.seconds
+        self.seconds = perf_counter() - self.began
+        return outputs
+
+    def _report(self, start: float) -> None:
+        """`start`: when this thread turned to the run."""
+        is_beside = self.beside is not None and self.seconds > 0.0
+        start, seconds = (self.began, self.seconds) if is_beside else (start, perf_counter() - start)
         failed = self.error is not None or self.interruption is not None
-        counted = {"ExecuteComputation": 1, "ExecuteFailed": 1} if failed else {"ExecuteComputation": 1}
+        counted = {"ExecuteComputation": 1, "ExecuteFailed": int(failed), "ExecuteBeside": int(self.beside is not None)}
         metrics.observe_in_run(counted, ExecuteTime=seconds)
         if self.record is not None:
             history.ran(self.record, start, seconds, self.collective_seconds)
@@ -285,10 +357,20 @@ def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return empty_of(meta, tensor.device).copy_(tensor)
 
 
-def runs_in_background(context: DeviceContext, plan: ExecutionPlan, is_awaited: bool = False) -> bool:
-    """Whether a run of `plan` happens on the device's thread. See Note [Where a run happens]."""
-    if config.run_in_background == "auto":
-        return context.backing.type != "cpu" or (
-            _SHORT_RUN < plan.shortest_run < math.inf and torch.get_num_threads() == 1 and not is_awaited
-        )
-    return bool(config.run_in_background == "always")
+def place_of_run(
+    context: DeviceContext, bound: CachedComputation, plan: ExecutionPlan, is_awaited: bool
+) -> tuple[RunPlace, CompiledRun | None]:
+    """Where a run of `plan` happens, and the run if that is beside recording. See Note [Where a run happens]."""
+    setting = config.run_in_background
+    is_forced = setting == "always"
+    if setting == "never" or (is_awaited and not is_forced and context.backing.type == "cpu"):
+        return RunPlace.WITHIN_CALL, None
+    num_threads = torch.get_num_threads()
+    if is_forced or num_threads < available_cores():
+        beside = None if bound.computation.collectives is not None or is_profiling() else plan.run_beside()
+        if beside is not None:
+            return (RunPlace.BESIDE, beside) if is_forced or plan.overlap.pays() else (RunPlace.WITHIN_CALL, None)
+    is_long = num_threads == 1 and _SHORT_RUN < plan.shortest_run < math.inf
+    if is_forced or is_long or context.backing.type != "cpu":
+        return RunPlace.DEVICE_THREAD, None
+    return RunPlace.WITHIN_CALL, None

@@ -29,11 +29,13 @@ from lazy_backend.execution.records import SyncRecords
 from lazy_backend.execution.rules import Rules
 from lazy_backend.execution.run import (
     Async,
+    RunPlace,
     SyncTensorCollection,
     SyncTensorsConfig,
     held_outputs,
-    runs_in_background,
+    place_of_run,
 )
+from lazy_backend.lowering.compilation.compiler import CompiledRun
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
@@ -166,9 +168,11 @@ class LazyGraphExecutor:
         plan = self.records.ready_plan(bound, constants, collection, record)
         if plan is None:
             plan = run_clean(self.records.plan_for, bound, constants, policy, collection, record)
-        background = may_wait and runs_in_background(context, plan, sync_config.force_ltc_data)
+        place: tuple[RunPlace, CompiledRun | None] = (RunPlace.WITHIN_CALL, None)
+        if may_wait:
+            place = place_of_run(context, bound, plan, sync_config.force_ltc_data)
         held = held_outputs(bound, collection.storages)
-        run = Async(collection, parameters, held, constants, seeds, bound, plan, record, background)
+        run = Async(collection, parameters, held, constants, seeds, bound, plan, record, *place)
         return _Prepared(trace, collection.cursor, run, trace.start, counted)
 
     def schedule_sync_tensors_graph(self, prepared: _Prepared) -> bool:
@@ -196,7 +200,7 @@ class LazyGraphExecutor:
         trace_seconds = start - prepared.trace_start
         metrics.observe_together(prepared.counted, TraceTime=trace_seconds, DeviceLockWait=waited, SyncTime=seconds)
         computation, awaited = run.cached_computation.computation, run.collection.config.force_ltc_data
-        if not run.in_background:
+        if run.place is RunPlace.WITHIN_CALL:
             # outside the context's lock, so that other threads may record meanwhile
             run.do()
             context.restart_clock()
@@ -278,8 +282,8 @@ class LazyGraphExecutor:
         context.paths.create(len(storages))
         context.registry.register_all(storages)
         outputs = held_outputs(bound, storages)
-        background = runs_in_background(context, plan)
-        run = Async(collection, parameters, outputs, constants, seeds, bound, plan, record, background, deliveries)
+        place = place_of_run(context, bound, plan, is_awaited=False)
+        run = Async(collection, parameters, outputs, constants, seeds, bound, plan, record, *place, deliveries)
         if not context.begin_replay(trace, count, run):
             return None
         run.start()

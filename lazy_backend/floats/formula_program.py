@@ -95,6 +95,7 @@ class _LeafOnCpu:
         self._is_lazy = bool(self.tensors) and self.tensors[0].__class__ is LazyTensor
         self._is_scalar = not value.dim() and held.read is None
         self._number = value.item() if self._is_scalar else None
+        self.reads_state = self._is_lazy or held.read is not None
 
     def current(self) -> torch.Tensor:
         """The value now. Raises `Stale` if it is not followed and changed, or if equal tensors differ."""
@@ -336,6 +337,8 @@ class FormulaProgram:
         self._held = [
             _LeafOnCpu(held, recorded.tape.values[node], node in choices.followed) for node, held in read.items()
         ]
+        # on the device, or read by a call of the body's own
+        self.reads_state = any(held.reads_state for held in self._held)
         tensors = [tensor for held in read.values() for tensor in held.tensors]
         self._places = [_Places(optimizer, tensors) for optimizer in optimizers] if tensors else []
         self._written = [tensor for tensor, _ in recorded.writes]

@@ -53,6 +53,7 @@ COUNTERS = (
     ),
     Meaning("ShapeLimitPassed", "programs with more shapes than the settings give plans to"),
     Meaning("ExecuteComputation", "graphs that ran, steps and replays; a first step too, which runs as it is recorded"),
+    Meaning("ExecuteBeside", "those of them that took place beside recording, on a thread that needs no Python"),
     Meaning("DeviceGraphLaunched", "of these, those that were launched as one graph of the device"),
     Meaning("DeviceGraphCaptured", "such graphs that were made"),
     Meaning("DeviceGraphGivenUp", "such graphs that no longer held, since an input moved or an output was in use"),

@@ -32,7 +32,7 @@ from lazy_backend.diagnostics.limits import GraphLimit
 from lazy_backend.errors import CaptureError, CaptureWarning
 from lazy_backend.errors.sites import user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.run import Async, SyncTensorsConfig
+from lazy_backend.execution.run import Async, RunPlace, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.floats.float_recorder import FloatRecorder, call_traced
 from lazy_backend.floats.formula_program import Stale
@@ -55,7 +55,7 @@ from lazy_backend.replay.recorded_call import (
     start_of_call,
     unflatten_result,
 )
-from lazy_backend.replay.replayed_call import Arguments, CapturedProgram
+from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, PreparedReplay
 from lazy_backend.replay.state_guard import Found, LeftAlone
 from lazy_backend.replay.state_places import argument_places
 from lazy_backend.replay.structure import hooks_of
@@ -255,14 +255,19 @@ class Captured(Generic[P, R]):
                     counted = True
                 attempts += 1
                 replayed = self._replay_or_record(context, signature, arguments, args, kwargs, attempts)
-            if replayed is not None:
+            if isinstance(replayed, tuple):
                 break
             # not while the lock is held: see Note [Interruption] and Note [Threads and bodies]
             executor.barrier(context)
+            if replayed is not None:
+                with context.lock:
+                    replayed = replayed.commit()
+                if replayed is not None:
+                    break
             if are_others_on_their_way():
                 let_others_through()
         result, run = replayed
-        if run is not None and not run.in_background:
+        if run is not None and run.place is RunPlace.WITHIN_CALL:
             run.do()
         return result  # type: ignore[no-any-return]
 
@@ -274,26 +279,27 @@ class Captured(Generic[P, R]):
         args: Any,
         kwargs: Any,
         attempts: int,
-    ) -> tuple[Any, Async | None] | None:
-        """What a call returns, and the run that the caller must do.
+    ) -> tuple[Any, Async | None] | PreparedReplay | None:
+        """What a call returns, and the run that the caller must do; or a replay to commit once no run is under way.
 
         None, with nothing done, if a run is under way or other threads are about to take the lock.
         """
-        if not context.locker.is_idle():
-            return None  # a body runs with the lock held, and would wait for the run under way
-        self._settle_steps()
         program = signature.program
         is_due = self._is_due(signature)
+        is_idle = context.locker.is_idle()
+        if not is_idle and (program is None or is_due or self._scaled or not program.may_prepare_early()):
+            return None  # a body runs with the lock held, and would wait for the run under way
+        self._settle_steps()
         if program is not None and not is_due:
             # a replay delivers only once it is prepared: a delivery drops the old value, and a finalizer may run then
             try:
-                replayed = program.run(arguments)
+                prepared = program.prepare(arguments)
             except Stale as reason:
                 signature.stale += attempts == 1
                 signature.reason = str(reason)
             else:
                 signature.stale = 0
-                return replayed
+                return prepared.commit() if is_idle else prepared
         if not context.locker.is_idle():
             return None  # a body runs with the lock held, and would wait for the run under way
         is_hopeless = program is None and not is_due and signature.failures >= _PATIENCE

@@ -287,21 +287,17 @@ class CapturedProgram:
                 raise Stale("an argument shares memory with the state")
         return self.floats.evaluate(floats)
 
-    def run(self, arguments: Arguments) -> tuple[Any, Async] | None:
-        """Replay: what the body would have returned, and the run; None, with nothing done, if a run is under way.
+    def prepare(self, arguments: Arguments) -> PreparedReplay:
+        """Check and make all that a replay needs. The caller holds the context's lock, and nothing is pending.
 
-        The caller holds the context's lock, and nothing is pending. Raises `Stale` before anything has happened.
+        A run may be under way if the program `may_prepare_early`. Raises `Stale` before anything has happened.
         """
         count = self.context.locker.count  # a signal handler may replay after this: then this call begins again
-        if not self.context.locker.is_idle():  # formulas may read what the last run gives
-            return None
         evaluated = self.check(arguments)
         arguments.uploads = evaluated.uploads
         if current_environment() != self.settings:
             raise Stale("the settings changed")
-        bound = self.bound
         inputs = [source.data(self, arguments) for source in self.sources]
-        seeds = [contexts.get_rng_seed(generator) for generator in self.generators]
         commit = evaluated.commit
         # done last to first, see Note [Skipped steps of a captured function]
         deliveries: list[Delivery] = [] if commit is None else [(commit.put, commit)]
@@ -309,20 +305,12 @@ class CapturedProgram:
         deliveries.extend((cleared.put, cleared) for cleared in self.cleared_grads)
         storages = [output.renew(deliveries) for output in self.outputs]
         result = self._result(storages, inputs)
-        run = executor.replay(
-            SyncTensorCollection(_CONFIG, self.context, self.context.trace.cursor, (), [], "captured call", self.site),
-            bound,
-            [(inputs[place], base) for place, base in self.parameters],
-            evaluated.constants,
-            [seeds[place] for place in bound.seeds],
-            storages,
-            deliveries,
-            count,
-        )
-        if run is None:
-            return None
-        metrics.increment("CapturedCall")
-        return result, run
+        parameters = [(inputs[place], base) for place, base in self.parameters]
+        return PreparedReplay(self, count, evaluated.constants, parameters, storages, deliveries, result)
+
+    def may_prepare_early(self) -> bool:
+        """Whether nothing is checked or computed that the run under way may still change."""
+        return not self.floats.reads_state and not self.unsettled
 
     def _result(self, storages: Sequence[LazyStorage], inputs: Sequence[TensorData]) -> Any:
         leaves = [_returned(leaf, storages, inputs) for leaf in self.returned.leaves]
@@ -340,3 +328,40 @@ class CapturedProgram:
     def carried(self) -> dict[LazyStorage, int]:
         """The storages that the last call left, each with the place of its output."""
         return {storage: place for place, output in enumerate(self.outputs) if (storage := output.current())}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedReplay:
+    """A replay that waits only for the run under way. `count`: of the device's runs, when its checks began."""
+
+    program: CapturedProgram
+    count: int
+    constants: tuple[float, ...]
+    parameters: list[tuple[TensorData, bool]]
+    storages: list[LazyStorage]
+    deliveries: list[Delivery]
+    result: Any
+
+    def commit(self) -> tuple[Any, Async] | None:
+        """What the body would have returned, and the run; None, with nothing done, if something came in between.
+
+        The caller holds the context's lock.
+        """
+        program = self.program
+        seeds = [contexts.get_rng_seed(generator) for generator in program.generators]
+        run = executor.replay(
+            SyncTensorCollection(
+                _CONFIG, program.context, program.context.trace.cursor, (), [], "captured call", program.site
+            ),
+            program.bound,
+            self.parameters,
+            self.constants,
+            [seeds[place] for place in program.bound.seeds],
+            self.storages,
+            self.deliveries,
+            self.count,
+        )
+        if run is None:
+            return None
+        metrics.increment("CapturedCall")
+        return self.result, run

@@ -47,7 +47,7 @@ and checks the order while programs train, replay, compile and serve):
    `FramePool._lock`, `GraphTask.lock`, `Layers._lock`, `ClosureRunner._lock`, `_Watches._lock`,
    `DeviceContextArena._lock`, `History._lock`, `Agreements._lock`: one table each.
 9. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`, `WeakTable._lock`, `communication._lock`,
-   `GroupNumbers._lock`, `Launches._lock`, `UnderWay._lock`, `cpp_units._parsed_lock`: no
+   `GroupNumbers._lock`, `Launches._lock`, `UnderWay._lock`, `_RunThread._lock`, `cpp_units._parsed_lock`: no
    code that runs while they are held takes a lock.
 
 All are reentrant except two. `GraphTask.lock`: threads of one run take it for a few stores, during which no user code
@@ -137,6 +137,8 @@ class DeviceRun(Protocol):
 
     def is_beneath(self) -> bool: ...
 
+    def is_over(self) -> bool: ...
+
     def makes(self, storage: object) -> bool: ...
 
 
@@ -192,6 +194,18 @@ class DeviceLocker:
         run = self._run
         if run is not None and not run.done:  # done: 0.1 µs instead of 0.4
             run.join()
+
+    def finish_if_over(self) -> bool:
+        """Hand out the results of the run under way if that takes no waiting; False if it would.
+
+        The run's exception stays for the next caller.
+        """
+        run = self._run
+        if run is not None:
+            if not run.is_over():
+                return False
+            run.join()
+        return True
 
     def barrier(self) -> None:
         """Wait for the run under way and raise what it raised."""

@@ -35,6 +35,7 @@ import torch
 
 from lazy_backend.caching.scratch import scratch_folder
 from lazy_backend.lowering.artefacts.environment import made_for
+from lazy_backend.lowering.artefacts.run_thread import RunStarter
 from lazy_backend.lowering.artefacts.runner_source import PYTHON_NAMES
 from lazy_backend.lowering.blocks.block_sequence import BlockRunner, BlockSequence
 from lazy_backend.lowering.ir.graph import Graph
@@ -96,12 +97,14 @@ class Loaded:
     """A compiled graph. `guards`: the conditions on symbolic sizes, if any. `why_python`: why its runs need Python.
 
     `may_be_slower`: whether it is in blocks, and nobody has seen yet that this is faster than the whole graph.
+    `starter`: what begins runs beside recording, if such runs need no Python.
     """
 
     call: Call
     guards: str | None
     why_python: str = ""
     may_be_slower: bool = False
+    starter: RunStarter | None = None
 
 
 def load(data: bytes, graph: Graph) -> Loaded:
@@ -117,7 +120,8 @@ def _load(data: bytes) -> Loaded:
     if header["kind"] == "bundled":
         return Loaded(_load_bundled(blobs[0]), header["guards"], header["reason"])
     if header["kind"] == "native":
-        return Loaded(_load_runners(header["kernels"], [header["block"]], blobs)[0], header["guards"])
+        call, starter = _load_runners(header["kernels"], [header["block"]], blobs)[0]
+        return Loaded(call, header["guards"], starter=starter)
     if header["kind"] == "blocks":
         return _load_blocks(header, blobs)
     with scratch_folder() as folder:
@@ -135,7 +139,7 @@ def _load_blocks(header: dict[str, Any], blobs: Sequence[bytes]) -> Loaded:
     artefacts = list(map(_load, blobs[:count]))
     native = [block for block in header["blocks"] if "runner" in block]
     calls = iter(_load_runners(header["kernels"], native, blobs[count:]))
-    blocks = [next(calls) if "runner" in block else artefacts[block["artefact"]].call for block in header["blocks"]]
+    blocks = [next(calls)[0] if "runner" in block else artefacts[block["artefact"]].call for block in header["blocks"]]
     reasons = dict.fromkeys(artefact.why_python for artefact in artefacts if artefact.why_python)
     runner = BlockRunner(BlockSequence.from_json(header["sequence"]), blocks)
     return Loaded(runner.call, header["guards"], ", ".join(reasons), "is_faster" not in header)
@@ -143,7 +147,7 @@ def _load_blocks(header: dict[str, Any], blobs: Sequence[bytes]) -> Loaded:
 
 def _load_runners(
     kernels: Sequence[Sequence[str]], blocks: Sequence[dict[str, Any]], blobs: Sequence[bytes]
-) -> list[Call]:
+) -> list[tuple[Call, RunStarter | None]]:
     """The runners of these blocks. `blobs`: the extension with all runners, and units with these `kernels` each."""
     if not blocks:
         return []
@@ -157,7 +161,14 @@ def _load_runners(
         functions = [eval(text, dict(PYTHON_NAMES)) for text in block["functions"]]
         bind = getattr(runners, f"bind{block['runner']}")
         bind(tuple(addresses[name] for name in block["kernels"]), tuple(functions))
-    return [getattr(runners, f"call{block['runner']}") for block in blocks]
+    return [_entries(runners, block) for block in blocks]
+
+
+def _entries(runners: ModuleType, block: dict[str, Any]) -> tuple[Call, RunStarter | None]:
+    """The functions that call a block's runner, and that begin its runs if these need no Python."""
+    place = block["runner"]
+    starter = None if block["functions"] else RunStarter(runners, getattr(runners, f"begin{place}"))
+    return getattr(runners, f"call{place}"), starter
 
 
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:

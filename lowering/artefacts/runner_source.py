@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.artefacts.extension_template import EXTENSION, METHODS, RUNNER
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 
 # The text of the latest exception, from 2.13 on.
@@ -76,7 +77,7 @@ def runner_of(wrapper: Wrapper) -> Runner:
     body = wrapper.call.body
     for place, statement in enumerate(body):
         writer.write(statement, body[place + 1] if place + 1 < len(body) else None)
-    text = _RUNNER.format(
+    text = RUNNER.format(
         num_kernels=max(len(wrapper.kernels), 1),
         num_slots=max(writer.num_slots, 1),
         num_symbols=len(wrapper.symbols),
@@ -98,12 +99,12 @@ def runner_source(runners: Sequence[Runner], identity: str) -> str:
     functions = [runner.functions for runner in runners]
     declarations = set().union(*(runner.declarations for runner in runners))
     places = range(len(runners))
-    return _EXTENSION.format(
+    return EXTENSION.format(
         declarations="\n".join(sorted(declarations)),
         products=DEFINITION if any(runner.multiplies for runner in runners) else "",
         message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
         runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
-        methods="\n".join(_METHODS.format(place=place) for place in places),
+        methods="\n".join(METHODS.format(place=place) for place in places),
         identity=hashlib.blake2b(repr((identity, functions)).encode(), digest_size=16).hexdigest(),
     )
 
@@ -594,223 +595,3 @@ def _shims() -> dict[str, list[tuple[str, str]]]:
     for name, parameters in re.findall(r"AOTITorchError (aoti_torch_cpu_\w+)\(([^)]*)\);", text):
         found[name] = [(kind.strip(), of) for kind, of in (p.strip().rsplit(" ", 1) for p in parameters.split(", "))]
     return found
-
-
-_EXTENSION = """\
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <cmath>
-#include <cstdint>
-#include <stdexcept>
-#include <string>
-#include <vector>
-
-// What is used of PyTorch's C interface. Its headers take longer to compile than all of this.
-typedef struct AtenTensorOpaque* AtenTensorHandle;
-typedef int32_t AOTITorchError;
-extern "C" {{
-AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle);
-AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle, AtenTensorHandle*);
-AOTITorchError aoti_torch_empty_strided(
-    int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, AtenTensorHandle*);
-AOTITorchError aoti_torch__reinterpret_tensor(
-    AtenTensorHandle, int64_t, const int64_t*, const int64_t*, int64_t, AtenTensorHandle*);
-AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle, void**);
-AOTITorchError aoti_torch_get_dim(AtenTensorHandle, int64_t*);
-AOTITorchError aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
-AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
-{declarations}
-}}
-
-static PyObject* to_handles;
-static PyObject* to_tensors;
-
-static void check(AOTITorchError status) {{
-    if (status) throw std::runtime_error({message});
-}}
-static void drop(AtenTensorHandle& tensor) {{
-    AtenTensorHandle freed = tensor;
-    tensor = nullptr;
-    if (freed) aoti_torch_delete_tensor_object(freed);
-}}
-static void move(AtenTensorHandle& from, AtenTensorHandle& to) {{
-    to = from;
-    from = nullptr;
-}}
-static void share(AtenTensorHandle from, AtenTensorHandle& to) {{
-    check(aoti_torch_new_tensor_handle(from, &to));
-}}
-static void empty(int64_t dim, const int64_t* size, const int64_t* stride, int32_t dtype, AtenTensorHandle& made) {{
-    check(aoti_torch_empty_strided(dim, size, stride, dtype, 0, -1, &made));
-}}
-static void reinterpret(
-    AtenTensorHandle tensor, int64_t dim, const int64_t* size, const int64_t* stride, int64_t offset,
-    AtenTensorHandle& made) {{
-    check(aoti_torch__reinterpret_tensor(tensor, dim, size, stride, offset, &made));
-}}
-static void* data(AtenTensorHandle tensor) {{
-    void* found = nullptr;
-    check(aoti_torch_get_data_ptr(tensor, &found));
-    return found;
-}}
-static void expect(AtenTensorHandle tensor, int64_t dim, const int64_t* size, const int64_t* stride) {{
-    int64_t has, *sizes, *strides;
-    check(aoti_torch_get_dim(tensor, &has));
-    check(aoti_torch_get_sizes(tensor, &sizes));
-    check(aoti_torch_get_strides(tensor, &strides));
-    bool agrees = has == dim;
-    for (int64_t i = 0; agrees && i < dim; i++)
-        agrees = sizes[i] == size[i] && (size[i] == 1 || strides[i] == stride[i]);
-    if (!agrees) throw std::runtime_error("an operator returned another geometry than its fake version");
-}}
-
-// Tensors cross between Python and C++ as capsules of owned handles. Steals `list`.
-static bool take(PyObject* list, AtenTensorHandle* handles) {{
-    PyObject* capsules = list ? PyObject_CallOneArg(to_handles, list) : nullptr;
-    Py_XDECREF(list);
-    if (!capsules) return false;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(capsules); i++)
-        handles[i] = static_cast<AtenTensorHandle>(PyCapsule_GetPointer(PyList_GET_ITEM(capsules, i), nullptr));
-    Py_DECREF(capsules);
-    return !PyErr_Occurred();
-}}
-static PyObject* give(AtenTensorHandle* handles, Py_ssize_t count) {{
-    PyObject* capsules = PyList_New(count);
-    if (!capsules) return nullptr;
-    for (Py_ssize_t i = 0; i < count; i++) {{
-        PyObject* capsule = handles[i] ? PyCapsule_New(handles[i], nullptr, nullptr) : Py_NewRef(Py_None);
-        if (!capsule) {{ Py_DECREF(capsules); return nullptr; }}
-        PyList_SET_ITEM(capsules, i, capsule);
-    }}
-    PyObject* tensors = PyObject_CallOneArg(to_tensors, capsules);
-    Py_DECREF(capsules);
-    return tensors;
-}}
-
-// A Python exception is set.
-struct Raised {{}};
-
-// What a runner leaves to Python. `state`: of this thread, which is without the GIL before and after.
-static void python(
-    PyThreadState*& state, PyObject* function, const AtenTensorHandle* given, Py_ssize_t num_given,
-    AtenTensorHandle** made, Py_ssize_t num_made) {{
-    std::vector<AtenTensorHandle> taken(num_given), found(num_made);
-    for (Py_ssize_t i = 0; i < num_given; i++) share(given[i], taken[i]);
-    PyEval_RestoreThread(state);
-    PyObject* tensors = give(taken.data(), num_given);
-    PyObject* results = tensors ? PyObject_CallOneArg(function, tensors) : nullptr;
-    Py_XDECREF(tensors);
-    if (results && (!PyList_Check(results) || PyList_GET_SIZE(results) != num_made)) {{
-        Py_CLEAR(results);
-        PyErr_SetString(PyExc_RuntimeError, "an operator returned other results than its schema says");
-    }}
-    const bool done = take(results, found.data());
-    state = PyEval_SaveThread();
-    for (Py_ssize_t i = 0; i < num_made; i++) *made[i] = found[i];
-    if (!done) throw Raised();
-}}
-
-// Tensors of a run: those that are left when an exception comes are freed.
-struct Frame {{
-    std::vector<AtenTensorHandle> t;
-    explicit Frame(Py_ssize_t size) : t(size) {{}}
-    ~Frame() {{ clear(); }}
-    void clear() {{ for (AtenTensorHandle& tensor : t) drop(tensor); }}
-}};
-
-struct Sizes {{ Py_ssize_t num_symbols, num_tensors, num_results, num_slots; }};
-using Run = void (*)(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state);
-
-// Takes one list of arguments, and empties it.
-static PyObject* enter(PyObject* arguments, const Sizes& sizes, Run run) {{
-    const Py_ssize_t num_arguments = sizes.num_symbols + sizes.num_tensors;
-    if (!PyList_Check(arguments) || PyList_GET_SIZE(arguments) != num_arguments) {{
-        PyErr_SetString(PyExc_RuntimeError, "a compiled graph was called with other arguments than it has");
-        return nullptr;
-    }}
-    std::vector<int64_t> symbols(sizes.num_symbols);
-    for (Py_ssize_t i = 0; i < sizes.num_symbols; i++)
-        symbols[i] = PyLong_AsLongLong(PyList_GET_ITEM(arguments, i));
-    if (PyErr_Occurred()) return nullptr;
-    Frame results(sizes.num_results);
-    std::string error;
-    bool failed = false;
-    {{
-        Frame frame(sizes.num_slots);
-        PyObject* tensors = PyList_GetSlice(arguments, sizes.num_symbols, num_arguments);
-        if (!take(tensors, frame.t.data()) || PyList_SetSlice(arguments, 0, num_arguments, nullptr)) return nullptr;
-        PyThreadState* state = PyEval_SaveThread();
-        try {{
-            run(frame.t.data(), symbols.data(), results.t.data(), state);
-        }} catch (const Raised&) {{
-            failed = true;
-        }} catch (const std::exception& raised) {{
-            failed = true;
-            error = raised.what();
-        }} catch (...) {{
-            failed = true;
-            error = "unknown error";
-        }}
-        frame.clear();
-        if (failed) results.clear();
-        PyEval_RestoreThread(state);
-    }}
-    if (failed) {{
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
-        return nullptr;
-    }}
-    std::vector<AtenTensorHandle> given;
-    given.swap(results.t);  // `give` takes what it can turn into tensors
-    return give(given.data(), sizes.num_results);
-}}
-
-// Takes the addresses of the kernels, and the functions that are left to Python. Once: they are the same each time.
-static PyObject* fill(PyObject* arguments, bool& is_bound, void** kernels, PyObject** functions) {{
-    if (is_bound) Py_RETURN_NONE;
-    PyObject *addresses, *callables;
-    if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &addresses, &PyTuple_Type, &callables)) return nullptr;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(addresses); i++)
-        kernels[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(callables); i++)
-        functions[i] = Py_NewRef(PyTuple_GET_ITEM(callables, i));
-    if (PyErr_Occurred()) return nullptr;
-    is_bound = true;
-    Py_RETURN_NONE;
-}}
-
-{products}
-{runners}
-static PyMethodDef methods[] = {{
-{methods}
-    {{NULL, NULL, 0, NULL}}}};
-static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", "{identity}", -1, methods}};
-PyMODINIT_FUNC PyInit_compiled(void) {{
-    PyObject* conversions = PyImport_ImportModule("torch._C._aoti");
-    if (!conversions) return nullptr;
-    to_handles = PyObject_GetAttrString(conversions, "unsafe_alloc_void_ptrs_from_tensors");
-    to_tensors = PyObject_GetAttrString(conversions, "alloc_tensors_by_stealing_from_void_ptrs");
-    Py_DECREF(conversions);
-    return to_handles && to_tensors ? PyModule_Create(&definition) : nullptr;
-}}
-"""
-
-_METHODS = """\
-    {{"call{place}", runner{place}::call, METH_O, ""}},
-    {{"bind{place}", runner{place}::bind, METH_VARARGS, ""}},"""
-
-_RUNNER = """\
-static void* kernels[{num_kernels}];
-static PyObject* functions[{num_functions}];
-static bool is_bound = false;
-static void run(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state) {{
-    (void)symbols;
-    (void)state;
-{body}
-}}
-static PyObject* call(PyObject*, PyObject* arguments) {{
-    return enter(arguments, {{{num_symbols}, {num_tensors}, {num_results}, {num_slots}}}, run);
-}}
-static PyObject* bind(PyObject*, PyObject* arguments) {{
-    return fill(arguments, is_bound, kernels, functions);
-}}
-"""

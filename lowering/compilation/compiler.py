@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import boxed, load
+from lazy_backend.lowering.artefacts.run_thread import Overlap, RunBeside, RunStarter
 from lazy_backend.lowering.compilation.fx import to_fx
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
@@ -95,6 +96,7 @@ class CompiledPlan:
         guards: str | None = None,
         why_python: str = "",
         may_be_slower: bool = False,
+        starter: RunStarter | None = None,
     ) -> None:
         self._stored = request.stored
         self._sizes = request.sizes
@@ -105,6 +107,7 @@ class CompiledPlan:
         self.why_python = why_python  # why a run from an artefact calls kernels from Python
         self.may_be_slower = may_be_slower  # than the whole graph, see Note [The whole graph after its blocks]
         self._call = call
+        self._starter = starter
         # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
@@ -112,6 +115,7 @@ class CompiledPlan:
         self.conforms = False
         self.num_runs = 0
         self.shortest_run = math.inf
+        self.overlap = Overlap()
 
     @property
     def kind(self) -> PlanKind:
@@ -155,11 +159,7 @@ class CompiledPlan:
         sizes: Sequence[int] = (),
     ) -> list[torch.Tensor]:
         """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees each after its last use."""
-        if self.signature.scalars:
-            # made on the CPU whatever the user's default device is: one transfer for all scalars of a step
-            values = [constants[place] for place in self.signature.scalars]
-            packed = torch.frombuffer(array("d", values), dtype=torch.float64)
-            inputs.append(packed.to(self._device, non_blocking=True))
+        self._add_scalars(inputs, constants)
         numbers = constants if self.signature.numbers else ()
         if self.launcher is None:
             return self._compute(inputs, seeds, sizes, numbers)
@@ -168,14 +168,48 @@ class CompiledPlan:
             lambda tensors, own_seeds: self._compute(tensors, own_seeds, sizes, numbers), inputs, seeds, which
         )
 
-    def _compute(
+    def run_beside(self, sizes: Sequence[int] = ()) -> CompiledRun | None:
+        """A run to begin on a thread that has no Python; None if runs need Python. The first run is another one: it
+        shows which results share memory.
+        """
+        starter = self._starter
+        if starter is None or self.launcher is not None or not self._aliases.is_known():
+            return None
+        return CompiledRun(self, starter, sizes)
+
+    def arguments(
+        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int], sizes: Sequence[int]
+    ) -> list[Any]:
+        """`inputs`, made the arguments of the compiled code."""
+        self._add_scalars(inputs, constants)
+        self._add_numbers(inputs, seeds, sizes, constants if self.signature.numbers else ())
+        return inputs
+
+    def separate(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of a run beside recording, which own their memory."""
+        return self._aliases.separate({}, outputs)
+
+    def _add_scalars(self, inputs: list[torch.Tensor], constants: Sequence[float]) -> None:
+        if self.signature.scalars:
+            # made on the CPU whatever the user's default device is: one transfer for all scalars of a step
+            values = [constants[place] for place in self.signature.scalars]
+            packed = torch.frombuffer(array("d", values), dtype=torch.float64)
+            inputs.append(packed.to(self._device, non_blocking=True))
+
+    def _add_numbers(
         self, arguments: list[Any], seeds: Sequence[int], sizes: Sequence[int], numbers: Sequence[float]
-    ) -> list[torch.Tensor]:
-        """Run once: `arguments` are the inputs, and the promoted floats if there are any."""
+    ) -> None:
+        """Complete the arguments of compiled code: `arguments` are the inputs, and the promoted floats if any."""
         arguments[:0] = sizes
         if self.signature.seeds:
             arguments.append(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
         arguments.extend(numbers)
+
+    def _compute(
+        self, arguments: list[Any], seeds: Sequence[int], sizes: Sequence[int], numbers: Sequence[float]
+    ) -> list[torch.Tensor]:
+        """Run once: `arguments` are the inputs, and the promoted floats if there are any."""
+        self._add_numbers(arguments, seeds, sizes, numbers)
         taken = {} if self._aliases.is_known() else watched_storages(arguments)
         # autograd and autocast act in the layers above: nothing here may record, and all casts are in the graph
         try:
@@ -183,6 +217,40 @@ class CompiledPlan:
                 return self._aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
             raise PlanError(self.graph, error) from error
+
+
+class CompiledRun:
+    """A run of a compiled plan beside recording. Any number of calls may begin it, one within another.
+
+    See Note [Runs beside recording].
+    """
+
+    __slots__ = ("_plan", "_sizes", "_run")
+
+    def __init__(self, plan: CompiledPlan, starter: RunStarter, sizes: Sequence[int]) -> None:
+        self._plan = plan
+        self._sizes = sizes
+        self._run = RunBeside(starter)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._run.has_begun
+
+    def begin(self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]) -> None:
+        """Begin, unless that is done. Takes ownership of `inputs`: empties the list."""
+        self._run.begin(self._plan.arguments(inputs, constants, seeds, self._sizes))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for at most so long, without the GIL. Returns whether the run is over."""
+        return self._run.wait(seconds)
+
+    def results(self) -> tuple[list[torch.Tensor], float, float]:
+        """The outputs of a run that is over, seconds since it began, and those that it took. Called once."""
+        try:
+            outputs, ago, seconds = self._run.results()
+        except Exception as error:
+            raise PlanError(self._plan.graph, error) from error
+        return self._plan.separate(outputs), ago, seconds
 
 
 def _no_grad() -> AbstractContextManager[object]:
@@ -227,7 +295,11 @@ def _inductor_here() -> Iterator[None]:
 def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
     """Load the plan from an artefact that was made for an equal request. Raises `BadArtefact`."""
     loaded = load(data, request.stored.get())
-    return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python, loaded.may_be_slower)
+    graph = request.stored.get()
+    # a look at a tensor's memory has no such bits
+    has_bits = any(value.meta.conj or value.meta.neg for value in graph.inputs)
+    starter = None if has_bits else loaded.starter
+    return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python, loaded.may_be_slower, starter)
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from lazy_backend.lowering.artefacts.run_thread import Overlap
+from lazy_backend.lowering.compilation.compiler import CompiledRun
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
@@ -35,11 +37,16 @@ class GraphExecutor(ABC):
         self.conforms = False
         self.num_runs = 0
         self.shortest_run = math.inf
+        self.overlap = Overlap()
 
     @property
     def kind(self) -> PlanKind:
         is_launched = self.launcher is not None and self.launcher.is_launching
         return PlanKind.INTERPRETED_AND_LAUNCHED if is_launched else PlanKind.INTERPRETED
+
+    def run_beside(self) -> CompiledRun | None:
+        """None: interpreted runs need Python."""
+        return None
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]

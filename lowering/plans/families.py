@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence, Set
 import torch
 
 from lazy_backend.caching.computation_cache import Key
-from lazy_backend.lowering.compilation.compiler import CompiledPlan
+from lazy_backend.lowering.artefacts.run_thread import Overlap
+from lazy_backend.lowering.compilation.compiler import CompiledPlan, CompiledRun
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.shapes import Sizes, generalise, input_sizes, numbers_of
@@ -52,11 +53,15 @@ class SizedPlan:
         self.conforms = False
         self.num_runs = 0
         self.shortest_run = math.inf
+        self.overlap = Overlap()
 
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
     ) -> list[torch.Tensor]:
         return self.plan.execute(inputs, constants, seeds, self.sizes)
+
+    def run_beside(self) -> CompiledRun | None:
+        return self.plan.run_beside(self.sizes)
 
 
 class Form:

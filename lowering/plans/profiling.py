@@ -36,7 +36,9 @@ import torch
 
 from lazy_backend.caching.computation_cache import Key
 from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.lowering.artefacts.run_thread import Overlap
 from lazy_backend.lowering.compilation.background import worker
+from lazy_backend.lowering.compilation.compiler import CompiledRun
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.compilation.request import runs_module_as_is
 from lazy_backend.lowering.device_graphs.launcher import launches
@@ -56,6 +58,7 @@ class ExecutionPlan(Protocol):
     conforms: bool  # whether a run has shown that its results lie in memory as they were recorded
     num_runs: int
     shortest_run: float  # seconds, of the runs but the first, which is slower; infinite before
+    overlap: Overlap
 
     @property
     def kind(self) -> PlanKind:
@@ -65,6 +68,9 @@ class ExecutionPlan(Protocol):
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
     ) -> list[torch.Tensor]:
         """Run once; takes ownership of `inputs`."""
+
+    def run_beside(self) -> CompiledRun | None:
+        """A run to begin on a thread that has no Python, instead of `execute`; None if runs need Python."""
 
 
 @dataclass(slots=True)

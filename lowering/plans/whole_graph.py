@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from lazy_backend.caching.computation_cache import Key
 from lazy_backend.lowering.artefacts.artefact import marked_as_faster
+from lazy_backend.lowering.artefacts.run_thread import available_cores
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.plans.pending_compile import PendingCompile
 
@@ -99,5 +100,4 @@ class WholeGraph:
 
 def _has_idle_core() -> bool:
     """Whether the compiler would take nothing from those who compute now."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return os.getloadavg()[0] + 0.5 < cores
+    return os.getloadavg()[0] + 0.5 < available_cores()

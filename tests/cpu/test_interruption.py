@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from forks import TORCH
-from harness import assert_same, run_program
+from harness import assert_same, count, run_program
 from interruption import Interrupted, Place, interrupt, places_of, raise_interrupted
 from torch import nn
 
@@ -107,13 +107,44 @@ class Training:
         after = [parameter.detach().clone() for parameter in self.eager.parameters()]
         now = self.state()
         for value, one, other in zip(now, before, after, strict=True):
-            assert torch.equal(value, one) or torch.equal(value, other)
+            assert self.are_equal(value, one) or self.are_equal(value, other)
         with torch.no_grad():
             for parameter, value in zip(self.eager.parameters(), now, strict=True):
                 parameter.copy_(value)
-        assert_same(self.train(), self.eager_step(*self.inputs))
+        self.compare(self.train(), self.eager_step(*self.inputs))
+        self.compare_state()
+
+    def compare_state(self) -> None:
         for value, parameter in zip(self.state(), self.eager.parameters(), strict=True):
-            assert_same(value, parameter.detach())
+            self.compare(value, parameter.detach())
+
+    def are_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.equal(one, other)
+
+    def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        assert_same(actual, expected)
+
+
+class CompiledTraining(Training):
+    """The same by Inductor, whose results are not eager's bit for bit. The runs of its steps are beside recording."""
+
+    def __init__(self, captured: str, verifies: bool = True) -> None:
+        lazy_backend.config.backend = "inductor"
+        lazy_backend.config.compile_after_operators = 0
+        super().__init__(captured, verifies)
+        for _ in range(5):
+            self.train()
+        lazy_backend.config.compile_after_operators = 1 << 60  # what interruptions make is interpreted
+        with count("ExecuteBeside") as runs:
+            self.train()
+            settle()
+        assert runs()
+
+    def are_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+    def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(actual.detach().cpu(), expected.detach())
 
 
 class Transformer(Training):
@@ -171,9 +202,8 @@ def try_reading_at(training: Training, place: Place, time: int) -> None:
 
     losses: list[torch.Tensor] = []
     reached = interrupt(lambda: losses.append(training.train()), place, time, handle)
-    assert_same(losses[0], training.eager_step(*training.inputs))
-    for value, parameter in zip(training.state(), training.eager.parameters(), strict=True):
-        assert_same(value, parameter.detach())
+    training.compare(losses[0], training.eager_step(*training.inputs))
+    training.compare_state()
     assert sums == [15.0] * reached
     check_clean()
 
@@ -229,6 +259,14 @@ def test_an_exception_at_any_line_leaves_a_step_done_or_not(
     places = places_of(trained(kind, captured).train)
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     check_all(lambda: trained(kind, captured), attempts[:: 1 if kind is Training else stride], try_at)
+
+
+@ways
+@pytest.mark.timeout(900)
+def test_an_exception_at_any_line_about_a_run_beside(captured: str, stride: int) -> None:
+    places = places_of(trained(CompiledTraining, captured).train)
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    check_all(lambda: trained(CompiledTraining, captured), attempts[:: max(1, stride // 4)], try_at)
 
 
 @pytest.mark.timeout(900)
@@ -397,6 +435,16 @@ def test_a_handler_may_read_and_compute_at_any_moment(captured: str, background:
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     # a captured body that is recorded anew refuses reads, those of a handler too
     check_all(lambda: trained(Training, captured, False), attempts[:: max(1, stride // 3)], try_reading_at)
+
+
+@ways
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+def test_a_handler_may_read_and_compute_about_a_run_beside(captured: str, stride: int) -> None:
+    places = places_of(trained(CompiledTraining, captured).train, instructions=True)
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    # a captured body that is recorded anew refuses reads, those of a handler too
+    check_all(lambda: trained(CompiledTraining, captured, False), attempts[::stride], try_reading_at)
 
 
 @pytest.mark.timeout(3600)

@@ -1,0 +1,130 @@
+"""The thread on which runs without Python take place beside recording.
+
+In: the functions of an extension that begin a run. Out: a `RunBeside`, which is waited for, and gives the results.
+See Note [Runs beside recording].
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# Of a queue, a list, arguments, which it empties, and a number of threads: adds a job to the list, unless it has one.
+Begin = Callable[[Any, list[Any], list[Any], int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarter:
+    """What begins runs of one runner. `extension`: that of the runner."""
+
+    extension: ModuleType
+    begin: Begin
+
+
+class RunBeside:
+    """A run that may have begun. Any number of calls may begin it, one within another: the first one does."""
+
+    __slots__ = ("_starter", "_jobs")
+
+    def __init__(self, starter: RunStarter) -> None:
+        self._starter = starter
+        self._jobs: list[Any] = []  # the job, once there is one
+
+    def begin(self, arguments: list[Any]) -> None:
+        """Begin, unless that is done. Empties `arguments`."""
+        queue = run_thread.queue_of(self._starter.extension)
+        self._starter.begin(queue, self._jobs, arguments, torch.get_num_threads())
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._jobs)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for at most so long, without the GIL. Returns whether the run is over."""
+        return bool(self._starter.extension.wait(self._jobs[0], seconds))
+
+    def results(self) -> tuple[list[torch.Tensor], float, float]:
+        """The results of a run that is over, seconds since it began, and those that it took; or raises its error.
+
+        May be called once.
+        """
+        return self._starter.extension.results(self._jobs[0])  # type: ignore[no-any-return]
+
+
+# Runs in a row that gained nothing, after which so many others are not done beside recording.
+_MOST_IN_VAIN = 8
+_RUNS_BETWEEN = 64
+# Seconds that handing over a run takes.
+_HAND_OVER = 2e-5
+
+
+class Overlap:
+    """Whether runs of a plan beside recording gain anything: not if somebody waits for each from its beginning."""
+
+    __slots__ = ("_in_vain", "_left_out")
+
+    def __init__(self) -> None:
+        self._in_vain = 0
+        self._left_out = 0
+
+    def pays(self) -> bool:
+        """Whether the next run should be done beside recording. Counts that run."""
+        if self._in_vain < _MOST_IN_VAIN:
+            return True
+        self._left_out += 1
+        if self._left_out > _RUNS_BETWEEN:
+            self._left_out = 0
+            self._in_vain = _MOST_IN_VAIN - 1  # one more try
+            return True
+        return False
+
+    def note(self, seconds: float, waited: float) -> None:
+        """Of a run that took so long, somebody waited for so long."""
+        self._in_vain = self._in_vain + 1 if waited + _HAND_OVER > seconds else 0
+
+
+@functools.cache
+def available_cores() -> int:
+    """The cores that this process may use; those of a machine are shared evenly by the ranks on it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return cores // int(ranks) if ranks.isdigit() and int(ranks) else cores
+
+
+class _RunThread:
+    """The process's queue of runs, and the thread that does them, which starts at the first one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._queue: Any = None
+
+    def queue_of(self, extension: ModuleType) -> Any:
+        """The queue. `extension`: any, to make it if there is none."""
+        if self._queue is None:
+            with self._lock:
+                if self._queue is None:
+                    queue = extension.make_queue()
+                    # a daemon: it never ends
+                    threading.Thread(target=_serve, args=(extension, queue), name="lazy runs", daemon=True).start()
+                    self._queue = queue
+        return self._queue
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: the thread stayed with the parent."""
+        self._lock = threading.RLock()
+        self._queue = None
+
+
+def _serve(extension: ModuleType, queue: Any) -> None:
+    torch.set_grad_enabled(False)  # of this thread
+    extension.serve(queue)
+
+
+run_thread = _RunThread()
