@@ -365,12 +365,11 @@ def place_of_run(
     is_forced = setting == "always"
     if setting == "never" or (is_awaited and not is_forced and context.backing.type == "cpu"):
         return RunPlace.WITHIN_CALL, None
-    num_threads = torch.get_num_threads()
-    if is_forced or num_threads < available_cores():
-        beside = None if bound.computation.collectives is not None or is_profiling() else plan.run_beside()
-        if beside is not None:
+    if bound.computation.collectives is None and not is_profiling():
+        beside = plan.run_beside()
+        if beside is not None and (is_forced or beside.num_threads < available_cores()):
             return (RunPlace.BESIDE, beside) if is_forced or plan.overlap.pays() else (RunPlace.WITHIN_CALL, None)
-    is_long = num_threads == 1 and _SHORT_RUN < plan.shortest_run < math.inf
+    is_long = torch.get_num_threads() == 1 and _SHORT_RUN < plan.shortest_run < math.inf
     if is_forced or is_long or context.backing.type != "cpu":
         return RunPlace.DEVICE_THREAD, None
     return RunPlace.WITHIN_CALL, None

@@ -167,7 +167,9 @@ def _load_runners(
 def _entries(runners: ModuleType, block: dict[str, Any]) -> tuple[Call, RunStarter | None]:
     """The functions that call a block's runner, and that begin its runs if these need no Python."""
     place = block["runner"]
-    starter = None if block["functions"] else RunStarter(runners, getattr(runners, f"begin{place}"))
+    starter = (
+        None if block["functions"] else RunStarter(runners, getattr(runners, f"begin{place}"), block["num_threads"])
+    )
     return getattr(runners, f"call{place}"), starter
 
 

@@ -37,7 +37,7 @@ import torch
 from lazy_backend.caching.computation_cache import Key
 
 # Raise it when the contents of artefacts change.
-FORMAT = 3
+FORMAT = 4
 
 
 class Scope(enum.Flag):

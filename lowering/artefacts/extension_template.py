@@ -49,9 +49,10 @@ AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
 AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle, int64_t*);
 {declarations}
 }}
-namespace at {{
-int get_num_threads();
-void set_num_threads(int);
+namespace at {{ int get_num_threads(); }}
+extern "C" {{
+__attribute__((weak)) void omp_set_num_threads(int);
+__attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 }}
 
 static PyObject* to_handles;
@@ -119,6 +120,23 @@ static PyObject* give(AtenTensorHandle* handles, Py_ssize_t count) {{
     return tensors;
 }}
 
+// How many threads operators of this thread use, for a while. What PyTorch has for it holds for later threads, too.
+struct Threads {{
+    int of_operators = 0, of_mkl = 0;
+    explicit Threads(int wanted) {{
+        const int now = at::get_num_threads();
+        if (!wanted || wanted == now || !omp_set_num_threads) return;
+        of_operators = now;
+        omp_set_num_threads(wanted);
+        if (MKL_Set_Num_Threads_Local) of_mkl = MKL_Set_Num_Threads_Local(wanted);
+    }}
+    ~Threads() {{
+        if (!of_operators) return;
+        omp_set_num_threads(of_operators);
+        if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(of_mkl);
+    }}
+}};
+
 // A Python exception is set.
 struct Raised {{}};
 
@@ -150,7 +168,8 @@ struct Frame {{
     void clear() {{ for (AtenTensorHandle& tensor : t) drop(tensor); }}
 }};
 
-struct Sizes {{ Py_ssize_t num_symbols, num_tensors, num_results, num_slots; }};
+// `num_threads`: how many compute a run; 0 for as many as operators of the thread that asks for it use.
+struct Sizes {{ Py_ssize_t num_symbols, num_tensors, num_results, num_slots; int num_threads; }};
 using Run = void (*)(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state);
 
 // One run of a runner: what it takes, and what becomes of it.
@@ -193,7 +212,8 @@ struct Task {{
     }}
 
     // Without the GIL.
-    void compute(Run run, PyThreadState*& state) {{
+    void compute(Run run, PyThreadState*& state, int num_threads) {{
+        const Threads threads(num_threads);
         try {{
             run(frame.t.data(), symbols.data(), results.t.data(), state);
         }} catch (const Raised&) {{
@@ -225,7 +245,7 @@ static PyObject* enter(PyObject* arguments, const Sizes& sizes, Run run) {{
     Task task(sizes);
     if (!task.read(arguments)) return nullptr;
     PyThreadState* state = PyEval_SaveThread();
-    task.compute(run, state);
+    task.compute(run, state, sizes.num_threads);
     PyEval_RestoreThread(state);
     return task.given();
 }}
@@ -342,10 +362,9 @@ struct OwnJob : Job {{
     static void compute_one(Job* job) {{
         OwnJob& own = *static_cast<OwnJob*>(job);
         std::fesetenv(&own.environment);
-        if (at::get_num_threads() != own.num_threads) at::set_num_threads(own.num_threads);
         PyThreadState* none = nullptr;
         own.began = now();
-        own.task.compute(own.run, none);
+        own.task.compute(own.run, none, own.num_threads);
         own.ended = now();
     }}
 
@@ -362,15 +381,15 @@ static void end_capsule(PyObject* capsule) {{
     leave(job_of(capsule));
 }}
 
-// Takes a queue, a list, a list of arguments and a number of threads. Adds a job to the first list, and empties the
-// other one; does nothing if there is a job, begun by a call that interrupted the caller.
+// Takes a queue, a list, a list of arguments and how many threads operators use here. Adds a job to the first list, and
+// empties the other one; does nothing if there is a job, begun by a call that interrupted the caller.
 static PyObject* begin(PyObject* given, const Sizes& sizes, Run run) {{
     PyObject *queue, *jobs, *arguments;
     int num_threads;
     if (!PyArg_ParseTuple(given, "OO!Oi", &queue, &PyList_Type, &jobs, &arguments, &num_threads)) return nullptr;
     Queue* const to = static_cast<Queue*>(PyCapsule_GetPointer(queue, of_queue));
     if (!to) return nullptr;
-    OwnJob* job = new OwnJob(to, sizes, run, num_threads);
+    OwnJob* job = new OwnJob(to, sizes, run, sizes.num_threads ? sizes.num_threads : num_threads);
     bool is_ready = job->task.read(arguments);
     try {{
         if (is_ready) job->task.detach();
@@ -476,7 +495,7 @@ static void run(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* r
     (void)state;
 {body}
 }}
-static const Sizes sizes = {{{num_symbols}, {num_tensors}, {num_results}, {num_slots}}};
+static const Sizes sizes = {{{num_symbols}, {num_tensors}, {num_results}, {num_slots}, {num_threads}}};
 static PyObject* call(PyObject*, PyObject* arguments) {{
     return enter(arguments, sizes, run);
 }}

@@ -22,10 +22,14 @@ Begin = Callable[[Any, list[Any], list[Any], int], None]
 
 @dataclass(frozen=True, slots=True)
 class RunStarter:
-    """What begins runs of one runner. `extension`: that of the runner."""
+    """What begins runs of one runner.
+
+    `extension`: that of the runner. `num_threads`: how many compute a run; None for as many as operators use.
+    """
 
     extension: ModuleType
     begin: Begin
+    num_threads: int | None = None
 
 
 class RunBeside:
@@ -41,6 +45,11 @@ class RunBeside:
         """Begin, unless that is done. Empties `arguments`."""
         queue = run_thread.queue_of(self._starter.extension)
         self._starter.begin(queue, self._jobs, arguments, torch.get_num_threads())
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads the run takes."""
+        return self._starter.num_threads or torch.get_num_threads()
 
     @property
     def has_begun(self) -> bool:

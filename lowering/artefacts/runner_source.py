@@ -47,7 +47,7 @@ class Wrapper:
     """What inductor wrote: the function that computes, and the C++ types of its kernels' arguments by name.
 
     `symbols`: examples of the first arguments, which are integers. `layouts`: of the others, as far as they are known.
-    `prefers`: see Note [Which library multiplies].
+    `prefers`: see Note [Which library multiplies]. `num_threads`: see `num_threads_for`.
     """
 
     call: ast.FunctionDef
@@ -55,6 +55,7 @@ class Wrapper:
     symbols: Sequence[int] = ()
     layouts: Sequence[TensorLayout | None] = ()
     prefers: Prefers = never
+    num_threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Runner:
     functions: tuple[str, ...]
     kernels: tuple[str, ...]
     multiplies: bool  # by oneDNN
+    num_threads: int | None
 
 
 def runner_of(wrapper: Wrapper) -> Runner:
@@ -83,11 +85,12 @@ def runner_of(wrapper: Wrapper) -> Runner:
         num_symbols=len(wrapper.symbols),
         num_tensors=writer.num_tensors,
         num_results=writer.num_results,
+        num_threads=wrapper.num_threads or 0,
         num_functions=max(len(writer.functions), 1),
         body="\n".join(f"    {line}" for line in writer.lines),
     )
     functions, kernels = tuple(writer.functions), tuple(wrapper.kernels)
-    return Runner(text, frozenset(writer.declarations), functions, kernels, writer.multiplies)
+    return Runner(text, frozenset(writer.declarations), functions, kernels, writer.multiplies, wrapper.num_threads)
 
 
 def runner_source(runners: Sequence[Runner], identity: str) -> str:

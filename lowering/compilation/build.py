@@ -30,6 +30,7 @@ from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.products.product_timing import prefers_onednn
+from lazy_backend.lowering.products.thread_choice import num_threads_for
 
 Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
 
@@ -48,17 +49,26 @@ class _Lowered:
     module: list[ast.stmt]
     kernels: dict[str, Kernel]
     examples: Examples
+    num_threads: int | None  # if not as many as operators use
 
     def runner(self) -> Runner:
         types = {name: kinds for name, (kinds, _) in self.kernels.items()}
         symbols, layouts = self.examples.sizes(), self.examples.layouts()
-        return runner_of(Wrapper(_call_of(self.module), types, symbols, layouts, prefers_onednn))
+        return runner_of(Wrapper(_call_of(self.module), types, symbols, layouts, prefers_onednn, self.num_threads))
 
 
 def compile_request(request: CompileRequest) -> bytes:
     """Compile what is requested, equal blocks once if that is worth it. Raises whatever inductor raises."""
+    import torch._inductor.config as inductor_config
+
     blocks = _blocks_of(request)
-    return compile_to_bytes(request.module, request.examples()) if blocks is None else _compile_blocks(request, blocks)
+    # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
+    # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
+    # this process, which compiles it
+    with inductor_config.patch({"cpp.threads": num_threads_for(request.stored.get()) or torch.get_num_threads()}):
+        if blocks is not None:
+            return _compile_blocks(request, blocks)
+        return compile_to_bytes(request.module, request.examples())
 
 
 def _blocks_of(request: CompileRequest) -> BlockProgram | None:
@@ -86,12 +96,22 @@ def _compile_blocks(request: CompileRequest, program: BlockProgram) -> bytes:
             parts.append({"artefact": len(artefacts)})
             artefacts.append(compile_to_bytes(part.module, part.examples()))
         else:
-            parts.append({"runner": len(runners), "kernels": runner.kernels, "functions": runner.functions})
+            parts.append(_described(len(runners), runner))
             runners.append(runner)
             kernels |= lowered.kernels
     header = {"kind": "blocks", "guards": None, "sequence": program.sequence.to_json(), "blocks": parts}
     units, built = _build_native(kernels, runners)
     return pack({**header, "kernels": units, "artefacts": len(artefacts)}, [*artefacts, *built])
+
+
+def _described(place: int, runner: Runner) -> dict[str, Any]:
+    """What a loader must know of the `place`-th runner of an extension."""
+    return {
+        "runner": place,
+        "kernels": runner.kernels,
+        "functions": runner.functions,
+        "num_threads": runner.num_threads,
+    }
 
 
 def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Examples) -> bytes:
@@ -108,7 +128,7 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
             header |= {"kind": "light", "externs": externs, "reason": str(reason), "kernels": list(map(list, units))}
             return pack(header, [marshal.dumps(code), *build_units(_sources(units))])
         header["kernels"], built = _build_native(lowered.kernels, [runner])
-        block = {"runner": 0, "kernels": runner.kernels, "functions": runner.functions}
+        block = _described(0, runner)
         return pack({**header, "kind": "native", "block": block}, built)
     except NotLight as reason:
         bundled = _compile(make_module(), examples).serialize()
@@ -117,6 +137,8 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
 
 def _lower(module: fx.GraphModule, examples: Examples, prefix: str = "") -> _Lowered:
     """Have inductor compile the module, but build nothing. `prefix`: of the kernels' names. Raises `NotLight`."""
+    import torch._inductor.config as inductor_config
+
     if not _is_for_cpu(examples):  # kernels are Triton's, which PyTorch's own artefacts have in them
         raise NotLight(_OTHER_DEVICES)
     with _kernels_not_built():
@@ -129,7 +151,8 @@ def _lower(module: fx.GraphModule, examples: Examples, prefix: str = "") -> _Low
         renamed = _Renamed({name: prefix + name for name in kernels})
         statements = [renamed.visit(statement) for statement in statements]
         kernels = {prefix + name: kernel for name, kernel in kernels.items()}
-    return _Lowered(statements, kernels, examples)
+    threads = inductor_config.cpp.threads
+    return _Lowered(statements, kernels, examples, threads if 0 < threads != torch.get_num_threads() else None)
 
 
 class _Renamed(ast.NodeTransformer):

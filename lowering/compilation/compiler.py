@@ -233,6 +233,11 @@ class CompiledRun:
         self._run = RunBeside(starter)
 
     @property
+    def num_threads(self) -> int:
+        """How many threads the run takes."""
+        return self._run.num_threads
+
+    @property
     def has_begun(self) -> bool:
         return self._run.has_begun
 

@@ -14,8 +14,6 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from lazy_backend.caching.computation_cache import Key
 from lazy_backend.caching.disk import DiskCache, DiskCounts
 from lazy_backend.caching.folder import CacheRefused
@@ -69,12 +67,8 @@ def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
 
     follow_state(data["state"])
     request = CompileRequest.from_json(data["request"], from_bytes(graph_bytes), "inductor")
-    threads = {"cpp.threads": torch.get_num_threads()}
-    # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
-    # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
-    # this process, which compiles it
     with contextlib.ExitStack() as stack:
-        stack.enter_context(inductor_config.patch(data["settings"]["inductor"] | _CACHES_ON["inductor"] | threads))
+        stack.enter_context(inductor_config.patch(data["settings"]["inductor"] | _CACHES_ON["inductor"]))
         stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
         if not data["caches"]:
             stack.enter_context(fresh_cache())

@@ -1,7 +1,7 @@
-"""Products of matrices: which library computes them in compiled graphs.
+"""What computes compiled graphs: which library multiplies matrices, and how many threads.
 
-In: the layouts of an operator's tensors. Out: a `MatrixProduct`; the C++ that has oneDNN compute it; whether that is
-faster than ATen's way.
+In: the layouts of an operator's tensors; a graph. Out: a `MatrixProduct`; the C++ that has oneDNN compute it; whether
+that is faster than ATen's way; whether one thread should compute a graph.
 
-Imports nothing of ours.
+Imports `ir`.
 """
