@@ -16,6 +16,7 @@ blocks, an artefact for each block that cannot be built together with the others
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -35,7 +36,7 @@ import torch
 
 from lazy_backend.caching.scratch import scratch_folder
 from lazy_backend.lowering.artefacts.environment import made_for
-from lazy_backend.lowering.artefacts.run_thread import RunStarter
+from lazy_backend.lowering.artefacts.run_thread import Begin, RunStarter
 from lazy_backend.lowering.artefacts.runner_source import PYTHON_NAMES
 from lazy_backend.lowering.blocks.block_sequence import BlockRunner, BlockSequence
 from lazy_backend.lowering.ir.graph import Graph
@@ -92,19 +93,23 @@ def marked_as_faster(data: bytes) -> bytes:
 Call = Callable[[list[Any]], Sequence[Any]]
 
 
+def _no_starter() -> None:
+    """Runs need Python."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A compiled graph. `guards`: the conditions on symbolic sizes, if any. `why_python`: why its runs need Python.
 
     `may_be_slower`: whether it is in blocks, and nobody has seen yet that this is faster than the whole graph.
-    `starter`: what begins runs beside recording, if such runs need no Python.
+    `find_starter`: finds what begins runs beside recording, if such runs need no Python; for blocks after a first run.
     """
 
     call: Call
     guards: str | None
     why_python: str = ""
     may_be_slower: bool = False
-    starter: RunStarter | None = None
+    find_starter: Callable[[], RunStarter | None] = _no_starter
 
 
 def load(data: bytes, graph: Graph) -> Loaded:
@@ -120,8 +125,9 @@ def _load(data: bytes) -> Loaded:
     if header["kind"] == "bundled":
         return Loaded(_load_bundled(blobs[0]), header["guards"], header["reason"])
     if header["kind"] == "native":
-        call, starter = _load_runners(header["kernels"], [header["block"]], blobs)[0]
-        return Loaded(call, header["guards"], starter=starter)
+        runners = _load_runners(header["kernels"], [header["block"]], blobs)
+        starter = runners.starter(runners.extension.begin0)
+        return Loaded(runners.calls[0], header["guards"], find_starter=lambda: starter)
     if header["kind"] == "blocks":
         return _load_blocks(header, blobs)
     with scratch_folder() as folder:
@@ -137,40 +143,67 @@ def _load(data: bytes) -> Loaded:
 def _load_blocks(header: dict[str, Any], blobs: Sequence[bytes]) -> Loaded:
     count = header["artefacts"]
     artefacts = list(map(_load, blobs[:count]))
-    native = [block for block in header["blocks"] if "runner" in block]
-    calls = iter(_load_runners(header["kernels"], native, blobs[count:]))
-    blocks = [next(calls)[0] if "runner" in block else artefacts[block["artefact"]].call for block in header["blocks"]]
     reasons = dict.fromkeys(artefact.why_python for artefact in artefacts if artefact.why_python)
-    runner = BlockRunner(BlockSequence.from_json(header["sequence"]), blocks)
-    return Loaded(runner.call, header["guards"], ", ".join(reasons), "is_faster" not in header)
+    described, native = header["blocks"], [block for block in header["blocks"] if "runner" in block]
+    runners = _load_runners(header["kernels"], native, blobs[count:]) if native else None
+    calls = iter(runners.calls if runners is not None else ())
+    blocks = [next(calls) if "runner" in block else artefacts[block["artefact"]].call for block in described]
+    sequence = None if count or runners is None else _NativeSequence(runners)
+    make, find = (None, _no_starter) if sequence is None else (sequence.make, sequence.starter)
+    runner = BlockRunner(BlockSequence.from_json(header["sequence"]), blocks, make)
+    return Loaded(runner.call, header["guards"], ", ".join(reasons), "is_faster" not in header, find)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runners:
+    """The runners of some blocks. `num_threads`: see `RunStarter`."""
+
+    extension: Any
+    calls: tuple[Call, ...]
+    need_python: bool
+    num_threads: int | None
+
+    def starter(self, begin: Begin) -> RunStarter | None:
+        """What begins runs by that function, if they need no Python."""
+        return None if self.need_python else RunStarter(self.extension, begin, self.num_threads)
+
+
+class _NativeSequence:
+    """Calls of blocks in the extension that has their runners."""
+
+    def __init__(self, runners: _Runners) -> None:
+        self._runners = runners
+        self._starter: RunStarter | None = None
+
+    def make(self, *described: Any) -> Call:
+        """What computes all of it, of what the extension's `make_sequence` takes."""
+        extension = self._runners.extension
+        sequence = extension.make_sequence(*described)
+        self._starter = self._runners.starter(functools.partial(extension.begin_sequence, sequence))
+        return functools.partial(extension.call_sequence, sequence)
+
+    def starter(self) -> RunStarter | None:
+        """What begins runs, once it has been made."""
+        return self._starter
 
 
 def _load_runners(
     kernels: Sequence[Sequence[str]], blocks: Sequence[dict[str, Any]], blobs: Sequence[bytes]
-) -> list[tuple[Call, RunStarter | None]]:
+) -> _Runners:
     """The runners of these blocks. `blobs`: the extension with all runners, and units with these `kernels` each."""
-    if not blocks:
-        return []
     with scratch_folder() as folder:  # shared objects stay mapped after their files are gone
-        runners, *units = [_load_extension(blob, folder) for blob in blobs]
+        extension, *units = [_load_extension(blob, folder) for blob in blobs]
     addresses: dict[str, int] = {}
     for names, unit in zip(kernels, units, strict=True):
         addresses.update(zip(names, unit.addresses(), strict=True))
     for block in blocks:
         # eval adds no risk: an artefact is code anyway
         functions = [eval(text, dict(PYTHON_NAMES)) for text in block["functions"]]
-        bind = getattr(runners, f"bind{block['runner']}")
+        bind = getattr(extension, f"bind{block['runner']}")
         bind(tuple(addresses[name] for name in block["kernels"]), tuple(functions))
-    return [_entries(runners, block) for block in blocks]
-
-
-def _entries(runners: ModuleType, block: dict[str, Any]) -> tuple[Call, RunStarter | None]:
-    """The functions that call a block's runner, and that begin its runs if these need no Python."""
-    place = block["runner"]
-    starter = (
-        None if block["functions"] else RunStarter(runners, getattr(runners, f"begin{place}"), block["num_threads"])
-    )
-    return getattr(runners, f"call{place}"), starter
+    calls = tuple(getattr(extension, f"call{block['runner']}") for block in blocks)
+    need_python = any(block["functions"] for block in blocks)
+    return _Runners(extension, calls, need_python, blocks[0]["num_threads"])
 
 
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -47,6 +47,8 @@ AOTITorchError aoti_torch_get_dim(AtenTensorHandle, int64_t*);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
 AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle, int64_t*);
+AOTITorchError aoti_torch_get_dtype(AtenTensorHandle, int32_t*);
+AOTITorchError aoti_torch_copy_(AtenTensorHandle, AtenTensorHandle, int32_t);
 {declarations}
 }}
 namespace at {{ int get_num_threads(); }}
@@ -170,18 +172,23 @@ struct Frame {{
 
 // `num_threads`: how many compute a run; 0 for as many as operators of the thread that asks for it use.
 struct Sizes {{ Py_ssize_t num_symbols, num_tensors, num_results, num_slots; int num_threads; }};
-using Run = void (*)(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state);
+// `of`: what the function is of, where that is a sequence of blocks.
+using Run = void (*)(
+    const void* of, AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state);
+struct Computation {{ Sizes sizes; Run run; const void* of; }};
 
 // One run of a runner: what it takes, and what becomes of it.
 struct Task {{
-    const Sizes sizes;
+    const Computation& computation;
+    const Sizes& sizes;
     Frame frame, results;
     std::vector<int64_t> symbols;
     std::string error;
     bool failed = false;
 
-    explicit Task(const Sizes& of)
-        : sizes(of), frame(of.num_slots), results(of.num_results), symbols(of.num_symbols) {{}}
+    explicit Task(const Computation& does)
+        : computation(does), sizes(does.sizes), frame(sizes.num_slots), results(sizes.num_results),
+          symbols(sizes.num_symbols) {{}}
 
     // Takes one list of arguments, and empties it. False if a Python exception is set.
     bool read(PyObject* arguments) {{
@@ -212,10 +219,10 @@ struct Task {{
     }}
 
     // Without the GIL.
-    void compute(Run run, PyThreadState*& state, int num_threads) {{
+    void compute(PyThreadState*& state, int num_threads) {{
         const Threads threads(num_threads);
         try {{
-            run(frame.t.data(), symbols.data(), results.t.data(), state);
+            computation.run(computation.of, frame.t.data(), symbols.data(), results.t.data(), state);
         }} catch (const Raised&) {{
             failed = true;
         }} catch (const std::exception& raised) {{
@@ -241,11 +248,11 @@ struct Task {{
 }};
 
 // Takes one list of arguments, and empties it.
-static PyObject* enter(PyObject* arguments, const Sizes& sizes, Run run) {{
-    Task task(sizes);
+static PyObject* enter(PyObject* arguments, const Computation& computation) {{
+    Task task(computation);
     if (!task.read(arguments)) return nullptr;
     PyThreadState* state = PyEval_SaveThread();
-    task.compute(run, state, sizes.num_threads);
+    task.compute(state, computation.sizes.num_threads);
     PyEval_RestoreThread(state);
     return task.given();
 }}
@@ -347,15 +354,13 @@ struct OwnQueue : Queue {{
 
 struct OwnJob : Job {{
     Task task;
-    const Run run;
     Queue* const queue;
     const int num_threads;
     double began = 0, ended = 0;
     std::fenv_t environment;  // such as whether tiny numbers are zeros
 
-    OwnJob(Queue* of, const Sizes& sizes, Run does, int threads)
-        : Job{{compute_one, end_one, nullptr, {{2}}, {{false}}}},
-          task(sizes), run(does), queue(of), num_threads(threads) {{
+    OwnJob(Queue* of, const Computation& computation, int threads)
+        : Job{{compute_one, end_one, nullptr, {{2}}, {{false}}}}, task(computation), queue(of), num_threads(threads) {{
         std::fegetenv(&environment);
     }}
 
@@ -364,7 +369,7 @@ struct OwnJob : Job {{
         std::fesetenv(&own.environment);
         PyThreadState* none = nullptr;
         own.began = now();
-        own.task.compute(own.run, none, own.num_threads);
+        own.task.compute(none, own.num_threads);
         own.ended = now();
     }}
 
@@ -383,13 +388,14 @@ static void end_capsule(PyObject* capsule) {{
 
 // Takes a queue, a list, a list of arguments and how many threads operators use here. Adds a job to the first list, and
 // empties the other one; does nothing if there is a job, begun by a call that interrupted the caller.
-static PyObject* begin(PyObject* given, const Sizes& sizes, Run run) {{
+static PyObject* begin(PyObject* given, const Computation& computation) {{
     PyObject *queue, *jobs, *arguments;
     int num_threads;
     if (!PyArg_ParseTuple(given, "OO!Oi", &queue, &PyList_Type, &jobs, &arguments, &num_threads)) return nullptr;
     Queue* const to = static_cast<Queue*>(PyCapsule_GetPointer(queue, of_queue));
     if (!to) return nullptr;
-    OwnJob* job = new OwnJob(to, sizes, run, sizes.num_threads ? sizes.num_threads : num_threads);
+    const int own_threads = computation.sizes.num_threads;
+    OwnJob* job = new OwnJob(to, computation, own_threads ? own_threads : num_threads);
     bool is_ready = job->task.read(arguments);
     try {{
         if (is_ready) job->task.detach();
@@ -463,8 +469,170 @@ static PyObject* fill(PyObject* arguments, bool& is_bound, void** kernels, PyObj
 
 {products}
 {runners}
+// ----- blocks one after the other, see Note [Blocks compiled once]
+
+static const Computation* const blocks[] = {{{computations}}};
+
+// Some of the numbers of eight bytes that a tensor holds.
+struct Selection {{
+    bool is_made = false, is_range = true;
+    std::vector<int64_t> places;
+
+    void of(AtenTensorHandle packed, AtenTensorHandle& made) const {{
+        const int64_t size[] = {{static_cast<int64_t>(places.size())}}, stride[] = {{1}};
+        if (is_range) return reinterpret(packed, 1, size, stride, places[0], made);
+        int32_t dtype;
+        check(aoti_torch_get_dtype(packed, &dtype));
+        empty(1, size, stride, dtype, made);
+        const int64_t* from = static_cast<const int64_t*>(data(packed));
+        int64_t* to = static_cast<int64_t*>(data(made));
+        for (const int64_t place : places) *to++ = from[place];
+    }}
+}};
+
+// A result that is copied, as it shares memory or lies otherwise than others rely on.
+struct Renewed {{
+    int64_t place;
+    std::vector<int64_t> stride;
+
+    void renew(AtenTensorHandle& tensor) const {{
+        AtenTensorHandle own = nullptr;
+        int64_t *size;
+        int32_t dtype;
+        check(aoti_torch_get_sizes(tensor, &size));
+        check(aoti_torch_get_dtype(tensor, &dtype));
+        empty(stride.size(), size, stride.data(), dtype, own);
+        const AOTITorchError status = aoti_torch_copy_(own, tensor, 0);
+        drop(tensor);
+        tensor = own;
+        check(status);
+    }}
+}};
+
+// A call of a block. `is_last`: of each input, whether nothing needs it afterwards. -1: a result that nothing needs.
+struct BlockCall {{
+    const Computation* block;
+    std::vector<int64_t> inputs, is_last, outputs;
+    Selection scalars, seeds;
+    std::vector<Renewed> renewed;
+}};
+
+// Values by number are in the slots behind those of the arguments: inputs, then scalars and seeds if there are any.
+struct Sequence {{
+    std::vector<BlockCall> calls;
+    std::vector<int64_t> inputs, outputs;
+    bool has_scalars = false, has_seeds = false;
+    Computation computation{{}};
+}};
+
+static void run_sequence(
+    const void* of, AtenTensorHandle* t, const int64_t*, AtenTensorHandle* results, PyThreadState*& state) {{
+    const Sequence& sequence = *static_cast<const Sequence*>(of);
+    const size_t num_inputs = sequence.inputs.size();
+    AtenTensorHandle* const values = t + sequence.computation.sizes.num_tensors;
+    const AtenTensorHandle scalars = t[num_inputs];  // if there are any
+    const AtenTensorHandle seeds = t[num_inputs + sequence.has_scalars];
+    for (size_t i = 0; i < num_inputs; i++) move(t[i], values[sequence.inputs[i]]);
+    for (const BlockCall& call : sequence.calls) {{
+        Frame frame(call.block->sizes.num_slots), made(call.block->sizes.num_results);
+        size_t place = 0;
+        for (; place < call.inputs.size(); place++) {{
+            AtenTensorHandle& value = values[call.inputs[place]];
+            if (call.is_last[place]) move(value, frame.t[place]);
+            else share(value, frame.t[place]);
+        }}
+        if (call.scalars.is_made) call.scalars.of(scalars, frame.t[place++]);
+        if (call.seeds.is_made) call.seeds.of(seeds, frame.t[place++]);
+        call.block->run(call.block->of, frame.t.data(), nullptr, made.t.data(), state);
+        frame.clear();
+        for (const Renewed& one : call.renewed) one.renew(made.t[one.place]);
+        for (size_t i = 0; i < call.outputs.size(); i++)
+            if (call.outputs[i] >= 0) move(made.t[i], values[call.outputs[i]]);
+    }}
+    for (size_t i = 0; i < sequence.outputs.size(); i++) share(values[sequence.outputs[i]], results[i]);
+}}
+
+static std::vector<int64_t> numbers_of(PyObject* tuple) {{
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
+        found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+    return found;
+}}
+static Selection selection_of(PyObject* places) {{
+    Selection made;
+    if (places == Py_None) return made;
+    made.is_made = true;
+    made.places = numbers_of(places);
+    for (size_t i = 0; i < made.places.size(); i++)
+        if (made.places[i] != made.places[0] + static_cast<int64_t>(i)) made.is_range = false;
+    return made;
+}}
+
+static const char* const of_sequence = "lazy_backend.sequence";
+
+// Takes the calls, the numbers of the inputs and outputs, how many values there are, and whether there are scalars and
+// seeds. A sequence is never freed, as extensions are not.
+static PyObject* make_sequence(PyObject*, PyObject* given) {{
+    PyObject *calls, *inputs, *outputs;
+    Py_ssize_t num_values;
+    int has_scalars, has_seeds;
+    if (!PyArg_ParseTuple(given, "O!O!O!npp", &PyTuple_Type, &calls, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs,
+            &num_values, &has_scalars, &has_seeds)) return nullptr;
+    Sequence* const made = new Sequence();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(calls); i++) {{
+        PyObject *of_inputs, *is_last, *of_outputs, *scalars, *seeds, *renewed;
+        Py_ssize_t block;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(calls, i), "nO!O!O!OOO!", &block, &PyTuple_Type, &of_inputs,
+                &PyTuple_Type, &is_last, &PyTuple_Type, &of_outputs, &scalars, &seeds, &PyTuple_Type, &renewed))
+            return nullptr;
+        made->calls.push_back({{blocks[block], numbers_of(of_inputs), numbers_of(is_last), numbers_of(of_outputs),
+                               selection_of(scalars), selection_of(seeds), {{}}}});
+        for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(renewed); j++) {{
+            Py_ssize_t place;
+            PyObject* stride;
+            if (!PyArg_ParseTuple(PyTuple_GET_ITEM(renewed, j), "nO!", &place, &PyTuple_Type, &stride)) return nullptr;
+            made->calls.back().renewed.push_back({{place, numbers_of(stride)}});
+        }}
+    }}
+    made->inputs = numbers_of(inputs);
+    made->outputs = numbers_of(outputs);
+    made->has_scalars = has_scalars;
+    made->has_seeds = has_seeds;
+    const Py_ssize_t num_tensors = made->inputs.size() + has_scalars + has_seeds;
+    const Py_ssize_t num_results = made->outputs.size();
+    const int num_threads = made->calls.empty() ? 0 : made->calls[0].block->sizes.num_threads;
+    const Py_ssize_t num_slots = num_tensors + num_values + 1;
+    made->computation = {{{{0, num_tensors, num_results, num_slots, num_threads}}, run_sequence, made}};
+    return PyErr_Occurred() ? nullptr : PyCapsule_New(made, of_sequence, nullptr);
+}}
+static const Sequence* sequence_of(PyObject* capsule) {{
+    return static_cast<const Sequence*>(PyCapsule_GetPointer(capsule, of_sequence));
+}}
+
+// As a runner's call and begin, of the sequence that comes first among the arguments.
+static PyObject* call_sequence(PyObject*, PyObject* given) {{
+    PyObject *capsule, *arguments;
+    if (!PyArg_ParseTuple(given, "OO", &capsule, &arguments)) return nullptr;
+    const Sequence* const sequence = sequence_of(capsule);
+    return sequence ? enter(arguments, sequence->computation) : nullptr;
+}}
+static PyObject* begin_sequence(PyObject*, PyObject* given) {{
+    if (!PyTuple_GET_SIZE(given)) {{
+        PyErr_SetString(PyExc_TypeError, "no sequence");
+        return nullptr;
+    }}
+    const Sequence* const sequence = sequence_of(PyTuple_GET_ITEM(given, 0));
+    PyObject* const others = sequence ? PyTuple_GetSlice(given, 1, PyTuple_GET_SIZE(given)) : nullptr;
+    PyObject* const begun = others ? begin(others, sequence->computation) : nullptr;
+    Py_XDECREF(others);
+    return begun;
+}}
+
 static PyMethodDef methods[] = {{
 {methods}
+    {{"make_sequence", make_sequence, METH_VARARGS, ""}},
+    {{"call_sequence", call_sequence, METH_VARARGS, ""}},
+    {{"begin_sequence", begin_sequence, METH_VARARGS, ""}},
     {{"make_queue", make_queue, METH_NOARGS, ""}},
     {{"serve", serve, METH_O, ""}},
     {{"wait", wait, METH_VARARGS, ""}},
@@ -490,17 +658,19 @@ RUNNER = """\
 static void* kernels[{num_kernels}];
 static PyObject* functions[{num_functions}];
 static bool is_bound = false;
-static void run(AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state) {{
+static void run(
+    const void*, AtenTensorHandle* t, const int64_t* symbols, AtenTensorHandle* results, PyThreadState*& state) {{
     (void)symbols;
     (void)state;
 {body}
 }}
-static const Sizes sizes = {{{num_symbols}, {num_tensors}, {num_results}, {num_slots}, {num_threads}}};
+static const Computation computation = {{
+    {{{num_symbols}, {num_tensors}, {num_results}, {num_slots}, {num_threads}}}, run, nullptr}};
 static PyObject* call(PyObject*, PyObject* arguments) {{
-    return enter(arguments, sizes, run);
+    return enter(arguments, computation);
 }}
 static PyObject* begin_one(PyObject*, PyObject* arguments) {{
-    return begin(arguments, sizes, run);
+    return begin(arguments, computation);
 }}
 static PyObject* bind(PyObject*, PyObject* arguments) {{
     return fill(arguments, is_bound, kernels, functions);

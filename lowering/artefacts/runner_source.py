@@ -107,6 +107,7 @@ def runner_source(runners: Sequence[Runner], identity: str) -> str:
         products=DEFINITION if any(runner.multiplies for runner in runners) else "",
         message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
         runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
+        computations=", ".join(f"&runner{place}::computation" for place in places),
         methods="\n".join(METHODS.format(place=place) for place in places),
         identity=hashlib.blake2b(repr((identity, functions)).encode(), digest_size=16).hexdigest(),
     )

@@ -2,6 +2,9 @@
 
 In: which block is called with which values, and a callable for each block. Out: a callable of the whole graph: it takes
 one list of arguments and empties it.
+
+The first run calls the blocks from Python, and shows what has to be done to their results. If all of them have runners,
+the later runs take place in the extension that has these (`artefacts/extension_template.py`), without Python.
 """
 
 from __future__ import annotations
@@ -54,17 +57,32 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-class BlockRunner:
-    """Runs a sequence. It holds no state of a run, so that runs may overlap."""
+# Makes a computation of what the extension's `make_sequence` takes.
+MakeNative = Callable[..., Compute]
 
-    def __init__(self, sequence: BlockSequence, computes: Sequence[Compute]) -> None:
+
+class BlockRunner:
+    """Runs a sequence. It holds no state of a run, so that runs may overlap.
+
+    `make_native`: makes what computes without Python, if the blocks have runners, whose places are those of `computes`.
+    """
+
+    def __init__(
+        self, sequence: BlockSequence, computes: Sequence[Compute], make_native: MakeNative | None = None
+    ) -> None:
+        self._make_native = make_native
+        self._native: Compute | None = None
         self._inputs, self._outputs = sequence.inputs, sequence.outputs
         self._has_scalars = bool(sequence.promoted)
         self._has_seeds = any(call.seeds for call in sequence.calls)
-        self._steps = _steps_of(sequence, list(map(_CompiledBlock, computes, sequence.strides)))
+        blocks = [_CompiledBlock(place, *one) for place, one in enumerate(zip(computes, sequence.strides, strict=True))]
+        self._steps = _steps_of(sequence, blocks)
 
     def call(self, arguments: list[Any]) -> list[torch.Tensor]:
         """Run once. `arguments`: the inputs, then the promoted floats and the seeds, if there are any."""
+        native = self._native
+        if native is not None:
+            return list(native(arguments))
         further = arguments[len(self._inputs) :]
         scalars: Any = further.pop(0) if self._has_scalars else None
         seeds: Any = further.pop(0) if self._has_seeds else None
@@ -81,7 +99,36 @@ class BlockRunner:
                 taken.append(step.seeds.of(seeds))
             values.update(zip(step.outputs, step.block.run(taken), strict=True))
             values.pop(-1, None)
+        if self._make_native is not None:
+            self._native = self._make_native(*self._described())
         return [values[number] for number in self._outputs]
+
+    def _described(self) -> tuple[Any, ...]:
+        """What the extension's `make_sequence` takes, once a run has shown what to do to each block's results."""
+        numbers = [*self._inputs, *(number for step in self._steps for number in step.outputs if number >= 0)]
+        places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+        places[-1] = -1
+
+        def placed(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(places[number] for number in values)
+
+        calls = tuple(
+            (
+                step.block.place,
+                placed(step.inputs),
+                tuple(
+                    int(number in step.ended and number not in step.inputs[place + 1 :])
+                    for place, number in enumerate(step.inputs)
+                ),
+                placed(step.outputs),
+                None if step.scalars is None else step.scalars.places,
+                None if step.seeds is None else step.seeds.places,
+                step.block.renewed(),
+            )
+            for step in self._steps
+        )
+        inputs, outputs = placed(self._inputs), placed(self._outputs)
+        return calls, inputs, outputs, len(places) - 1, self._has_scalars, self._has_seeds
 
 
 class _CompiledBlock:
@@ -90,7 +137,8 @@ class _CompiledBlock:
     What has to be done for it follows from the code and the sizes, which are fixed, so the first run shows it.
     """
 
-    def __init__(self, compute: Compute, strides: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, place: int, compute: Compute, strides: Sequence[tuple[int, ...]]) -> None:
+        self.place = place
         self._compute = compute
         self._strides = strides
         self._aliases = OutputAliases()
@@ -108,6 +156,11 @@ class _CompiledBlock:
             own = torch.empty_strided(results[place].shape, self._strides[place], **options)
             results[place] = own.copy_(results[place])
         return results
+
+    def renewed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The results that are copied after each run, each with its stride. Known after the first run."""
+        places = sorted({*self._aliases.copied(), *(self._moved or ())})
+        return tuple((place, self._strides[place]) for place in places)
 
 
 def _lies_as(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
@@ -155,7 +208,7 @@ class _Selection:
     def __init__(self, places: tuple[int, ...]) -> None:
         self._start, self._end = places[0], places[-1] + 1
         self._is_range = places == tuple(range(self._start, self._end))
-        self._places = places
+        self.places = places
         self._index: torch.Tensor | None = None
 
     def of(self, packed: torch.Tensor) -> torch.Tensor:
@@ -163,5 +216,5 @@ class _Selection:
             return packed[self._start : self._end]
         index = self._index
         if index is None:
-            index = self._index = torch.tensor(self._places, device=packed.device)
+            index = self._index = torch.tensor(self.places, device=packed.device)
         return packed.index_select(0, index)

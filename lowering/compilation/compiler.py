@@ -96,7 +96,7 @@ class CompiledPlan:
         guards: str | None = None,
         why_python: str = "",
         may_be_slower: bool = False,
-        starter: RunStarter | None = None,
+        find_starter: Callable[[], RunStarter | None] = lambda: None,
     ) -> None:
         self._stored = request.stored
         self._sizes = request.sizes
@@ -107,7 +107,7 @@ class CompiledPlan:
         self.why_python = why_python  # why a run from an artefact calls kernels from Python
         self.may_be_slower = may_be_slower  # than the whole graph, see Note [The whole graph after its blocks]
         self._call = call
-        self._starter = starter
+        self._find_starter = find_starter
         # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
@@ -172,7 +172,7 @@ class CompiledPlan:
         """A run to begin on a thread that has no Python; None if runs need Python. The first run is another one: it
         shows which results share memory.
         """
-        starter = self._starter
+        starter = self._find_starter()
         if starter is None or self.launcher is not None or not self._aliases.is_known():
             return None
         return CompiledRun(self, starter, sizes)
@@ -303,8 +303,8 @@ def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
     graph = request.stored.get()
     # a look at a tensor's memory has no such bits
     has_bits = any(value.meta.conj or value.meta.neg for value in graph.inputs)
-    starter = None if has_bits else loaded.starter
-    return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python, loaded.may_be_slower, starter)
+    further = {} if has_bits else {"find_starter": loaded.find_starter}
+    return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python, loaded.may_be_slower, **further)
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -27,6 +27,10 @@ class OutputAliases:
     def is_known(self) -> bool:
         return self._copied is not None
 
+    def copied(self) -> tuple[int, ...]:
+        """The places of the outputs that are cloned."""
+        return self._copied or ()
+
     def separate(self, taken: Mapping[int, StorageWeakRef], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Clone outputs that share memory. `taken`: the inputs' `watched_storages`, needed only at the first run."""
         if self._copied is None:

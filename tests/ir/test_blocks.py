@@ -22,7 +22,7 @@ from lazy_backend.lowering.blocks.list_operators import ListCalls, list_length
 from lazy_backend.lowering.blocks.repeats import find_repeats
 from lazy_backend.lowering.blocks.stretches import makes_views
 from lazy_backend.lowering.compilation import build
-from lazy_backend.lowering.compilation.compiler import load_graph
+from lazy_backend.lowering.compilation.compiler import CompiledPlan, load_graph
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Graph, Node, check_graph
@@ -314,12 +314,15 @@ def test_random_blocks_that_repeat() -> None:
     assert shared > 10, shared
 
 
-def _repeated(seed: int) -> Built:
-    """The same random calls several times, each time on other tensors."""
+def _repeated(seed: int, draws: bool = True) -> Built:
+    """The same random calls several times, each time on other tensors. `draws`: whether some draw random numbers."""
     choose, program = random.Random(seed), Program()
     inputs = [program.input(torch.randn(4, 4, generator=torch.Generator().manual_seed(n))) for n in range(4)]
     pool = [program.call(aten.tanh.default, program.call(aten.t.default, one)) for one in inputs[:2]] + inputs[2:]
-    body = [(choose.randrange(5), choose.randrange(4), choose.randrange(4)) for _ in range(choose.randrange(24, 40))]
+    body = [
+        (choose.randrange(5 if draws else 4), choose.randrange(4), choose.randrange(4))
+        for _ in range(choose.randrange(24, 40))
+    ]
     for _ in range(choose.randrange(3, 8)):
         own = list(pool)
         for which, a, b in body:
@@ -439,12 +442,42 @@ def test_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     request = CompileRequest.of(one.graph, one.constants, "inductor", promoted)
     wanted_inputs = one.fresh()
     wanted = SerialGraphExecutor(one.graph).execute(list(wanted_inputs), one.constants, one.seeds())
-    plan = load_graph(data, request)
-    for _ in range(3):  # the first run finds out how results lie
+    assert_runs(one, load_graph(data, request), (wanted, wanted_inputs))
+
+
+def assert_runs(one: Built, plan: CompiledPlan, wanted: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+    """Runs compute that, and write that to the inputs: the first, which finds out how results lie, and later ones."""
+    for _ in range(3):
         inputs = one.fresh()
         results = plan.execute(list(inputs), one.constants, one.seeds())
-        for actual, expected in zip([*results, *inputs], [*wanted, *wanted_inputs], strict=True):
-            torch.testing.assert_close(actual, expected)
+        assert_near(results, inputs, wanted)
+    run = plan.run_beside()
+    if run is not None:  # nothing draws random numbers
+        inputs = one.fresh()
+        run.begin(list(inputs), one.constants, one.seeds())
+        while not run.wait(1.0):
+            pass
+        assert_near(run.results()[0], inputs, wanted)
+
+
+def assert_near(
+    results: list[torch.Tensor], inputs: list[torch.Tensor], wanted: tuple[list[torch.Tensor], list[torch.Tensor]]
+) -> None:
+    for actual, expected in zip([*results, *inputs], [*wanted[0], *wanted[1]], strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("draws", [False, True])
+def test_random_compiled_blocks(seed: int, draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _repeated(seed, draws)
+    data = compiled(one, NONE, monkeypatch, min_saved=0)
+    assert kind_of(data) == "blocks"
+    inputs = one.fresh()
+    outputs = SerialGraphExecutor(one.graph).execute(list(inputs), one.constants, one.seeds())
+    plan = load_graph(data, CompileRequest.of(one.graph, one.constants, "inductor", NONE))
+    assert_runs(one, plan, (outputs, inputs))
+    assert draws or plan.run_beside() is not None
 
 
 def test_small_requests_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
