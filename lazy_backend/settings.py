@@ -108,9 +108,9 @@ FLAGS: dict[str, Flag] = {
     "run_in_background": Flag(
         "auto",
         _choice("auto", "always", "never"),
-        "Whether runs happen on the device's own thread, or within mark_step. 'auto': on CUDA, and on the CPU if a run "
-        "takes more than 1.5 ms, operators use one thread, and nobody waits for it; with more threads, two OpenMP "
-        "teams would share the cores and runs take twice as long.",
+        "Whether runs happen on another thread, or within mark_step. 'auto': on CUDA, and on the CPU, if nobody waits "
+        "for the run, for compiled graphs that need no Python if there are more cores than threads in use, and for "
+        "others if they take more than 1.5 ms and operators use one thread.",
         "LAZY_BACKEND_RUN_IN_BACKGROUND",
     ),
     "device_graphs": Flag(

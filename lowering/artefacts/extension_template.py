@@ -468,6 +468,7 @@ static PyObject* fill(PyObject* arguments, bool& is_bound, void** kernels, PyObj
 }}
 
 {products}
+{masks}
 {runners}
 // ----- blocks one after the other, see Note [Blocks compiled once]
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.artefacts import native_dropout
 from lazy_backend.lowering.artefacts.extension_template import EXTENSION, METHODS, RUNNER
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 
@@ -70,6 +71,7 @@ class Runner:
     functions: tuple[str, ...]
     kernels: tuple[str, ...]
     multiplies: bool  # by oneDNN
+    draws: bool  # masks of dropouts
     num_threads: int | None
 
 
@@ -90,7 +92,9 @@ def runner_of(wrapper: Wrapper) -> Runner:
         body="\n".join(f"    {line}" for line in writer.lines),
     )
     functions, kernels = tuple(writer.functions), tuple(wrapper.kernels)
-    return Runner(text, frozenset(writer.declarations), functions, kernels, writer.multiplies, wrapper.num_threads)
+    return Runner(
+        text, frozenset(writer.declarations), functions, kernels, writer.multiplies, writer.draws, wrapper.num_threads
+    )
 
 
 def runner_source(runners: Sequence[Runner], identity: str) -> str:
@@ -105,6 +109,7 @@ def runner_source(runners: Sequence[Runner], identity: str) -> str:
     return EXTENSION.format(
         declarations="\n".join(sorted(declarations)),
         products=DEFINITION if any(runner.multiplies for runner in runners) else "",
+        masks=native_dropout.DEFINITION if any(runner.draws for runner in runners) else "",
         message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
         runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
         computations=", ".join(f"&runner{place}::computation" for place in places),
@@ -131,6 +136,7 @@ class _RunnerWriter:
         self.num_tensors = 0
         self.num_results = 0
         self.multiplies = False
+        self.draws = False
         self._wrapper = wrapper
         self._kernels = {name: (place, types) for place, (name, types) in enumerate(wrapper.kernels.items())}
         self._layouts: dict[str, TensorLayout | None] = {}  # of tensors by name
@@ -250,7 +256,7 @@ class _RunnerWriter:
     def _operator(self, called: ast.Call, name: str | None) -> None:
         overload = _overload_of(called)
         function, written = _shim_of(overload), len(self.lines)
-        if self._is_multiplied(overload, called):
+        if self._is_multiplied(overload, called) or self._is_mask(overload, called, name):
             return
         if function in _shims():
             try:
@@ -278,6 +284,23 @@ class _RunnerWriter:
         for slot in range(temporaries, self.num_slots):
             self._say(f"drop(t[{slot}]);")
         self.multiplies = True
+        return True
+
+    def _is_mask(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> bool:
+        """Write the drawing of a dropout's mask."""
+        if overload._schema.name != "lazy_backend::dropout_mask" or name is None or not native_dropout.is_available():
+            return False
+        size, stride, p, _, seeds, place = called.args
+        drawn = f"{self._number(p)}, {self._tensor(seeds)}, {self._integer(place)}"
+        self.draws = True
+        self.declarations.add("int32_t aoti_torch_dtype_bool();")
+        self._layouts[name] = None
+        lengths = "nullptr" if _is_none(stride) else "{1}"
+        self._in_block(
+            f"draw_mask({{0}}, {lengths}, {drawn}, {self._target(name)});",
+            size,
+            size if lengths == "nullptr" else stride,
+        )
         return True
 
     def _shim(self, function: str, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:
@@ -525,7 +548,7 @@ def _name_of(node: ast.expr) -> str:
 
 def _elements(numbers: ast.expr) -> list[ast.expr]:
     """The sizes or strides of a tensor."""
-    if not isinstance(numbers, ast.Tuple):
+    if not isinstance(numbers, ast.Tuple | ast.List):
         raise NotExpressible(f"the size {ast.unparse(numbers)[:80]}")
     return numbers.elts
 

@@ -104,7 +104,7 @@ def test_training_is_that_of_runs_within_the_call() -> None:
     def losses(where: str, optimizer: Callable[..., torch.optim.Optimizer]) -> list[list[float]]:
         torch.manual_seed(0)
         lazy_backend.config.run_in_background = where
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("lazy")
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)).to("lazy")
         own = optimizer(model.parameters(), lr=0.05)
         kept = []
         for number in range(12):

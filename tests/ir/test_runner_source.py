@@ -49,7 +49,7 @@ class Mixed(nn.Module):
         self.tokens = nn.Embedding(5, 4)
 
     def forward(self, image: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        image = F.dropout(image, 0.3)  # draws from a seed, in Python
+        image = F.dropout(image, 0.3)
         x = F.max_pool2d(self.norm(self.conv(image)).relu(), 2).flatten(2).transpose(1, 2)
         q, k, v = (self.project(x) + self.tokens(tokens).sum()).view(2, 9, 3, 2, 2).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).sort(stable=True)[0]  # sort has no shim
@@ -82,6 +82,17 @@ def test_a_step_does_what_inductors_wrapper_does(monkeypatch: pytest.MonkeyPatch
     native, *others = found
     for other in others:
         assert_same([one for one in native if one is not None], [one for one in other if one is not None])
+
+
+def test_masks_are_those_that_python_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program()
+    x, nothing, scalar = (program.input(torch.rand(shape)) for shape in ((4, 6), (0, 3), ()))
+    operands = [x, program.call(aten.t.default, x), nothing, scalar]
+    drawn = [program.call(aten.native_dropout.default, one, 0.4, True)[0] for one in operands]
+    graph = program.graph(*drawn, program.call(aten.exp.default, program.call(aten.cat.default, drawn[:1])))
+    native, light = (compiled(graph, kind, monkeypatch) for kind in ("native", "light"))
+    for _ in range(2):
+        assert_same(list(native(arguments_of(graph))), list(light(arguments_of(graph))))
 
 
 def long_graph() -> Graph:
