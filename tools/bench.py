@@ -6,9 +6,10 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--compile-time`, `--overlap`, `--diagnostics`, `--trainers`, `--ranks` and `--simulated-ranks` measure
-something else: the first steps of a process, compiles of deep models, recording beside a run, what `config.explain`
-costs, the loops of other packages' trainers, several processes that train together, and what it costs many to agree.
+`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--ranks` and `--simulated-ranks`
+measure something else: the first steps of a process, compiles of deep models, deep models whose blocks are compiled
+once, recording beside a run, what `config.explain` costs, the loops of other packages' trainers, several processes that
+train together, and what it costs many to agree.
 See docs/benchmarks.md and docs/scaling.md.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import block_plans
 import cold
 import compile_time
 import diagnostics
@@ -165,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
+    parser.add_argument("--blocks", type=_lengths, help="comma-separated numbers of blocks of a GPT, nothing else")
     parser.add_argument("--overlap", action="store_true", help="recording while a graph runs, nothing else")
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
@@ -205,6 +208,10 @@ def main() -> None:
         return
     if arguments.compile_time:
         compile_time.main(arguments.threads, "markdown" if arguments.markdown else "text")
+        return
+    if arguments.blocks:
+        form = "markdown" if arguments.markdown else "text"
+        block_plans.main(arguments.threads, arguments.rounds or 12, form, arguments.blocks)
         return
     if arguments.overlap:
         form = "markdown" if arguments.markdown else "text"
