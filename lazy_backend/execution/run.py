@@ -150,9 +150,10 @@ class Async(Work):
             try:
                 run_clean(lambda: beside.begin(self._inputs(), self.constants, self.seeds))
             except Exception:
-                # the error comes again there, and is told as every other
-                self.place, self.beside = RunPlace.WITHIN_CALL, None
-                return
+                if not beside.has_begun:  # by a call that interrupted this one, and took what it needed
+                    # the error comes again there, and is told as every other
+                    self.place, self.beside = RunPlace.WITHIN_CALL, None
+                    return
         self.parameters_data.clear()
 
     def _inputs(self) -> list[torch.Tensor]:

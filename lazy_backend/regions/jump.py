@@ -264,6 +264,9 @@ def take_jump(
     before = torch.default_generator.get_state() if jump.generators else None
     # from here on as in `record`: wherever an interruption comes, `roll_back` finds what the path does not mention
     trace.unfinished = []
+    if trace.cursor is not cursor or trace.changes != changes:  # a call before the line above is not counted
+        trace.unfinished = None
+        return None
     try:
         _enter(trace, entering)
         trace.constants.extend(jump.constants or constants)

@@ -348,6 +348,8 @@ class PreparedReplay:
         The caller holds the context's lock.
         """
         program = self.program
+        if program.context.locker.count != self.count or program.context.has_pending():
+            return None  # before seeds are drawn: the next attempt draws them
         seeds = [contexts.get_rng_seed(generator) for generator in program.generators]
         run = executor.replay(
             SyncTensorCollection(

@@ -46,7 +46,6 @@ AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle, void**);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle, int64_t*);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
-AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle, int64_t*);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle, int32_t*);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle, AtenTensorHandle, int32_t);
 {declarations}
@@ -78,6 +77,7 @@ static void share(AtenTensorHandle from, AtenTensorHandle& to) {{
 static void empty(int64_t dim, const int64_t* size, const int64_t* stride, int32_t dtype, AtenTensorHandle& made) {{
     check(aoti_torch_empty_strided(dim, size, stride, dtype, 0, -1, &made));
 }}
+// `offset`: beyond that of `tensor`.
 static void reinterpret(
     AtenTensorHandle tensor, int64_t dim, const int64_t* size, const int64_t* stride, int64_t offset,
     AtenTensorHandle& made) {{
@@ -208,12 +208,11 @@ struct Task {{
     void detach() {{
         for (Py_ssize_t i = 0; i < sizes.num_tensors; i++) {{
             AtenTensorHandle tensor = frame.t[i];
-            int64_t dim, offset, *size, *stride;
+            int64_t dim, *size, *stride;
             check(aoti_torch_get_dim(tensor, &dim));
             check(aoti_torch_get_sizes(tensor, &size));
             check(aoti_torch_get_strides(tensor, &stride));
-            check(aoti_torch_get_storage_offset(tensor, &offset));
-            reinterpret(tensor, dim, size, stride, offset, frame.t[i]);
+            reinterpret(tensor, dim, size, stride, 0, frame.t[i]);
             drop(tensor);
         }}
     }}

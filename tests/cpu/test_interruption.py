@@ -208,6 +208,23 @@ def try_reading_at(training: Training, place: Place, time: int) -> None:
     check_clean()
 
 
+def try_recording_at(training: Training, place: Place, time: int) -> None:
+    """A handler computes in the midst of a step, and reads nothing."""
+    with torch.no_grad():
+        for parameter, value in zip(training.eager.parameters(), training.state(), strict=True):
+            parameter.copy_(value)
+    weight = torch.full((3,), 2.0).to("lazy")
+    sums: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
+    reached = interrupt(
+        lambda: losses.append(training.train()), place, time, lambda: sums.append((weight * 2 + 1).sum())
+    )
+    training.compare(losses[0], training.eager_step(*training.inputs))
+    training.compare_state()
+    assert [one.item() for one in sums] == [15.0] * reached
+    check_clean()
+
+
 def trained(kind: type[Training], captured: str, verifies: bool = True) -> Training:
     training = kind(captured, verifies)
     for _ in range(5):
@@ -428,23 +445,29 @@ def test_the_error_of_a_run_that_was_interrupted_says_so() -> None:
 @pytest.mark.timeout(900)
 # a handler that cuts the graph within each of a captured module's first calls
 @pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
-def test_a_handler_may_read_and_compute_at_any_moment(captured: str, background: str, stride: int) -> None:
+@pytest.mark.parametrize("attempt", [try_reading_at, try_recording_at])
+def test_a_handler_may_read_and_compute_at_any_moment(
+    attempt: Callable[[Training, Place, int], None], captured: str, background: str, stride: int
+) -> None:
     """What it reads has its value, or it is told that the run it interrupted computes it; the step is eager's."""
     lazy_backend.config.run_in_background = background
     places = places_of(trained(Training, captured).train, instructions=True)
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     # a captured body that is recorded anew refuses reads, those of a handler too
-    check_all(lambda: trained(Training, captured, False), attempts[:: max(1, stride // 3)], try_reading_at)
+    check_all(lambda: trained(Training, captured, False), attempts[:: max(1, stride // 2)], attempt)
 
 
 @ways
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("attempt", [try_reading_at, try_recording_at])
 @pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
-def test_a_handler_may_read_and_compute_about_a_run_beside(captured: str, stride: int) -> None:
+def test_a_handler_may_read_and_compute_about_a_run_beside(
+    attempt: Callable[[Training, Place, int], None], captured: str, stride: int
+) -> None:
     places = places_of(trained(CompiledTraining, captured).train, instructions=True)
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     # a captured body that is recorded anew refuses reads, those of a handler too
-    check_all(lambda: trained(CompiledTraining, captured, False), attempts[::stride], try_reading_at)
+    check_all(lambda: trained(CompiledTraining, captured, False), attempts[::stride], attempt)
 
 
 @pytest.mark.timeout(3600)

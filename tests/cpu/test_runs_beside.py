@@ -125,6 +125,35 @@ def test_training_is_that_of_runs_within_the_call() -> None:
         assert beside == losses("never", optimizer)
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x[2:],
+        lambda x: x[:, 3:7],
+        lambda x: x.t()[4:],
+        lambda x: x[1:, ::2],
+        lambda x: x[6:],
+        lambda x: x.half()[2:],
+        lambda x: x.long()[1:],
+        lambda x: torch.view_as_complex(x.reshape(6, 5, 2)).imag[1:],
+    ],
+)
+def test_inputs_that_are_views(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    whole = torch.arange(60.0).reshape(6, 10)
+    own = look(whole.to("lazy"))
+    lazy_backend.mark_step()
+    made: list[torch.Tensor] = []
+
+    def step() -> None:
+        made.append(own * 2 + 1)
+
+    warm(step)
+    torch.testing.assert_close(made[-1].cpu(), look(whole) * 2 + 1)
+    own.mul_(3)  # what a run writes in place
+    lazy_backend.mark_step()
+    torch.testing.assert_close(own.cpu(), look(whole) * 3)
+
+
 def test_inputs_are_freed_within_the_run() -> None:
     """They are those of the run alone once it has begun, and it does not wait for the GIL to free them."""
     alive: list[weakref.ref[torch.Tensor]] = []
