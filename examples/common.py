@@ -6,7 +6,9 @@ In: a function that trains on a device. Out: its figures, and how far they are f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -152,6 +154,20 @@ def measured(
         run = train("lazy")
         evaluated = evaluate(run.model, "lazy")
     return run, read_figures(), evaluated
+
+
+@contextlib.contextmanager
+def one_core_for_python() -> Iterator[None]:
+    """Within the block operators leave a core to Python, which records a step while the one before it runs.
+
+    Right for small models, whose operators gain little from a further core.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) - 1)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def eager_device() -> str:

@@ -9,6 +9,7 @@ ends with its accuracy, what the device did per step, and how far the losses are
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import Row, Run, Stopwatch, finished, parser, present, progress
+from common import Row, Run, Stopwatch, finished, one_core_for_python, parser, present, progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -131,7 +132,13 @@ def main() -> None:
     arguments = parser("Train a convolutional network on handwritten digits.")
     arguments.add_argument("--epochs", type=int, default=EPOCHS, help="(default: %(default)s)")
     chosen = arguments.parse_args()
-    present(chosen, lambda device: train(device, chosen.epochs, chosen.seed), evaluate)
+
+    def run(device: str) -> Run:
+        beside = device == "lazy" and chosen.backend == "inductor"
+        with one_core_for_python() if beside else contextlib.nullcontext():
+            return train(device, chosen.epochs, chosen.seed)
+
+    present(chosen, run, evaluate)
 
 
 if __name__ == "__main__":

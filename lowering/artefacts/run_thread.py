@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -67,42 +68,59 @@ class RunBeside:
         return self._starter.extension.results(self._jobs[0])  # type: ignore[no-any-return]
 
 
-# Runs in a row that gained nothing, after which so many others are not done beside recording.
+# Runs that gained nothing, beyond those that did, after which runs are done otherwise.
 _MOST_IN_VAIN = 8
-_RUNS_BETWEEN = 64
+# How many runs are then done otherwise: at first, and after many trials in vain.
+_FEWEST_BETWEEN, _MOST_BETWEEN = 64, 4096
 # Seconds that handing over a run takes.
 _HAND_OVER = 2e-5
 
 
 class Overlap:
-    """Whether runs of a plan beside recording gain anything: not if somebody waits for each from its beginning."""
+    """Whether runs of a plan beside recording gain anything.
 
-    __slots__ = ("_in_vain", "_left_out")
+    They do not if somebody waits for each from its beginning, or if other threads have the processors: after an
+    operator of the program's own on the CPU, those of OpenMP spin for milliseconds.
+    """
+
+    __slots__ = ("_in_vain", "_left_out", "_between")
 
     def __init__(self) -> None:
         self._in_vain = 0
         self._left_out = 0
+        self._between = _FEWEST_BETWEEN
 
     def pays(self) -> bool:
         """Whether the next run should be done beside recording. Counts that run."""
         if self._in_vain < _MOST_IN_VAIN:
             return True
         self._left_out += 1
-        if self._left_out > _RUNS_BETWEEN:
-            self._left_out = 0
-            self._in_vain = _MOST_IN_VAIN - 1  # one more try
-            return True
-        return False
+        if self._left_out <= self._between:
+            return False
+        self._left_out = 0
+        self._in_vain = _MOST_IN_VAIN - 2  # a short trial
+        self._between = min(2 * self._between, _MOST_BETWEEN)
+        return True
 
     def note(self, seconds: float, waited: float) -> None:
         """Of a run that took so long, somebody waited for so long."""
-        self._in_vain = self._in_vain + 1 if waited + _HAND_OVER > seconds else 0
+        if waited + _HAND_OVER > seconds:
+            self._in_vain += 1
+        elif self._in_vain:
+            self._in_vain -= 1
+            if not self._in_vain:
+                self._between = _FEWEST_BETWEEN
 
 
 @functools.cache
 def available_cores() -> int:
     """The cores that this process may use; those of a machine are shared evenly by the ranks on it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:  # a container's share
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # another system, or "max": no limit
+        pass
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return cores // int(ranks) if ranks.isdigit() and int(ranks) else cores
 

@@ -330,14 +330,21 @@ def test_a_loop_that_waits_for_each_step_runs_within_it() -> None:
         torch.set_num_threads(threads)
 
 
-def test_overlap_is_tried_again() -> None:
+def test_overlap_is_tried_again_and_ever_more_seldom() -> None:
     overlap = Overlap()
     assert all(overlap.pays() for _ in range(100))
-    for _ in range(8):
-        overlap.note(seconds=1.0, waited=0.999999)
-    assert [overlap.pays() for _ in range(66)] == [False] * 64 + [True, True]
-    overlap.note(seconds=1.0, waited=0.999999)
-    assert not overlap.pays()
-    assert [overlap.pays() for _ in range(64)][-1]
-    overlap.note(seconds=1.0, waited=0.1)
+
+    def note(number: int, waited: float) -> None:
+        for _ in range(number):
+            overlap.note(seconds=1.0, waited=waited)
+
+    note(8, waited=0.999999)
+    assert [overlap.pays() for _ in range(65)] == [False] * 64 + [True]
+    note(1, waited=0.5)
+    note(3, waited=0.999999)
+    assert [overlap.pays() for _ in range(129)] == [False] * 128 + [True]
+    note(8, waited=0.5)
+    note(7, waited=0.999999)
     assert all(overlap.pays() for _ in range(100))
+    note(1, waited=0.999999)
+    assert [overlap.pays() for _ in range(65)] == [False] * 64 + [True]
