@@ -126,7 +126,7 @@ PARTS: tuple[Part, ...] = (
     Part("tensors.generators", ("_known",), Life.USERS, "lazy generators"),
     Part("lowering.artefacts.environment", ("processor", "lowering_code", "compiler_variables"), Life.FACTS,
          "what keys depend on and no program changes"),
-    Part("lowering.artefacts.native_dropout", ("is_available",), Life.FACTS, "whether runners draw masks"),
+    Part("lowering.artefacts.native_calls", ("has_masks", "has_norms"), Life.FACTS, "what runners may call"),
     Part("lowering.artefacts.run_thread", ("available_cores",), Life.FACTS, "cores that this process may use"),
     Part("lowering.artefacts.runner_source", ("_has_messages", "_shims"), Life.FACTS, "what PyTorch's headers declare"),
     Part("lowering.collectives.agreement", ("agreements",), Life.USERS, "what ranks have told each other"),

@@ -467,7 +467,7 @@ static PyObject* fill(PyObject* arguments, bool& is_bound, void** kernels, PyObj
 }}
 
 {products}
-{masks}
+{native_calls}
 {runners}
 // ----- blocks one after the other, see Note [Blocks compiled once]
 

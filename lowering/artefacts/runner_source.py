@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.lowering.artefacts import native_dropout
+from lazy_backend.lowering.artefacts import native_calls
 from lazy_backend.lowering.artefacts.extension_template import EXTENSION, METHODS, RUNNER
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 
@@ -71,7 +71,7 @@ class Runner:
     functions: tuple[str, ...]
     kernels: tuple[str, ...]
     multiplies: bool  # by oneDNN
-    draws: bool  # masks of dropouts
+    native_calls: frozenset[str]  # definitions of `native_calls.py` that it needs
     num_threads: int | None
 
 
@@ -93,7 +93,13 @@ def runner_of(wrapper: Wrapper) -> Runner:
     )
     functions, kernels = tuple(writer.functions), tuple(wrapper.kernels)
     return Runner(
-        text, frozenset(writer.declarations), functions, kernels, writer.multiplies, writer.draws, wrapper.num_threads
+        text,
+        frozenset(writer.declarations),
+        functions,
+        kernels,
+        writer.multiplies,
+        frozenset(writer.native_calls),
+        wrapper.num_threads,
     )
 
 
@@ -109,7 +115,7 @@ def runner_source(runners: Sequence[Runner], identity: str) -> str:
     return EXTENSION.format(
         declarations="\n".join(sorted(declarations)),
         products=DEFINITION if any(runner.multiplies for runner in runners) else "",
-        masks=native_dropout.DEFINITION if any(runner.draws for runner in runners) else "",
+        native_calls="".join(sorted(set().union(*(runner.native_calls for runner in runners)))),
         message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
         runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
         computations=", ".join(f"&runner{place}::computation" for place in places),
@@ -136,7 +142,7 @@ class _RunnerWriter:
         self.num_tensors = 0
         self.num_results = 0
         self.multiplies = False
-        self.draws = False
+        self.native_calls: set[str] = set()
         self._wrapper = wrapper
         self._kernels = {name: (place, types) for place, (name, types) in enumerate(wrapper.kernels.items())}
         self._layouts: dict[str, TensorLayout | None] = {}  # of tensors by name
@@ -258,6 +264,8 @@ class _RunnerWriter:
         function, written = _shim_of(overload), len(self.lines)
         if self._is_multiplied(overload, called) or self._is_mask(overload, called, name):
             return
+        if self._are_norms(overload, called, name):
+            return
         if function in _shims():
             try:
                 self._shim(function, overload, called, name)
@@ -288,11 +296,11 @@ class _RunnerWriter:
 
     def _is_mask(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> bool:
         """Write the drawing of a dropout's mask."""
-        if overload._schema.name != "lazy_backend::dropout_mask" or name is None or not native_dropout.is_available():
+        if overload._schema.name != "lazy_backend::dropout_mask" or name is None or not native_calls.has_masks():
             return False
         size, stride, p, _, seeds, place = called.args
         drawn = f"{self._number(p)}, {self._tensor(seeds)}, {self._integer(place)}"
-        self.draws = True
+        self.native_calls.add(native_calls.MASKS)
         self.declarations.add("int32_t aoti_torch_dtype_bool();")
         self._layouts[name] = None
         lengths = "nullptr" if _is_none(stride) else "{1}"
@@ -301,6 +309,27 @@ class _RunnerWriter:
             size,
             size if lengths == "nullptr" else stride,
         )
+        return True
+
+    def _are_norms(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> bool:
+        """Write the norms of a list, as of the gradients that a program clips."""
+        if str(overload) != "aten._foreach_norm.Scalar" or called.keywords or not native_calls.has_norms():
+            return False
+        match called.args:
+            case [ast.List(elts=tensors), order] if name is not None and tensors:
+                pass
+            case _:
+                return False
+        temporaries = self.num_slots
+        given = [self._item("AtenTensorHandle", tensor) for tensor in tensors]
+        freed = range(temporaries, self.num_slots)
+        made = [self._slot() for _ in given]
+        for tensor, slot in zip(given, made, strict=True):
+            self._say(f"norm({tensor}, {self._number(order)}, t[{slot}]);")
+        for slot in freed:
+            self._say(f"drop(t[{slot}]);")
+        self._values[name] = _Results(tuple(made))
+        self.native_calls.add(native_calls.NORMS)
         return True
 
     def _shim(self, function: str, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:

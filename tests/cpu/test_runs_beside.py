@@ -112,6 +112,7 @@ def test_training_is_that_of_runs_within_the_call() -> None:
             loss = nn.functional.mse_loss(model(inputs), targets)
             own.zero_grad(set_to_none=number % 2 == 0)
             loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             own.step()
             lazy_backend.mark_step()
             kept.append(loss.detach())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import threading
 
 import pytest
@@ -92,6 +93,20 @@ def test_masks_are_those_that_python_draws(monkeypatch: pytest.MonkeyPatch) -> N
     graph = program.graph(*(program.call(aten.exp.default, one) for one in drawn))
     assert graph.num_seeds
     native, light = (compiled(graph, kind, monkeypatch) for kind in ("native", "light"))
+    for _ in range(2):
+        assert_same(list(native(arguments_of(graph))), list(light(arguments_of(graph))))
+
+
+@pytest.mark.parametrize("order", [2.0, 1, 3.5, math.inf])
+def test_norms_are_those_that_python_computes(order: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program()
+    shapes = [(4, 6), (7,), (), (64, 256), (3, 1, 5)]
+    tensors = [program.input(torch.randn(shape)) for shape in shapes]
+    tensors += [program.call(aten.t.default, tensors[0]), program.input(torch.randn(5, dtype=torch.float64))]
+    norms = program.call(aten._foreach_norm.Scalar, tensors, order)
+    doubles = program.call(aten.exp.default, norms[-1])
+    graph = program.graph(doubles, *norms, program.call(aten.stack.default, norms[:-1]))
+    light, native = (compiled(graph, kind, monkeypatch) for kind in ("light", "native"))
     for _ in range(2):
         assert_same(list(native(arguments_of(graph))), list(light(arguments_of(graph))))
 
