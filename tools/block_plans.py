@@ -9,20 +9,17 @@ and optimizer.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from tables import Result, Table, render
+from workers import returned_by
 from workloads import GPT, WORKLOADS, GPTSize, make_training
 
 KINDS = ("blocks", "whole")
@@ -106,20 +103,10 @@ def until_fast(ends: Sequence[float]) -> float:
 
 def _run(call: str, folder: str, threads: int) -> Result:
     environment = {
-        **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
         "LAZY_BACKEND_CACHE_DIR": str(Path(folder) / "lazy"),
     }
-    if threads:
-        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    code = f"import json, block_plans; print(json.dumps(block_plans.{call}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{call} failed:\n{done.stderr[-2000:]}")
-    result: Any = json.loads(done.stdout.splitlines()[-1])
-    return result  # type: ignore[no-any-return]
+    return returned_by(f"block_plans.{call}", environment, threads)  # type: ignore[no-any-return]
 
 
 def main(threads: int, rounds: int, form: str, sizes: Sequence[int]) -> None:

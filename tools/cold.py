@@ -8,12 +8,8 @@ included.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from workers import returned_by
 from workloads import WORKLOADS, Training, make_training
 
 KINDS = ("eager", "lazy", "torch.compile")
@@ -75,21 +72,12 @@ def _starter(kind: str, training: Training) -> tuple[Any, Any]:
 
 def _run(kind: str, name: str, caches: Path, threads: int, max_steps: float = math.inf) -> dict[str, Any]:
     environment = {
-        **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "LAZY_BACKEND_CACHE_DIR": str(caches / "lazy"),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if kind == "lazy" else "0",
     }
-    if threads:
-        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    arguments = f"{kind!r}, {name!r}, float({str(max_steps)!r})"
-    code = f"import json, cold; print(json.dumps(cold.measure({arguments})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{kind} failed on {name}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    call = f"cold.measure({kind!r}, {name!r}, float({str(max_steps)!r}))"
+    return returned_by(call, environment, threads)  # type: ignore[no-any-return]
 
 
 def _first_steps(name: str, threads: int) -> dict[str, float]:

@@ -7,18 +7,14 @@ other work on the machine changes least.
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from tables import Result, compile_times, render
+from workers import returned_by
 from workloads import GPT, WORKLOADS, GPTSize, make_training
 
 BLOCKS = (4, 12, 24)
@@ -54,17 +50,8 @@ def measure(blocks: int) -> Result:
 
 def _run(blocks: int, threads: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="lazy_backend_compile_time_") as folder:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "LAZY_BACKEND_CACHE": "0"}
-        if threads:
-            environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        code = f"import json, compile_time; print(json.dumps(compile_time.measure({blocks})))"
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
-        )
-    if done.returncode:
-        raise RuntimeError(f"{blocks} blocks failed:\n{done.stderr[-2000:]}")
-    result: Any = json.loads(done.stdout.splitlines()[-1])
-    return result  # type: ignore[no-any-return]
+        environment = {"TORCHINDUCTOR_CACHE_DIR": folder, "LAZY_BACKEND_CACHE": "0"}
+        return returned_by(f"compile_time.measure({blocks})", environment, threads)  # type: ignore[no-any-return]
 
 
 def main(threads: int, form: str, blocks: Sequence[int] = BLOCKS) -> None:

@@ -156,3 +156,20 @@ def limited(command: Sequence[str], log: Path, **options: Any) -> Iterator[subpr
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def returned_by(call: str, environment: Mapping[str, str], threads: int) -> Any:
+    """What `module.function(...)` of this folder returns in a process of its own. Raises `WorkerFailed`.
+
+    `environment`: changes to this process's own. `threads`: of each operator; 0 for as many as PyTorch chooses.
+    """
+    changed = {**os.environ, **environment}
+    if threads:
+        changed |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    code = f"import json, {call.split('.')[0]}; print(json.dumps({call}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=changed, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise WorkerFailed(f"{call} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -303,12 +303,8 @@ class _RunnerWriter:
         self.native_calls.add(native_calls.MASKS)
         self.declarations.add("int32_t aoti_torch_dtype_bool();")
         self._layouts[name] = None
-        lengths = "nullptr" if _is_none(stride) else "{1}"
-        self._in_block(
-            f"draw_mask({{0}}, {lengths}, {drawn}, {self._target(name)});",
-            size,
-            size if lengths == "nullptr" else stride,
-        )
+        lies, steps = ("nullptr", size) if _is_none(stride) else ("{1}", stride)
+        self._in_block(f"draw_mask({{0}}, {lies}, {drawn}, {self._target(name)});", size, steps)
         return True
 
     def _are_norms(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> bool:
