@@ -2,7 +2,9 @@
 # of constraints.txt, and again when that file or pyproject.toml changes.
 
 PYTHON ?= python3
-VENV := .venv
+# another PyTorch than that of constraints.txt, in an environment of its own: make test TORCH=2.15.0
+TORCH ?=
+VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 # processes of the test run: a third gains nothing on two cores. A file stays in one process, as its tests share what
 # they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
@@ -41,7 +43,7 @@ ruff-format: $(VENV)/dev.installed
 mypy: $(VENV)/dev.installed
 	rm -rf .typed
 	mkdir -p .typed/lazy_backend
-	cd .typed/lazy_backend && ln -s ../../lazy_backend/* ../../lowering ../../caching .
+	cd .typed/lazy_backend && ln -s ../../lazy_backend/* ../../lowering ../../cache .
 	$(BIN)/mypy
 
 # the variable silences the theme's advertisement of its successor
@@ -63,13 +65,16 @@ soak: $(VENV)/test.installed
 	$(BIN)/python tools/soak.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .typed site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache
+	rm -rf .venv .venv-* .typed site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # demo, test, docs and dev are the optional dependencies of pyproject.toml. No byte code of what is never imported: 20 s
-$(VENV)/%.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[$*]'
+$(VENV)/%.installed: pyproject.toml $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --no-compile --constraint $(VENV)/constraints.txt --editable '.[$*]'
 	touch $@
+
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	sed 's/^torch==.*/torch==$(or $(TORCH),$(shell sed -n s/^torch==//p constraints.txt))/' $< > $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
