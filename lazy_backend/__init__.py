@@ -17,8 +17,8 @@ cache, and runs the computation.
 
 from pathlib import Path as _Path
 
-# In a checkout, `lowering` and `caching` are beside this folder; installed, they are in it, by pyproject.toml.
-# The parent folder is searched only in a checkout of this project: beside a copy there may be an unrelated `caching`.
+# In a checkout, `lowering` and `cache` are beside this folder; installed, they are in it, by pyproject.toml.
+# The parent folder is searched only in a checkout of this project: beside a copy there may be an unrelated `cache`.
 _folder = _Path(__file__).resolve().parent
 _project = _folder.parent / "pyproject.toml"
 if not (_folder / "lowering").is_dir() and _project.is_file() and 'name = "lazy_backend"' in _project.read_text():
@@ -43,6 +43,7 @@ from lazy_backend.api import (
     wait_device_ops,
     wait_for_compiles,
 )
+from lazy_backend.archives import transfer
 from lazy_backend.capturing import capture
 from lazy_backend.compat import torch_lazy
 from lazy_backend.compat.installation import install
@@ -136,6 +137,7 @@ __all__ = [
 ]
 
 install()
+cache.export, cache.load = transfer.export, transfer.load
 redirect_torch_lazy(mark_step, wait_device_ops)
 if config.torch_lazy:
     torch_lazy.install()

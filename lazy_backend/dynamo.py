@@ -81,7 +81,7 @@ def _traces_for_us() -> bool:
 
 _guards = (GuardBuilder.TENSOR_SUBCLASS_METADATA_MATCH, Source.get_value)
 let_dynamo_trace(_traces_for_us, frozenset(function.__module__ for function in _guards))
-for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.caching"):
+for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"):
     trace_rules.add(_name)  # or Dynamo would trace the recorder after a graph break
 # PyTorch's functions that are ours since are still constants to Dynamo, which guards autocast
 for _asked in (torch.is_autocast_enabled, torch.get_autocast_dtype):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.tensors.contexts import contexts

@@ -19,10 +19,10 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lazy_backend
-import lazy_backend.caching
+import lazy_backend.cache
 import lazy_backend.lowering
 
-_PACKAGES = (lazy_backend, lazy_backend.lowering, lazy_backend.caching)
+_PACKAGES = (lazy_backend, lazy_backend.lowering, lazy_backend.cache)
 _FOLDERS = tuple(str(Path(package.__file__).parent) for package in _PACKAGES)
 
 Place = tuple[str, int, int]  # file, line, and the instruction's offset in its function; -1: the line as such

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = tuple(str(ROOT / name) for name in ("lazy_backend", "lowering", "caching"))
+FOLDERS = tuple(str(ROOT / name) for name in ("lazy_backend", "lowering", "cache"))
 
 # Locks that tell an end: released by another thread than the one that took them, when they were made.
 SIGNALS = {"Work.ended", "ClosureRunner.done"}

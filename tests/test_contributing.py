@@ -25,7 +25,7 @@ def test_the_page_has_four_changes() -> None:
 def test_a_worked_change_works(diff: str, program: str, printed: str, tmp_path: Path) -> None:
     assert diff.count("+++ ") <= 5
     copied = tmp_path / "checkout"
-    for folder in ("lazy_backend", "lowering", "caching", "docs"):
+    for folder in ("lazy_backend", "lowering", "cache", "docs"):
         ignored = shutil.ignore_patterns("__pycache__", "images")
         shutil.copytree(ROOT / folder, copied / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", copied)

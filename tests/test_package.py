@@ -43,13 +43,13 @@ def test_public_names() -> None:
 
 
 def test_modules_of_the_users_do_not_collide(tmp_path: Path) -> None:
-    for name in ("cache", "caching", "lowering"):
+    for name in ("cache", "lowering"):
         (tmp_path / f"{name}.py").write_text(f"mine = '{name}'\n")
     code = """
-import cache, caching, lowering, torch
-print(cache.mine, caching.mine, lowering.mine, torch.ones(2, device='lazy').sum().item())
+import cache, lowering, torch
+print(cache.mine, lowering.mine, torch.ones(2, device='lazy').sum().item())
 """
-    assert run_python(code, tmp_path) == "cache caching lowering 2.0\n"
+    assert run_python(code, tmp_path) == "cache lowering 2.0\n"
 
 
 def test_import_torch_alone_is_enough(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
     """What git would give, without its history."""
     copied = folder / "checkout"
     copied.mkdir()
-    folders, files = ("lazy_backend", "lowering", "caching"), ("pyproject.toml", "README.md", "LICENSE")
+    folders, files = ("lazy_backend", "lowering", "cache"), ("pyproject.toml", "README.md", "LICENSE")
     for name in (*folders, *files, "lazy_backend_autoload.py"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -108,7 +108,7 @@ def test_a_checkout_works_after_it_was_installed_from(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_package_alone_takes_nobodys_folders(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "lazy_backend", tmp_path / "lazy_backend", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("lowering", "caching"):
+    for name in ("lowering", "cache"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("print('mine')\n")
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'mine'\n")

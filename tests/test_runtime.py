@@ -35,7 +35,7 @@ WRITING = {
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    for folder, prefix in (("lazy_backend", ""), ("lowering", "lowering."), ("caching", "caching.")):
+    for folder, prefix in (("lazy_backend", ""), ("lowering", "lowering."), ("cache", "cache.")):
         for file in sorted((ROOT / folder).rglob("*.py")):
             place = ".".join(file.relative_to(ROOT / folder).with_suffix("").parts)
             yield (prefix + place).removesuffix("__init__").removesuffix("."), ast.parse(file.read_text())

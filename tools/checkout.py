@@ -27,7 +27,7 @@ def commit() -> str:
 def sources() -> str:
     """A digest of the package's sources: the same for the same code, with git or without."""
     digest = hashlib.blake2b(digest_size=6)
-    for folder in ("lazy_backend", "lowering", "caching"):
+    for folder in ("lazy_backend", "lowering", "cache"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

@@ -33,7 +33,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     if not package.exists():
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "lazy_backend", package, ignore=skip)
-        for layer in ("lowering", "caching"):
+        for layer in ("lowering", "cache"):
             shutil.copytree(ROOT / layer, package / layer, ignore=skip)
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [_copied.name]
     return config

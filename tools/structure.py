@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("lazy_backend", "lowering", "caching")
+FOLDERS = ("lazy_backend", "lowering", "cache")
 PACKAGE = "lazy_backend"
 PICTURE = ROOT / "docs" / "images" / "rooms.dot"
 
@@ -45,9 +45,12 @@ def imports(file: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def room_of(module: str) -> str:
-    """`lazy_backend.tensors.locks` is in `tensors`, `lazy_backend.lowering.ir.graph` in `lowering.ir`."""
+    """`lazy_backend.tensors.locks` is in `tensors`, `lazy_backend.lowering.ir.graph` in `lowering.ir`.
+
+    A command is above all rooms, wherever its file is.
+    """
     parts = module.split(".")[1:]
-    if not parts:
+    if not parts or parts[-1] == "__main__":
         return PACKAGE
     return ".".join(parts[:2]) if parts[0] == "lowering" else parts[0]
 
@@ -73,7 +76,7 @@ def _without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 def drawn() -> str:
     """The picture, for Graphviz."""
     known, edges = modules(), rooms()
-    public = {name for name in edges if not (ROOT / PACKAGE / name).is_dir() and name not in ("settings", "caching")}
+    public = {name for name in edges if not (ROOT / PACKAGE / name).is_dir() and name not in ("settings", "cache")}
     public = {name for name in public if not name.startswith("lowering")}
     joined: dict[str, set[str]] = {}
     for room, targets in edges.items():

@@ -17,7 +17,7 @@ import torch.compiler
 # internal, checked on 2.13: what inductor's own caches use. There is no public way to add a kind of artefact
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
-from lazy_backend.cache.transfer import take_entry, used_entries
+from lazy_backend.archives.transfer import take_entry, used_entries
 
 KIND = "lazy_backend"
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
-from lazy_backend.caching import process_locks
+from lazy_backend.cache import process_locks
 from lazy_backend.compat import pytorch, pytorch_distributed
 from lazy_backend.compat.compiler_bundle import join_compiler_bundles
 from lazy_backend.compat.device_module import DeviceModule

@@ -21,8 +21,8 @@ from enum import Enum
 from typing import Any
 
 from lazy_backend import ir_cache, metrics
-from lazy_backend.caching import process_locks
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache import process_locks
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.compat import torch_lazy
 from lazy_backend.diagnostics import debug_log
 from lazy_backend.diagnostics.history import history
@@ -69,7 +69,7 @@ PARTS: tuple[Part, ...] = (
          after_fork=worker.reset_after_fork),
     Part("lowering.artefacts.run_thread", ("run_thread",), Life.PROCESS, "the thread of runs without Python",
          after_fork=run_thread.reset_after_fork),
-    Part("caching.process_locks", ("_locks", "_held"), Life.PROCESS, "the locks that are held during a fork",
+    Part("cache.process_locks", ("_locks", "_held"), Life.PROCESS, "the locks that are held during a fork",
          after_fork=process_locks.release_all),
     Part("tensors.contexts", ("contexts",), Life.DEVICES, "devices with their traces, tries and live tensors",
          reset=contexts.reset, after_fork=contexts.reset_after_fork),
@@ -157,7 +157,7 @@ PARTS: tuple[Part, ...] = (
     Part("lowering.plans.cached_computation", ("_numbers",), Life.FACTS, "the number of the next computation"),
     Part("lowering.plans.profiling", ("_compiling",), Life.USERS, "graphs whose compile is under way"),
     Part("lowering.products.product_timing", ("_onednn", "_is_faster"), Life.FACTS, "how fast libraries multiply"),
-    Part("caching.scratch", ("_swept_by",), Life.FACTS, "the process that has swept"),
+    Part("cache.scratch", ("_swept_by",), Life.FACTS, "the process that has swept"),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lazy_backend import api, computation, debug, ir_cache, metrics
-from lazy_backend.caching.computation_cache import BoundedTable
+from lazy_backend.cache.computation_cache import BoundedTable
 from lazy_backend.compat.extracted import ExtractedGraph, copies_of, extract
 from lazy_backend.compat.pytorch import check_no_second_backend
 from lazy_backend.errors import LazyBackendError

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.diagnostics.explanation import explain_record
 from lazy_backend.diagnostics.history import SyncRecord
 from lazy_backend.lowering.compilation.compiler import CompiledPlan

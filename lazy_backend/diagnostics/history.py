@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from lazy_backend.caching.process_locks import process_lock
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.diagnostics.difference import Difference, difference, similarity
 from lazy_backend.diagnostics.memory import Alive, MemorySample, MemorySeries, Peak, process_bytes
 from lazy_backend.diagnostics.run_log import RunLog

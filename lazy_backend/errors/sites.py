@@ -24,7 +24,7 @@ from lazy_backend.settings import config
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LAYERS = [
     os.path.dirname(os.path.abspath(str(spec.origin)))
-    for name in ("lazy_backend.lowering", "lazy_backend.caching")
+    for name in ("lazy_backend.lowering", "lazy_backend.cache")
     if (spec := importlib.util.find_spec(name)) is not None
 ]
 _OURS = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS))

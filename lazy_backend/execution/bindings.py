@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation

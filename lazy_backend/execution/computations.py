@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lazy_backend import metrics
-from lazy_backend.caching.computation_cache import BoundedTable, ComputationCache
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.computation_cache import BoundedTable, ComputationCache
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.bindings import FirstRun, Indices, bindings_of
 from lazy_backend.execution.disk_cache import artefact_store, expects_hits
 from lazy_backend.execution.run import SyncTensorCollection

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lazy_backend.caching.disk import DiskCache
-from lazy_backend.caching.folder import CacheRefused, default_directory
-from lazy_backend.caching.layers import Layers, LoadedEntries
-from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.cache.disk import DiskCache
+from lazy_backend.cache.folder import CacheRefused, default_directory
+from lazy_backend.cache.layers import Layers, LoadedEntries
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.errors import CacheWarning
 from lazy_backend.errors.sites import warn_user
 from lazy_backend.settings import config

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.diagnostics.debug_log import print_run
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import ExecutionError, LazyBackendError, PoisonedTensorError

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.metrics.names import entry_of, own_name
 from lazy_backend.metrics.snapshots import PERCENTILES, Comparison, ScalarWriter, Snapshot, Summary, compare, printed
 

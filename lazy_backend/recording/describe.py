@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import further_frames, user_site
 from lazy_backend.lowering.ir import rng

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.errors import CaptureWarning
 from lazy_backend.errors.sites import user_site, warn_user
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
 from lazy_backend.replay.recorded_call import drew_only, host_generators

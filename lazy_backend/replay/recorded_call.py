@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.computations import current_environment
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import ProgramRun

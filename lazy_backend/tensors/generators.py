@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.tensors.contexts import contexts
 
 # A dispatched call has a new Python object around the user's generator: this table leads back to the user's object.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.constants import ConstantKey, DataCacheArena
+from lazy_backend.cache.constants import ConstantKey, DataCacheArena
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.lowering.device_graphs.uploads import upload_to

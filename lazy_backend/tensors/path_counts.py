@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lazy_backend.caching.trie import TrieNode
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh
 
 

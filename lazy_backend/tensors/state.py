@@ -42,7 +42,7 @@ from weakref import WeakSet, ref
 import torch
 
 from lazy_backend import metrics
-from lazy_backend.caching.trie import Trie, TrieNode
+from lazy_backend.cache.trie import Trie, TrieNode
 from lazy_backend.diagnostics.history import history
 from lazy_backend.diagnostics.memory import Alive
 from lazy_backend.lowering.ir.canonical import storage_of_tokens

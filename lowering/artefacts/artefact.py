@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.scratch import scratch_folder
+from lazy_backend.cache.scratch import scratch_folder
 from lazy_backend.lowering.artefacts.environment import made_for
 from lazy_backend.lowering.artefacts.run_thread import Begin, RunStarter
 from lazy_backend.lowering.artefacts.runner_source import PYTHON_NAMES

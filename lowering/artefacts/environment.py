@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 
 # Raise it when the contents of artefacts change.
 FORMAT = 4

@@ -2,5 +2,5 @@
 
 In: tensors, and a group's number. Out: what `torch.distributed` computes, in the order in which it was recorded.
 
-Imports `caching`; everything about graphs is above this room.
+Imports `cache`; everything about graphs is above this room.
 """

@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.lowering.collectives.groups import group_numbers
 
 _ANSWER = timedelta(seconds=5)  # within which a store answers

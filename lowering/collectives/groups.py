@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.cache.process_locks import process_lock
 
 WORLD = 0
 

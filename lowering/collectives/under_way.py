@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lazy_backend.caching.process_locks import process_lock
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.cache.weak_table import WeakTable
 
 # Sends that nobody waits for: how many of the latest are kept until they are through.
 _MAX_UNATTENDED = 64

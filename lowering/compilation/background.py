@@ -51,9 +51,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCounts, Place
-from lazy_backend.caching.scratch import ScratchFolder, make_scratch_folder
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCounts, Place
+from lazy_backend.cache.scratch import ScratchFolder, make_scratch_folder
 from lazy_backend.lowering.artefacts.environment import (
     CACHE_VARIABLES,
     compiler_settings,

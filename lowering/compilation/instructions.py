@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache
-from lazy_backend.caching.folder import CacheRefused
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache
+from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.artefacts.environment import processor
 from lazy_backend.lowering.compilation.lifeline import OWN_INDUCTOR_FOLDER
 

@@ -14,9 +14,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache, DiskCounts
-from lazy_backend.caching.folder import CacheRefused
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache, DiskCounts
+from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.artefacts.environment import follow_state
 from lazy_backend.lowering.compilation.build import compile_request
 from lazy_backend.lowering.compilation.instructions import NotAssumed, assumed_instructions, try_instructions

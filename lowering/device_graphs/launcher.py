@@ -31,8 +31,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef  # internal, see `ir/aliasing.py`
 
-from lazy_backend.caching.process_locks import process_lock
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.lowering.collectives.communication import is_collective
 from lazy_backend.lowering.device_graphs.devices import graph_device
 from lazy_backend.lowering.device_graphs.interface import DeviceGraph, GraphDevice

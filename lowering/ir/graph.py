@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache.weak_table import WeakTable
 
 # Arguments of a node: values, constants and literals, nested in tuples where the schema has lists.
 Arg: TypeAlias = Any

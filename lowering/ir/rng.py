@@ -30,7 +30,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from lazy_backend.caching.process_locks import process_lock
+from lazy_backend.cache.process_locks import process_lock
 
 P = ParamSpec("P")
 R = TypeVar("R")

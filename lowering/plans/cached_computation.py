@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.artefacts.environment import Environment, key_parts
 from lazy_backend.lowering.collectives.agreement import (
     Collective,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence, Set
 
 import torch
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.artefacts.run_thread import Overlap
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, CompiledRun
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind

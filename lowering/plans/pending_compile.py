@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend

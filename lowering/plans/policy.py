@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCounts, Place
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCounts, Place
 from lazy_backend.lowering.compilation.request import Backend
 
 

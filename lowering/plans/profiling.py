@@ -34,8 +34,8 @@ from typing import Protocol
 
 import torch
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.lowering.artefacts.run_thread import Overlap
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.compilation.compiler import CompiledRun

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.compilation.scalars import can_promote

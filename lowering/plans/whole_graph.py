@@ -20,7 +20,7 @@ import math
 import os
 from dataclasses import replace
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.artefacts.artefact import marked_as_faster
 from lazy_backend.lowering.artefacts.run_thread import available_cores
 from lazy_backend.lowering.compilation.compiler import CompiledPlan

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from lazy_backend.caching.computation_cache import BoundedTable
+from lazy_backend.cache.computation_cache import BoundedTable
 from lazy_backend.lowering.artefacts.environment import Environment, environment
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.ir.graph import Graph, Node, Value, empty_of

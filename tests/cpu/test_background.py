@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import lazy_backend
 from lazy_backend import CacheWarning, CompileWarning, config, metrics
-from lazy_backend.caching import scratch
+from lazy_backend.cache import scratch
 from lazy_backend.computation import get_cached_computations
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation.background import worker

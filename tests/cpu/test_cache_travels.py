@@ -24,12 +24,12 @@ from harness import count
 
 import lazy_backend
 from lazy_backend import CacheError, CacheWarning, config, metrics
-from lazy_backend.cache import transfer
-from lazy_backend.caching import disk
-from lazy_backend.caching.archive import Archive, ArchiveWriter, new_archive
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache
-from lazy_backend.caching.entry import encode_key, make_head, split
+from lazy_backend.archives import transfer
+from lazy_backend.cache import disk
+from lazy_backend.cache.archive import Archive, ArchiveWriter, new_archive
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache
+from lazy_backend.cache.entry import encode_key, make_head, split
 from lazy_backend.execution import disk_cache
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.compilation.background import worker

@@ -22,7 +22,7 @@ from lazy_backend.execution import reads
 from lazy_backend.execution.rules import Rules
 
 ROOT = Path(lazy_backend.__file__).resolve().parent.parent
-OURS = tuple(str(ROOT / folder) + os.sep for folder in ("lazy_backend", "lowering", "caching"))
+OURS = tuple(str(ROOT / folder) + os.sep for folder in ("lazy_backend", "lowering", "cache"))
 
 Program = Callable[[str], Any]
 

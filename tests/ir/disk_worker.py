@@ -17,16 +17,16 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-# `lazy_backend.caching` without the package around it, which would load torch
+# `lazy_backend.cache` without the package around it, which would load torch
 _package = types.ModuleType("lazy_backend")
 _package.__path__ = [str(Path(__file__).resolve().parents[2])]
 sys.modules["lazy_backend"] = _package
 
 from filelock import FileLock  # noqa: E402
 
-from lazy_backend.caching import disk  # noqa: E402
-from lazy_backend.caching.computation_cache import Key  # noqa: E402
-from lazy_backend.caching.disk import DiskCache  # noqa: E402
+from lazy_backend.cache import disk  # noqa: E402
+from lazy_backend.cache.computation_cache import Key  # noqa: E402
+from lazy_backend.cache.disk import DiskCache  # noqa: E402
 
 OURS = Path(disk.__file__).parent
 KEYS = [Key((("graph", f"graph {number}"),)) for number in range(40)]
@@ -110,7 +110,7 @@ def write_for_ever(directory: Path, max_bytes: int, seed: int) -> None:
 def killed_at_every_call(directory: Path, everywhere: int) -> dict[str, int]:
     """`put` killed before and after its first call into C, its second, and so on, until one gets through.
 
-    Counts calls made by caching/, or `everywhere`: there are ten times as many in filelock.
+    Counts calls made by cache/, or `everywhere`: there are ten times as many in filelock.
     """
     os.fsync = lambda fd: None
     old, new, other = b"old" * 100, b"new" * 100, b"other" * 60

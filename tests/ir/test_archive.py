@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lazy_backend.caching import archive as archive_module
-from lazy_backend.caching.archive import Archive, BrokenArchive, new_archive
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache
-from lazy_backend.caching.entry import BrokenEntry, encode_key, make_head, split
-from lazy_backend.caching.folder import CacheRefused
-from lazy_backend.caching.layers import Layers, LoadedEntries
+from lazy_backend.cache import archive as archive_module
+from lazy_backend.cache.archive import Archive, BrokenArchive, new_archive
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache
+from lazy_backend.cache.entry import BrokenEntry, encode_key, make_head, split
+from lazy_backend.cache.folder import CacheRefused
+from lazy_backend.cache.layers import Layers, LoadedEntries
 
 LARGE = 1 << 30
 NAMES = ("a", "b", "c")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lazy_backend.cache import __main__ as command
-from lazy_backend.cache.graph_names import describe_graph
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache
+from lazy_backend.archives import commands as command
+from lazy_backend.archives.graph_names import describe_graph
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache
 from lazy_backend.lowering.artefacts.artefact import pack
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.settings import config

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
-from lazy_backend.caching.constants import ConstantKey, DataCache, DataCacheArena
-from lazy_backend.caching.trie import Trie, TrieNode
+from lazy_backend.cache.constants import ConstantKey, DataCache, DataCacheArena
+from lazy_backend.cache.trie import Trie, TrieNode
 
 
 def key(value: float, dtype: str = "f64") -> ConstantKey:

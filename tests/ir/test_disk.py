@@ -21,11 +21,11 @@ import platformdirs
 import pytest
 from filelock import FileLock, Timeout
 
-from lazy_backend.caching import disk, folder
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache, Removed
-from lazy_backend.caching.entry import FORMAT, encode_key, make_head
-from lazy_backend.caching.folder import CacheRefused, default_directory
+from lazy_backend.cache import disk, folder
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache, Removed
+from lazy_backend.cache.entry import FORMAT, encode_key, make_head
+from lazy_backend.cache.folder import CacheRefused, default_directory
 
 WORKER = Path(__file__).with_name("disk_worker.py")
 LARGE = 1 << 30
@@ -930,8 +930,8 @@ def test_a_maker_that_is_killed_holds_nothing(place: Path) -> None:
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from lazy_backend.caching.computation_cache import Key\n"
-        "from lazy_backend.caching.disk import DiskCache\n"
+        "from lazy_backend.cache.computation_cache import Key\n"
+        "from lazy_backend.cache.disk import DiskCache\n"
         f"with DiskCache({str(place)!r}, 1 << 30).made_once(Key((('graph', 'a'),)), 9.0):\n"
         "    print('holds', flush=True)\n"
         "    time.sleep(60)\n"

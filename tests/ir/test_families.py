@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from builder import Program, aten
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.plans.families import Family, Member, TooManyShapes

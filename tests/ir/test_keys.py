@@ -11,7 +11,7 @@ import pytest
 import torch
 from builder import Program, aten
 
-from lazy_backend.caching.computation_cache import ComputationCache, Key
+from lazy_backend.cache.computation_cache import ComputationCache, Key
 from lazy_backend.lowering.artefacts import environment as lowering_environment
 from lazy_backend.lowering.artefacts.environment import (
     compiler_variables,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lazy_backend.caching import scratch
-from lazy_backend.caching.scratch import make_scratch_folder, scratch_folder, sweep
+from lazy_backend.cache import scratch
+from lazy_backend.cache.scratch import make_scratch_folder, scratch_folder, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs locks on folders")
 
@@ -27,7 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 HOLDER = """
 import sys, time
-from lazy_backend.caching.scratch import make_scratch_folder
+from lazy_backend.cache.scratch import make_scratch_folder
 folder = make_scratch_folder()
 (folder.path / "inner").mkdir()
 (folder.path / "inner" / "file").write_text("text")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.caching.weak_table import WeakTable
+from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.lowering.ir.graph import intern_meta
 
 

@@ -23,9 +23,9 @@ import pytest
 import torch
 from builder import Program, aten
 
-from lazy_backend.caching import scratch
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache
+from lazy_backend.cache import scratch
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache
 from lazy_backend.lowering.artefacts.environment import compiler_settings
 from lazy_backend.lowering.compilation import background
 from lazy_backend.lowering.compilation.background import CompileWorker, Job

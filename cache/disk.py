@@ -36,8 +36,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.entry import (
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.entry import (
     BrokenEntry,
     Header,
     check_payload,
@@ -48,7 +48,7 @@ from lazy_backend.caching.entry import (
     read_payload,
     split,
 )
-from lazy_backend.caching.folder import CacheRefused, Folder, Stored, open_folder, write_all
+from lazy_backend.cache.folder import CacheRefused, Folder, Stored, open_folder, write_all
 
 if TYPE_CHECKING:
     from filelock import FileLock

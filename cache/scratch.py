@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lazy_backend.caching.folder import CacheRefused, default_directory
+from lazy_backend.cache.folder import CacheRefused, default_directory
 
 if sys.platform != "win32":
     import fcntl

@@ -23,7 +23,7 @@ import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 
 FORMAT = 1
 

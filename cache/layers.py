@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache, DiskCounts, Place
-from lazy_backend.caching.entry import BrokenEntry, encode_key, split
-from lazy_backend.caching.folder import CacheRefused
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache, DiskCounts, Place
+from lazy_backend.cache.entry import BrokenEntry, encode_key, split
+from lazy_backend.cache.folder import CacheRefused
 
 Read = Callable[[], bytes]  # the bytes of a whole entry. Raises `BrokenEntry` and OSError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from lazy_backend.caching.computation_cache import Key
+from lazy_backend.cache.computation_cache import Key
 
 # Operators that say nothing about what a graph is for.
 _VIEWS = frozenset(("t", "view", "expand", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "alias"))

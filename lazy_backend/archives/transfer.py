@@ -26,13 +26,13 @@ from typing import Any, Literal
 import torch
 
 from lazy_backend import metrics
+from lazy_backend.cache.archive import Archive, BrokenArchive, new_archive
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache
+from lazy_backend.cache.entry import BrokenEntry, decode_key, split
+from lazy_backend.cache.folder import CacheRefused
+from lazy_backend.cache.layers import Layers, Read
 from lazy_backend.cache.reports import ExportReport, LoadReport
-from lazy_backend.caching.archive import Archive, BrokenArchive, new_archive
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.disk import DiskCache
-from lazy_backend.caching.entry import BrokenEntry, decode_key, split
-from lazy_backend.caching.folder import CacheRefused
-from lazy_backend.caching.layers import Layers, Read
 from lazy_backend.errors import CacheError, CacheWarning
 from lazy_backend.errors.sites import warn_user
 from lazy_backend.execution.disk_cache import artefact_layers, asked, expect_hits, loaded_entries

@@ -22,13 +22,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lazy_backend.cache.graph_names import describe_graph
+from lazy_backend.archives.graph_names import describe_graph
+from lazy_backend.archives.transfer import export, load
+from lazy_backend.cache.archive import Archive, BrokenArchive, Packed
+from lazy_backend.cache.disk import DiskCache, Entry, Removed
+from lazy_backend.cache.entry import BrokenEntry
+from lazy_backend.cache.folder import VARIABLE, CacheRefused, default_directory
 from lazy_backend.cache.reports import bytes_text, count
-from lazy_backend.cache.transfer import export, load
-from lazy_backend.caching.archive import Archive, BrokenArchive, Packed
-from lazy_backend.caching.disk import DiskCache, Entry, Removed
-from lazy_backend.caching.entry import BrokenEntry
-from lazy_backend.caching.folder import VARIABLE, CacheRefused, default_directory
 from lazy_backend.errors import CacheError, CacheWarning
 from lazy_backend.lowering.artefacts.artefact import kind_of
 from lazy_backend.lowering.artefacts.environment import misfit
@@ -289,7 +289,3 @@ def age_text(seconds: float) -> str:
 
 def time_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lazy_backend.caching.computation_cache import Key
-from lazy_backend.caching.entry import BrokenEntry, decode_key, read_header, split
-from lazy_backend.caching.folder import open_named_file, write_all
+from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.entry import BrokenEntry, decode_key, read_header, split
+from lazy_backend.cache.folder import open_named_file, write_all
 
 FORMAT = 1
 
