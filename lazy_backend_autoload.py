@@ -1,19 +1,61 @@
-"""Entry point of `torch.backends`, by which `import torch` alone makes `device="lazy"` work.
+"""The entry point of `torch.backends`: makes `import torch` know the device "lazy", at next to no cost.
 
-A module beside the package: torch lets no program go on whose entry point raises, and a part of the package could only
-be imported with the package, where what can go wrong would.
+In: `import torch`, in every program of an environment that has the package. Out: hooks that stand where nothing was
+before: first kernels of the factories on the dispatcher's key Lazy, `torch.lazy`, and the location "lazy" in files. The
+first of them that is used imports the package, which is when anything in PyTorch is replaced. `lazy_backend` uses the
+same hooks when it is imported by hand.
+
+A module beside the package, as no part of a package can be imported without it. It raises into no program: torch lets
+no program go on whose entry point raises.
 """
 
 from __future__ import annotations
 
-import importlib
+import os
+import sys
+import threading
+import types
 import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Factories, which make tensors of the device from nothing: kernels on the key Lazy, by name.
+FACTORIES = (
+    "empty.memory_format", "empty_strided", "_efficientzerotensor", "zeros", "ones", "full", "scalar_tensor",
+    "arange", "arange.start", "arange.start_step", "range", "range.step", "linspace", "logspace",
+    "eye", "eye.m", "tril_indices", "triu_indices",
+    "rand", "rand.generator", "randn", "randn.generator", "randperm", "randperm.generator",
+    "randint", "randint.generator", "randint.low", "randint.low_generator",
+)  # fmt: skip
+
+# Variables that ask for the package with the import of torch: it replaces functions that no hook stands for.
+_AT_ONCE = ("LAZY_BACKEND_TORCH_LAZY", "LAZY_BACKEND_LOAD")
+
+# What the hooks call: put here by `lazy_backend`. A name of `FACTORIES` -> its kernel, and the two of `_in_files`.
+kernels: dict[str, Callable[..., Any]] = {}
+
+# kept: a library's kernels end with it
+_library: list[torch.library.Library] = []
+
+
+class DeviceModuleUntilUsed(types.ModuleType):
+    """`torch.lazy` until the device is used. Any public attribute that is asked for is a use."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # whoever looks at all modules asks for such names
+        load()
+        return getattr(sys.modules["torch.lazy"], name)
 
 
 def autoload() -> None:
-    """Import lazy_backend, or warn why it cannot be imported. Nothing if it is being imported already."""
+    """Put the hooks in place, or warn why there is no device "lazy"."""
     try:
-        importlib.import_module("lazy_backend")
+        put_hooks()
+        if any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _AT_ONCE):
+            load()
     except Exception as error:
         warnings.warn(
             f'device="lazy" is not there, because lazy_backend could not be loaded: {type(error).__name__}: {error}\n'
@@ -21,3 +63,61 @@ def autoload() -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def put_hooks() -> None:
+    """Put the hooks in place, unless they are."""
+    if _library:
+        return
+    _library.append(torch.library.Library("aten", "IMPL"))
+    for name in FACTORIES:
+        _library[0].impl(name, _first_kernel(name), "Lazy")
+    torch._register_device_module("lazy", DeviceModuleUntilUsed("torch.lazy"))  # type: ignore[no-untyped-call]
+    # before CPU (10) and CUDA (20), whose functions would take our storages for CPU storages
+    torch.serialization.register_package(5, _location, _restore)
+
+
+def load() -> None:
+    """Import the package, on a thread of its own: the caller's may be in any mode, such as `torch.inference_mode`.
+
+    Raises what importing it raised: `ImportError` with the reason where this PyTorch cannot have the device.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            import lazy_backend  # noqa: F401
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="import lazy_backend", daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _first_kernel(name: str) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        found = kernels.get(name)
+        if found is None:
+            load()
+            found = kernels[name]
+        return found(*args, **kwargs)
+
+    return kernel
+
+
+def _location(storage: Any) -> str | None:
+    """The location of a storage in a file, as "lazy:0"; None for those of other devices."""
+    location = kernels.get("location")
+    return None if location is None else location(storage)
+
+
+def _restore(storage: Any, location: str) -> Any:
+    """A storage that was read, on the lazy device if `location` says so; else None."""
+    if not location.startswith("lazy"):
+        return None
+    if "restore" not in kernels:
+        load()
+    return kernels["restore"](storage, location)
