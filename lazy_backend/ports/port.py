@@ -202,6 +202,14 @@ def reach(path: str) -> Any:
     return found
 
 
+def optional(path: str, instead: Any = None) -> Any:
+    """The object at a dotted path, for a module that binds it at import; `instead` if there is none."""
+    try:
+        return reach(path)
+    except (DoesNotFit, ImportError):
+        return instead
+
+
 def source_hash(function: Any) -> str:
     """Eight hex digits of a function's source, without its comments' and lines' ends."""
     lines = (line.rstrip() for line in inspect.getsource(inspect.unwrap(function)).splitlines())

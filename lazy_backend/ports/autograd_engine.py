@@ -1,0 +1,59 @@
+"""Autograd: its engine, what a thread tells it, and the profiler, which is part of it.
+
+In: `torch._C`, `torch.autograd`. Out: the same under public names. A name that is missing is None: its port says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.autograd.profiler as _profiler
+from torch.autograd import forward_ad as _forward_ad
+
+from lazy_backend.ports.port import optional
+
+# ----- the backward that is running
+
+keeps_graph: Callable[[], bool] = optional("torch._C._autograd._get_current_graph_task_keep_graph")
+will_execute: Callable[[Any], bool] = optional("torch._C._will_engine_execute_node")
+current_node: Callable[[], Any] = optional("torch._C._current_autograd_node")
+call_at_the_end: Callable[[Callable[[], None]], None] = optional(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+
+# ----- what is asked before a forward
+
+# (False): the hooks that `saved_tensors_hooks` installs, which act on what is saved for backward
+hooks_of_saved: Callable[[bool], Any] = optional("torch._C._autograd._top_saved_tensors_default_hooks")
+# A block in which writes to the given tensors do not count.
+keep_versions: Any = optional("torch.autograd.grad_mode._unsafe_preserve_version_counter")
+backward_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def is_forward_differentiating() -> bool:
+    """Whether a level of `torch.autograd.forward_ad` is entered."""
+    return bool(_forward_ad._current_level >= 0)
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` for where no transform of torch.func is active.
+
+    `apply` asks every input whether it belongs to a transform that is over, 0.25 µs each, and then calls this.
+    """
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+# ----- the profiler
+
+# A range, at a tenth of the 10 µs of `torch.profiler.record_function`.
+ProfilerRange: Any = optional("torch._C._profiler._RecordFunctionFast")
+
+
+def is_profiling() -> bool:
+    """Whether `torch.profiler` or `torch.autograd.profiler` is active. 40 ns."""
+    return _profiler._is_profiler_enabled

@@ -1,0 +1,46 @@
+"""The dispatcher: operators, what their schemas say, their kernels and keys.
+
+In: `torch._ops`, `torch._C`. Out: the same under public names. A name that is missing is None: its port says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch._C import DispatchKey as DispatchKey
+from torch._C import DispatchKeySet as DispatchKeySet
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+
+from lazy_backend.ports.port import optional
+
+# Of an operator such as `aten.add.Tensor`.
+function_schema: Callable[[OpOverload], torch._C.FunctionSchema] = attrgetter("_schema")
+base_name: Callable[[OpOverload], str] = attrgetter("_opname")  # "add"
+overload_name: Callable[[OpOverload], str] = attrgetter("_overloadname")  # "Tensor", or "default"
+can_decompose: Callable[[OpOverload], bool] = methodcaller("_can_decompose")
+# Calls the kernel of one key: (key, *args, **kwargs). `redispatch` is public, but takes a set of keys.
+kernel_caller: Callable[[OpOverload], Callable[..., Any]] = attrgetter("_op_dk")
+
+# (name of an operator, name of a key): whether the operator has a kernel of its own there. Raises for unknown names.
+has_kernel: Callable[[str, str], bool] = optional("torch._C._dispatch_has_kernel_for_dispatch_key")
+dispatch_keys: Callable[[torch.Tensor], Any] = optional("torch._C._dispatch_keys")
+# A guard: calls within it go below autograd.
+BelowAutograd: Any = optional("torch._C._AutoDispatchBelowAutograd")
+
+# The number of the attention kernel that a device takes for its operands.
+attention_choice: Any = optional("torch._fused_sdp_choice")
+
+_key_of_device: Any = optional("torch._C._dispatch_key_for_device")
+_registered: Any = optional("torch.library._impls")  # where `Library.impl` notes what it registered
+
+
+def runs_python(op: OpOverload, device_type: str) -> bool:
+    """Whether a kernel of `op` was registered from Python, as `torch.library.custom_op` does."""
+    schema = function_schema(op)
+    name = schema.name.replace("::", "/") + (f".{schema.overload_name}" if schema.overload_name else "")
+    keys = (_key_of_device(device_type), "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
+    return any(f"{name}/{key}" in _registered for key in keys)

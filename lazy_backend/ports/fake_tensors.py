@@ -1,0 +1,39 @@
+"""Fake tensors: what an operator returns, without its values.
+
+In: `torch._subclasses`. Out: the same under public names. A name that is missing is None: its port says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lazy_backend.ports.port import optional
+
+
+class _NeverRaised(Exception):
+    """Stands for an exception that this PyTorch does not have."""
+
+
+FakeTensorMode: Any = optional("torch._subclasses.fake_tensor.FakeTensorMode")
+DependsOnValues: Any = (
+    optional("torch._subclasses.fake_tensor.DataDependentOutputException", _NeverRaised),
+    optional("torch._subclasses.fake_tensor.DynamicOutputShapeException", _NeverRaised),
+)
+HasNoFake: Any = optional("torch._subclasses.fake_tensor.UnsupportedOperatorException", _NeverRaised)
+LOGGER = "torch._subclasses.fake_tensor"
+
+_unset_mode: Any = optional("torch._C._unset_dispatch_mode")
+_KEY: Any = optional("torch._C._TorchDispatchModeKey.FAKE")
+
+
+def leave_mode() -> None:
+    """Take the thread out of a fake mode, if it is in one.
+
+    The mode's `__exit__` is Python, and interrupting it would leave the thread in the mode.
+    """
+    _unset_mode(_KEY)
+
+
+# Whether an operator has a fake kernel of any kind.
+has_fake_kernel: Callable[[Any], bool] = optional("torch._library.utils.has_fake_kernel", lambda op: False)

@@ -1,0 +1,52 @@
+"""The state of a thread: modes, guards and dispatch keys that change how operators run on it.
+
+In: `torch._C`, `torch.overrides`, `torch.utils._python_dispatch`, functorch. Out: the same under public names. A name
+that is missing is None: its port says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext as DeviceMode  # noqa: F401  # for others
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from lazy_backend.ports.port import optional
+
+# Guards, objects of C++: `with InferenceMode(False):`
+InferenceMode: Any = optional("torch._C._InferenceMode")
+ForceDispatchKeys: Any = optional("torch._C._ForceDispatchKeyGuard")
+WithoutAutocast: Any = optional("torch._C._DisableAutocast")
+WithoutTorchFunction: Any = optional("torch._C.DisableTorchFunction")
+# Within it an attribute of a tensor takes 70 ns instead of 150: a getter need not ask whether a subclass overrides it.
+WithoutSubclasses: Any = optional("torch._C.DisableTorchFunctionSubclass")
+without_dispatch_modes: Any = optional("torch.utils._python_dispatch._disable_current_modes")
+
+set_grad_enabled: Callable[[bool], None] = optional("torch._C._set_grad_enabled")
+is_any_autocast_enabled: Callable[[], bool] = optional("torch._C._is_any_autocast_enabled")
+included_keys: Callable[[], Any] = optional("torch._C._dispatch_tls_local_include_set")
+excluded_keys: Callable[[], Any] = optional("torch._C._dispatch_tls_local_exclude_set")
+
+dispatch_depth: Callable[[], int] = optional("torch._C._len_torch_dispatch_stack")
+function_depth: Callable[[], int] = optional("torch._C._len_torch_function_stack")
+dispatch_modes: Callable[[], list[Any]] = optional("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+function_modes: Callable[[], list[Any]] = optional("torch.overrides._get_current_function_mode_stack")
+function_mode_at: Callable[[int], Any] = optional("torch._C._get_function_stack_at")
+push_function_mode: Callable[[Any], None] = optional("torch._C._push_on_torch_function_stack")
+pop_function_mode: Callable[[], Any] = optional("torch._C._pop_torch_function_stack")
+
+# The innermost transform of `torch.func` that is active, or None; a block in which there is none.
+active_transform: Callable[[], Any] = optional("torch._C._functorch.peek_interpreter_stack")
+without_transforms: Any = optional("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+
+# Switches by which PyTorch chooses operators. The public functions call these, and take 0.1 µs more.
+may_use_flash: Callable[[], bool] = optional("torch._C._get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled)
+may_use_efficient: Callable[[], bool] = optional(
+    "torch._C._get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled
+)
+may_use_math: Callable[[], bool] = optional("torch._C._get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled)
+is_deterministic: Callable[[], bool] = optional(
+    "torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
