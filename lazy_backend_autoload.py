@@ -33,8 +33,10 @@ FACTORIES = (
 # Variables that ask for the package with the import of torch: it replaces functions that no hook stands for.
 _AT_ONCE = ("LAZY_BACKEND_TORCH_LAZY", "LAZY_BACKEND_LOAD")
 
-# What the hooks call: put here by `lazy_backend`. A name of `FACTORIES` -> its kernel, and the two of `_in_files`.
-kernels: dict[str, Callable[..., Any]] = {}
+# What the hooks call: a name of `FACTORIES` -> its kernel; "location" and "restore". Empty until the package is whole:
+# another thread may use the device while this one imports it.
+_kernels: dict[str, Callable[..., Any]] = {}
+_offered: dict[str, Callable[..., Any]] = {}
 
 # kept: a library's kernels end with it
 _library: list[torch.library.Library] = []
@@ -77,6 +79,17 @@ def put_hooks() -> None:
     torch.serialization.register_package(5, _location, _restore)
 
 
+def offer(name: str, kernel: Callable[..., Any]) -> None:
+    """Have the hook `name` call `kernel`, from `take_offers` on."""
+    _offered[name] = kernel
+
+
+def take_offers(device_module: Any) -> None:
+    """Have the hooks call what was offered, and `torch.lazy` be `device_module`: the package is installed."""
+    torch.lazy = sys.modules["torch.lazy"] = device_module  # type: ignore[attr-defined]
+    _kernels.update(_offered)
+
+
 def load() -> None:
     """Import the package, on a thread of its own: the caller's may be in any mode, such as `torch.inference_mode`.
 
@@ -99,10 +112,10 @@ def load() -> None:
 
 def _first_kernel(name: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        found = kernels.get(name)
+        found = _kernels.get(name)
         if found is None:
             load()
-            found = kernels[name]
+            found = _kernels[name]
         return found(*args, **kwargs)
 
     return kernel
@@ -110,7 +123,7 @@ def _first_kernel(name: str) -> Callable[..., Any]:
 
 def _location(storage: Any) -> str | None:
     """The location of a storage in a file, as "lazy:0"; None for those of other devices."""
-    location = kernels.get("location")
+    location = _kernels.get("location")
     return None if location is None else location(storage)
 
 
@@ -118,6 +131,6 @@ def _restore(storage: Any, location: str) -> Any:
     """A storage that was read, on the lazy device if `location` says so; else None."""
     if not location.startswith("lazy"):
         return None
-    if "restore" not in kernels:
+    if "restore" not in _kernels:
         load()
-    return kernels["restore"](storage, location)
+    return _kernels["restore"](storage, location)

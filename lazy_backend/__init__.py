@@ -47,7 +47,7 @@ from lazy_backend.archives import transfer
 from lazy_backend.capturing import capture
 from lazy_backend.compat import torch_lazy
 from lazy_backend.compat.installation import install
-from lazy_backend.compat.pytorch import redirect_torch_lazy
+from lazy_backend.compat.lazy_core import redirect_torch_lazy
 from lazy_backend.diagnostics.difference import Difference
 from lazy_backend.diagnostics.explanation import Explanation, explain
 from lazy_backend.diagnostics.history import CompileRecord, SyncRecord

@@ -18,18 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import symbolic_convert, trace_rules
-from torch._dynamo.eval_frame import innermost_backend
-from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.variables import torch as torch_variables
-from torch._guards import Source
 
-from lazy_backend.compat.pytorch import let_dynamo_trace
 from lazy_backend.errors import CompileWarning
 from lazy_backend.errors.sites import warn_user
+from lazy_backend.ports.replacements.tracing import GUARDS, changes_grad_mode, is_tracing_for, let_dynamo_trace
+from lazy_backend.ports.thread_modes import without_dispatch_modes
 from lazy_backend.regions.module import capture_module
 from lazy_backend.replay.capture import capture_function
-from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.tensor import NOT_TRACED, LazyTensor
 
 
 def lazy(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -43,7 +39,7 @@ def lazy(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
         )
         return gm.forward
     written = gm.forward
-    if any(node.target is torch._C._set_grad_enabled for node in gm.graph.nodes):
+    if changes_grad_mode(gm):
         return written  # autograd records part of the graph, whatever the grad mode of the call
 
     def graph(*args: Any) -> Any:
@@ -68,22 +64,30 @@ def lazy(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
     return call
 
 
-def _is_ours(compiler: Any) -> bool:
-    innermost: Any = innermost_backend(compiler)
-    return getattr(innermost, "compiler_fn", innermost) is lazy  # torch.compile wraps the backend function
-
-
 def _traces_for_us() -> bool:
-    """Whether Dynamo is tracing for this backend on this thread."""
-    tracer = getattr(symbolic_convert.tls, "current_tx", None)
-    return tracer is not None and _is_ours(tracer.output.compiler_fn)
+    return is_tracing_for(lazy)
 
 
-_guards = (GuardBuilder.TENSOR_SUBCLASS_METADATA_MATCH, Source.get_value)
-let_dynamo_trace(_traces_for_us, frozenset(function.__module__ for function in _guards))
-for _name in ("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"):
-    trace_rules.add(_name)  # or Dynamo would trace the recorder after a graph break
-# PyTorch's functions that are ours since are still constants to Dynamo, which guards autocast
-for _asked in (torch.is_autocast_enabled, torch.get_autocast_dtype):
-    trace_rules.get_torch_obj_rule_map()[_asked] = torch_variables.TorchInGraphFunctionVariable
-    torch_variables.constant_fold_functions[_asked] = None  # type: ignore[call-overload]
+def _to_meta(tensor: LazyTensor) -> torch.Tensor:
+    """A meta tensor with the shape, strides and dtype of `tensor`."""
+    meta = tensor._data.meta
+    with without_dispatch_modes():
+        return torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device="meta", requires_grad=tensor.requires_grad
+        )
+
+
+# Dynamo asks every class that has `__tensor_flatten__` for its inner tensors, and gets none here
+LazyTensor._may_be_traced_by = staticmethod(  # type: ignore[method-assign]
+    lambda compiler: compiler in GUARDS or _traces_for_us()
+)
+let_dynamo_trace(
+    LazyTensor,
+    _traces_for_us,
+    _to_meta,
+    NOT_TRACED,
+    # or Dynamo would trace the recorder after a graph break
+    packages=("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"),
+    # PyTorch's functions that are ours since are still constants to Dynamo, which guards autocast
+    constant_functions=(torch.is_autocast_enabled, torch.get_autocast_dtype),
+)

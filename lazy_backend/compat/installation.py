@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+import lazy_backend_autoload as first_use
 from lazy_backend import metrics
+from lazy_backend.archives.transfer import take_entry, used_entries
 from lazy_backend.cache import process_locks
-from lazy_backend.compat import pytorch, pytorch_distributed
-from lazy_backend.compat.compiler_bundle import join_compiler_bundles
+from lazy_backend.compat import lazy_core
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.runtime import listed, renew_after_fork
 from lazy_backend.compat.serialization import install_serialization
@@ -39,7 +40,11 @@ from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.ir.passes import watch_passes
-from lazy_backend.precision.autocast import follow_backing_device
+from lazy_backend.ports.port import check_version, renew_imported_names
+from lazy_backend.ports.replacements import bundles, collectives, functions, mixed_precision, moving, optimizing
+from lazy_backend.precision import autocast
+from lazy_backend.precision.casts import custom_casts
+from lazy_backend.precision.grad_scaler import maybe_step
 from lazy_backend.recording import handlers, record
 from lazy_backend.recording.attention import install_attention
 from lazy_backend.recording.recurrent import install_recurrent
@@ -49,8 +54,12 @@ from lazy_backend.settings import config
 from lazy_backend.tensors import outside
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import LazyGenerator
+from lazy_backend.tensors.outside import quantized_error
+from lazy_backend.tensors.sparse_tensor import LazySparseTensor
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import run_clean
+from lazy_backend.tensors.uninitialized import UninitializedLazyBuffer, UninitializedLazyParameter, moved
 
 # Seconds that interpreter exit waits for a run under way before abandoning the run.
 _EXIT_TIMEOUT = 30.0
@@ -62,7 +71,8 @@ def install() -> None:
     """Make `device="lazy"` work. Called once, by `import lazy_backend`."""
     if _library:
         return
-    pytorch.refuse_second_backend()
+    check_version()
+    lazy_core.refuse_second_backend()
     _library.append(torch.library.Library("aten", "IMPL"))
     LazyTensor.__torch_dispatch__ = staticmethod(record.dispatch)  # type: ignore[method-assign, assignment]
     handlers.install_handlers()
@@ -71,26 +81,8 @@ def install() -> None:
     install_recurrent(_library[0])
     install_sparse(_library[0])
     install_serialization()
-    join_compiler_bundles()
-    pytorch.support_foreach()
-    pytorch.support_generators(LazyGenerator)
-    pytorch.support_fused_optimizers()
-    pytorch.support_capturable_optimizers()
-    pytorch.export_to_dlpack()
-    pytorch.norm_as_on_the_cpu()
-    pytorch.pad_encoded_as_on_the_cpu()
-    pytorch.collate_by_stacking()
-    pytorch.keep_parameters_when_moved()
-    pytorch.make_uninitialized_on_device()
-    pytorch.finish_before_default_dtype_changes(_finish_everything)
-    pytorch.support_autocast()
-    pytorch.support_grad_scaler()
-    pytorch_distributed.order_collectives(in_order, finish_group)
-    pytorch_distributed.support_exchanges(exchanging, batching)
-    pytorch_distributed.name_backend_of_lazy(contexts.backing_type)
-    pytorch_distributed.support_data_parallel(BucketReducer, registering, broadcasting)
-    pytorch_distributed.support_fully_shard()
-    pytorch_distributed.support_random_dtensors(contexts.backing_type)
+    bundles.join_compiler_bundles("lazy_backend", used_entries, take_entry)
+    _replace()
     c10d.install()
     fsdp.install()
     contexts.prepare = _prepare
@@ -99,12 +91,50 @@ def install() -> None:
     _switch_device_graphs()
     config.watch("overlap_collectives", _forget_all_paths)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)
-    torch._register_device_module("lazy", DeviceModule)  # type: ignore[no-untyped-call]
     _wire()
     atexit.register(worker.close)
     atexit.register(_at_exit)  # runs before `worker.close`: the last registered runs first
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=renew_after_fork)
+    renew_imported_names()
+    first_use.take_offers(DeviceModule)
+
+
+def _replace() -> None:
+    """Replace what in PyTorch does not know the device."""
+    optimizing.support_foreach(LazyTensor)
+    optimizing.support_fused()
+    optimizing.support_capturable()
+    optimizing.support_grad_scaler(maybe_step)
+    functions.support_generators(LazyGenerator)
+    functions.export_to_dlpack(LazyTensor)
+    functions.norm_as_on_the_cpu(LazyTensor)
+    functions.pad_encoded_as_on_the_cpu(LazyTensor)
+    functions.collate_by_stacking(LazyTensor)
+    functions.finish_before_default_dtype_changes(_finish_everything)
+    kinds = moving.LazyKinds(
+        LazyTensor,
+        LazySparseTensor,
+        ("_data", "_real", "_context", "_parts"),
+        UninitializedLazyParameter,
+        UninitializedLazyBuffer,
+        moved,
+        quantized_error,
+    )
+    moving.keep_parameters_when_moved(kinds)
+    moving.make_uninitialized_on_device(kinds)
+    mixed_precision.support_autocast(autocast.FUNCTIONS, autocast.is_available, autocast.entering, autocast.leaving)
+    mixed_precision.support_checkpoints(autocast.restored_by_checkpoint)
+    mixed_precision.support_custom_functions(autocast.also_for_lazy, autocast.cast_as_backing)
+    mixed_precision.support_custom_operators(
+        custom_casts.add, autocast.registered_by_name, autocast.registered_by_method, autocast.cast_as_backing
+    )
+    collectives.order_collectives(in_order, finish_group)
+    collectives.support_exchanges(exchanging, batching)
+    collectives.name_backend_of_lazy(contexts.backing_type)
+    collectives.support_data_parallel(BucketReducer, registering, broadcasting)
+    collectives.support_fully_shard()
+    collectives.support_random_dtensors(contexts.backing_type, run_clean)
 
 
 def _wire() -> None:
@@ -142,7 +172,7 @@ def _prepare() -> None:
     """Prepare for the first lazy device, just before it is made: merely importing this package should cost nothing."""
     record.prepare()
     forgotten_steps.watch()
-    follow_backing_device()
+    autocast.follow_backing_device()
     step_ends.watch()
 
 

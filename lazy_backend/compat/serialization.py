@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
+import lazy_backend_autoload as first_use
+from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
+from lazy_backend.ports import pickling
+from lazy_backend.ports.table import PICKLING
 from lazy_backend.recording.storage import LazyUntypedStorage, data_ptr, untyped_storage
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.sparse_tensor import LazySparseTensor, attributes_of
@@ -28,13 +32,13 @@ def reduce_lazy(tensor: LazyTensor, protocol: Any) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         arguments: tuple[Any, ...] = (tensor.detach(), tensor.requires_grad, OrderedDict())
         if not attributes:
-            return torch._utils._rebuild_parameter, arguments
-        return torch._utils._rebuild_parameter_with_state, (*arguments, attributes)
+            return pickling.rebuild_parameter, arguments
+        return pickling.rebuild_parameter_with_state, (*arguments, attributes)
     rebuild, arguments = _reduce_plain(tensor)
     if not attributes:
         return rebuild, arguments
     # torch.Tensor rather than LazyTensor, so that the file loads without this package
-    return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
+    return pickling.rebuild_with_attributes, (rebuild, torch.Tensor, arguments, attributes)
 
 
 def _reduce_plain(tensor: LazyTensor) -> tuple[Any, tuple[Any, ...]]:
@@ -46,13 +50,12 @@ def _reduce_plain(tensor: LazyTensor) -> tuple[Any, tuple[Any, ...]]:
     meta = data.meta
     hooks: OrderedDict[str, Any] = OrderedDict()
     geometry = (meta.storage_offset, meta.shape, meta.stride, tensor.requires_grad, hooks)
-    if tensor.dtype in torch.storage._new_dtypes():
+    if not pickling.has_typed_storage(tensor.dtype):
         # uint16, float8 have no typed storage; torch.save takes no subclass of UntypedStorage: mark a plain one instead
         plain: Any = storage.plain
         plain.lazy_device = storage.device
-        return torch._utils._rebuild_tensor_v3, (plain, *geometry, tensor.dtype)
-    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=tensor.dtype, _internal=True)
-    return torch._utils._rebuild_tensor_v2, (typed, *geometry)
+        return pickling.rebuild_untyped, (plain, *geometry, tensor.dtype)
+    return pickling.rebuild_typed, (pickling.typed_storage(storage, tensor.dtype), *geometry)
 
 
 def reduce_sparse(tensor: LazySparseTensor, protocol: Any) -> Any:
@@ -62,12 +65,12 @@ def reduce_sparse(tensor: LazySparseTensor, protocol: Any) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         arguments: tuple[Any, ...] = (tensor.detach(), tensor.requires_grad, OrderedDict())
         if not attributes:
-            return torch._utils._rebuild_parameter, arguments
-        return torch._utils._rebuild_parameter_with_state, (*arguments, attributes)
-    rebuild, arguments = tensor._reduce_ex_internal(protocol)  # type: ignore[attr-defined]
+            return pickling.rebuild_parameter, arguments
+        return pickling.rebuild_parameter_with_state, (*arguments, attributes)
+    rebuild, arguments = pickling.reduce_sparse_parts(tensor, protocol)
     if not attributes:
         return rebuild, arguments
-    return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, attributes)
+    return pickling.rebuild_with_attributes, (rebuild, torch.Tensor, arguments, attributes)
 
 
 @hide_internals
@@ -100,12 +103,20 @@ def _restore(storage: Any, location: str) -> Any:
     return LazyUntypedStorage.loaded(storage, context.device)
 
 
+@hide_internals
+def _refuse(tensor: torch.Tensor, protocol: Any) -> Any:
+    raise LazyBackendError(
+        f"a lazy tensor cannot be saved with this PyTorch: {PICKLING.obstacle()}\n  save a copy, as tensor.cpu()"
+    )
+
+
 def install_serialization() -> None:
     LazyTensor.untyped_storage = untyped_storage  # type: ignore[method-assign, assignment]
     LazyTensor.data_ptr = LazyTensor.const_data_ptr = data_ptr  # type: ignore[method-assign, attr-defined, assignment]
     LazyTensor.__dlpack__ = dlpack  # type: ignore[method-assign, assignment]
-    LazyTensor.__reduce_ex__ = reduce_lazy  # type: ignore[method-assign, assignment]
+    fits = PICKLING.fits()
+    LazyTensor.__reduce_ex__ = reduce_lazy if fits else _refuse  # type: ignore[method-assign, assignment]
     LazyTensor._backing_tensor = property(_read_backing_tensor)  # type: ignore[assignment]
-    LazySparseTensor.__reduce_ex__ = reduce_sparse  # type: ignore[method-assign, assignment]
-    # before CPU (10) and CUDA (20), whose functions would take our storages for CPU storages
-    torch.serialization.register_package(5, _location, _restore)
+    LazySparseTensor.__reduce_ex__ = reduce_sparse if fits else _refuse  # type: ignore[method-assign, assignment]
+    first_use.offer("location", _location)
+    first_use.offer("restore", _restore)

@@ -19,7 +19,7 @@ import torch
 from lazy_backend import api, computation, debug, ir_cache, metrics
 from lazy_backend.cache.computation_cache import BoundedTable
 from lazy_backend.compat.extracted import ExtractedGraph, copies_of, extract
-from lazy_backend.compat.pytorch import check_no_second_backend
+from lazy_backend.compat.lazy_core import check_no_second_backend
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import is_ours
 from lazy_backend.errors.tracebacks import hide_internals

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-from lazy_backend.precision.autocast_state import AutocastState, autocast_state, dtype_on, is_enabled_on, set_enabled_on
+from lazy_backend.ports.replacements.mixed_precision import (
+    clear_cache,
+    dtype_on,
+    is_enabled_on,
+    operator_of,
+    overload_of,
+    set_dtype_on,
+    set_enabled_on,
+)
+from lazy_backend.ports.table import AUTOCAST
+from lazy_backend.ports.thread_modes import is_any_autocast_enabled
+from lazy_backend.precision.autocast_state import AutocastState, autocast_state
 from lazy_backend.precision.casts import custom_casts, install_casts
 from lazy_backend.tensors.contexts import contexts
 
@@ -27,8 +38,9 @@ def follow_blocks() -> None:
 
 def follow_backing_device() -> None:
     """Let blocks for the backing device count from now on: there will be lazy tensors."""
-    AutocastState.has_device = True
-    follow_blocks()
+    AutocastState.has_device = AUTOCAST.fits()
+    if AutocastState.has_device:
+        follow_blocks()
 
 
 def is_available(original: Callable[[str], bool]) -> Callable[[str], bool]:
@@ -61,13 +73,23 @@ def set_autocast_dtype(*args: Any, **kwargs: Any) -> None:
     if _device_type(args, kwargs) == LAZY:
         autocast_state.dtype = kwargs["dtype"] if "dtype" in kwargs else args[-1]
     else:
-        torch._C.set_autocast_dtype(*args, **kwargs)
+        set_dtype_on(*args, **kwargs)
 
 
 def clear_autocast_cache() -> None:
     """As `torch.clear_autocast_cache`, which the outermost block calls when it ends."""
     autocast_state.casts.clear()
-    torch._C.clear_autocast_cache()
+    clear_cache()
+
+
+# What stands for PyTorch's functions of these names.
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    is_autocast_enabled,
+    set_autocast_enabled,
+    get_autocast_dtype,
+    set_autocast_dtype,
+    clear_autocast_cache,
+)
 
 
 def entering(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -179,7 +201,7 @@ def also_for_lazy(decorator: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def autocast_as(described: tuple[Any, ...] | None) -> Iterator[None]:
     """Within the block, autocast is as `thread_state.describe_autocast` described it, and keeps its own casts."""
-    if described is None and not torch._C._is_any_autocast_enabled():
+    if described is None and not is_any_autocast_enabled():
         yield
         return
     cache_enabled, *kinds = (True,) if described is None else described
@@ -197,10 +219,10 @@ def registered_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def register_autocast(op: Any, device_type: str, cast_inputs: torch.dtype, /, **options: Any) -> Any:
-        if not isinstance(op, str | torch._ops.OpOverload):  # what `custom_op` returns has a method for it
+        operator = operator_of(op)
+        if operator is None:
             return op.register_autocast(device_type, cast_inputs)
-        # internal, checked on 2.13
-        custom_casts.add(torch._library.utils.lookup_op(op) if isinstance(op, str) else op, device_type, cast_inputs)
+        custom_casts.add(operator, device_type, cast_inputs)
         return None if device_type == LAZY else original(op, device_type, cast_inputs, **options)
 
     return register_autocast
@@ -211,7 +233,7 @@ def registered_by_method(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def register_autocast(self: Any, device_type: str, cast_inputs: torch.dtype) -> Any:
-        custom_casts.add(self._opoverload, device_type, cast_inputs)
+        custom_casts.add(overload_of(self), device_type, cast_inputs)
         return None if device_type == LAZY else original(self, device_type, cast_inputs)
 
     return register_autocast

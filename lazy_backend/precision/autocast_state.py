@@ -11,19 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch._C import DispatchKey
 
+from lazy_backend.ports.replacements.mixed_precision import dtype_on, is_enabled_on, lead_operators
 from lazy_backend.precision.cast_rules import default_dtype
 from lazy_backend.tensors.contexts import contexts
-
-# internal, checked on 2.13: see Note [How autocast reaches lazy tensors]
-KEY = DispatchKey.AutocastIPU  # type: ignore[attr-defined]
-_DEVICE_OF_KEY = "ipu"
-
-# PyTorch's own functions, which know its own devices: the public ones of these names ask us about the lazy device
-is_enabled_on = torch._C.is_autocast_enabled
-set_enabled_on = torch._C.set_autocast_enabled
-dtype_on = torch._C.get_autocast_dtype
 
 
 class AutocastState(threading.local):
@@ -59,8 +50,7 @@ class AutocastState(threading.local):
     def lead_operators(self) -> bool:
         """Lead this thread's operators through the kernels, or past them. Returns whether through."""
         enabled = self.is_enabled()
-        torch._C._dispatch_tls_set_dispatch_key_included(KEY, enabled)
-        set_enabled_on(_DEVICE_OF_KEY, enabled)
+        lead_operators(enabled)
         return enabled
 
     @contextmanager

@@ -1,7 +1,7 @@
 """What autocast does to each operator, by backing device.
 
 In: a backing device's type. Out: a rule per operator, where this release of PyTorch has one.
-Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp, checked on 2.13. `tests/cpu/test_autocast.py` compares the
+Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp. `tests/cpu/test_autocast.py` compares the
 names with what PyTorch registered, and what the rules do with eager.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+
+from lazy_backend.ports.replacements.mixed_precision import has_cast_kernel
 
 
 class Rule(Enum):
@@ -85,14 +87,7 @@ _BY_DEVICE = {"cpu": (_CPU, "AutocastCPU", torch.bfloat16), "cuda": (_CUDA, "Aut
 def rules_for(backing: str) -> dict[str, Rule]:
     """Operator -> rule, for the operators that have one on `backing` in this release of PyTorch."""
     rules, key, _ = _BY_DEVICE[backing]
-    return {
-        name: rule
-        for rule, names in rules.items()
-        for name in names.split()
-        # an operator that this release does not have is not asked for its kernels, which raises
-        if torch._C._dispatch_has_kernel(f"aten::{name}")
-        and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
-    }
+    return {name: rule for rule, names in rules.items() for name in names.split() if has_cast_kernel(name, key)}
 
 
 def default_dtype(backing: str) -> torch.dtype:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DispatchKeySet
 
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.precision.autocast_state import KEY, autocast_state
+from lazy_backend.ports.dispatcher import OpOverload
+from lazy_backend.ports.replacements.mixed_precision import AUTOCAST_KEY, without_autocast_key
+from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.precision.cast_rules import Rule, rules_for
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.sparse_tensor import LazySparseTensor
@@ -24,8 +25,6 @@ aten = torch.ops.aten
 
 Kernel = Callable[..., Any]
 
-_KEYS = DispatchKeySet(KEY)
-_without_key = torch._C._ExcludeDispatchKeyGuard  # internal, checked on 2.13: what PyTorch's own kernels enter
 _LAZY = (LazyTensor, LazySparseTensor)
 _library: list[torch.library.Library] = []
 
@@ -36,11 +35,11 @@ def install_casts(backing: str) -> None:
         return
     _library.append(torch.library.Library("aten", "IMPL"))
     _library.append(torch.library.Library("_", "IMPL"))
-    _library[1].fallback(torch.library.fallthrough_kernel, KEY.name)
+    _library[1].fallback(torch.library.fallthrough_kernel, AUTOCAST_KEY.name)
     for name, rule in rules_for(backing).items():
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet), overload or "default")
-        _library[0].impl(name, hide_internals(_below_autocast(_MAKERS[rule](op))), KEY.name)
+        _library[0].impl(name, hide_internals(_below_autocast(_MAKERS[rule](op))), AUTOCAST_KEY.name)
 
 
 def _below_autocast(kernel: Kernel) -> Kernel:
@@ -49,7 +48,7 @@ def _below_autocast(kernel: Kernel) -> Kernel:
     def call(*args: Any, **kwargs: Any) -> Any:
         outer, autocast_state.is_in_kernel = autocast_state.is_in_kernel, True
         try:
-            with _without_key(_KEYS):
+            with without_autocast_key():
                 return kernel(*args, **kwargs)
         finally:
             autocast_state.is_in_kernel = outer
@@ -62,18 +61,18 @@ class CustomCasts:
 
     def __init__(self) -> None:
         self._libraries: list[torch.library.Library] = []  # without them the kernels are gone
-        self._dtypes: dict[torch._ops.OpOverload, dict[str, torch.dtype]] = {}  # operator -> device type -> dtype
+        self._dtypes: dict[OpOverload, dict[str, torch.dtype]] = {}  # operator -> device type -> dtype
 
-    def add(self, op: torch._ops.OpOverload, device_type: str, dtype: torch.dtype) -> None:
+    def add(self, op: OpOverload, device_type: str, dtype: torch.dtype) -> None:
         """Cast the lazy operands of `op` to `dtype`, if `device_type` is "lazy" or that of the backing device."""
         if op not in self._dtypes:
             self._dtypes[op] = {}
             library = torch.library.Library(op.namespace, "IMPL")
-            library.impl(op._schema.name.partition("::")[2], hide_internals(self._kernel(op)), KEY.name)
+            library.impl(op._schema.name.partition("::")[2], hide_internals(self._kernel(op)), AUTOCAST_KEY.name)
             self._libraries.append(library)
         self._dtypes[op][device_type] = dtype
 
-    def _kernel(self, op: torch._ops.OpOverload) -> Kernel:
+    def _kernel(self, op: OpOverload) -> Kernel:
         dtypes = self._dtypes[op]
         cast = _below_autocast(lambda dtype, *args, **kwargs: _call(op, args, kwargs, dtype))
 
@@ -81,7 +80,7 @@ class CustomCasts:
             dtype = dtypes.get("lazy") or dtypes.get(contexts.backing_type())
             if dtype is not None:
                 return cast(dtype, *args, **kwargs)
-            with _without_key(_KEYS):
+            with without_autocast_key():
                 return op(*args, **kwargs)
 
         return kernel
@@ -144,25 +143,25 @@ def _widest(args: Any, widest: torch.dtype) -> torch.dtype:
 # ----- rules
 
 
-def _call(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+def _call(op: OpOverload, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     return op(*[_cast(arg, dtype) for arg in args], **{name: _cast(arg, dtype) for name, arg in kwargs.items()})
 
 
-def _lower(op: torch._ops.OpOverload) -> Kernel:
+def _lower(op: OpOverload) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _call(op, args, kwargs, autocast_state.lower_dtype())
 
     return kernel
 
 
-def _float32(op: torch._ops.OpOverload) -> Kernel:
+def _float32(op: OpOverload) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _call(op, args, kwargs, torch.float32)
 
     return kernel
 
 
-def _widest_of(op: torch._ops.OpOverload) -> Kernel:
+def _widest_of(op: OpOverload) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = _widest((*args, *kwargs.values()), autocast_state.lower_dtype())
         return _call(op, args, kwargs, dtype)
@@ -170,7 +169,7 @@ def _widest_of(op: torch._ops.OpOverload) -> Kernel:
     return kernel
 
 
-def _float32_result(op: torch._ops.OpOverload) -> Kernel:
+def _float32_result(op: OpOverload) -> Kernel:
     """The kernel of an operator with an argument `dtype`, which is set unless the call sets it."""
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     place = names.index("dtype") if "dtype" in names else len(names)
@@ -185,13 +184,13 @@ def _float32_result(op: torch._ops.OpOverload) -> Kernel:
 
 
 # norm's overloads without an argument `dtype` -> those with one, and the defaults of the arguments these require
-_NORMS: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, tuple[Any, ...]]] = {
+_NORMS: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {
     aten.norm.Scalar: (aten.norm.ScalarOpt_dtype, (None, 2)),
     aten.norm.ScalarOpt_dim: (aten.norm.ScalarOpt_dim_dtype, (None, None, None, False)),
 }
 
 
-def _float32_norm(op: torch._ops.OpOverload) -> Kernel:
+def _float32_norm(op: OpOverload) -> Kernel:
     with_dtype, defaults = _NORMS[op]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +200,7 @@ def _float32_norm(op: torch._ops.OpOverload) -> Kernel:
     return kernel
 
 
-def _refused(op: torch._ops.OpOverload) -> Kernel:
+def _refused(op: OpOverload) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(arg, _LAZY) for arg in args):
             return op(*args, **kwargs)
@@ -216,7 +215,7 @@ def _refused(op: torch._ops.OpOverload) -> Kernel:
     return kernel
 
 
-_MAKERS: dict[Rule, Callable[[torch._ops.OpOverload], Kernel]] = {
+_MAKERS: dict[Rule, Callable[[OpOverload], Kernel]] = {
     Rule.LOWER: _lower,
     Rule.FLOAT32: _float32,
     Rule.FLOAT32_RESULT: _float32_result,

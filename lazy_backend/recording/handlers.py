@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import lazy_backend_autoload as first_use
 import torch
 
 from lazy_backend.errors import DeviceError, LazyBackendError
@@ -470,15 +471,6 @@ def _without_generator(op: Op) -> Op:
     return getattr(op.overloadpacket, names[op._overloadname]) if op._overloadname in names else op
 
 
-_FACTORIES = (
-    "zeros", "ones", "full", "scalar_tensor",
-    "arange", "arange.start", "arange.start_step", "range", "range.step", "linspace", "logspace",
-    "eye", "eye.m", "tril_indices", "triu_indices",
-    "rand", "rand.generator", "randn", "randn.generator", "randperm", "randperm.generator",
-    "randint", "randint.generator", "randint.low", "randint.low_generator",
-)  # fmt: skip
-
-
 # Composite ops whose `out` forms check whether wrappers share memory, which they never do, or replace `out` in C++.
 _OUT_BY_COPY = {
     "linalg_matrix_rank.out": aten.linalg_matrix_rank.default,
@@ -601,9 +593,16 @@ def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def install_factories(library: torch.library.Library) -> None:
-    """Register the factories on the Lazy key; `library` keeps them registered."""
-    library.impl("empty.memory_format", hide_internals(_empty_memory_format), "Lazy")
-    library.impl("empty_strided", hide_internals(_empty_strided), "Lazy")
+    """Register the factories, for which hooks stand on the Lazy key, and other kernels, which `library` keeps there."""
+    own = {
+        "empty.memory_format": hide_internals(_empty_memory_format),
+        "empty_strided": hide_internals(_empty_strided),
+        # zeros that autograd fills in; a lazy tensor of zeros costs nothing until it is used
+        "_efficientzerotensor": _factory(aten.zeros.default),
+    }
+    for name in first_use.FACTORIES:
+        packet, _, overload = name.partition(".")
+        first_use.offer(name, own.get(name) or _factory(getattr(getattr(aten, packet), overload or "default")))
     library.impl("_copy_from", hide_internals(_lazy_copy_from), "Lazy")
     # torch.tensor([loss, other_loss]) calls this below __torch_dispatch__
     library.impl("_local_scalar_dense", hide_internals(_lazy_local_scalar), "Lazy")
@@ -618,8 +617,3 @@ def install_factories(library: torch.library.Library) -> None:
         library.impl(name, _out_by_copy(op), "AutogradLazy")
     for name in _KERNELS_BESIDE_COMPOSITES:
         library.impl(name, _record_kernel(getattr(aten, name).default), "Lazy")
-    # zeros that autograd fills in; a lazy tensor of zeros costs nothing until it is used
-    library.impl("_efficientzerotensor", _factory(aten.zeros.default), "Lazy")
-    for name in _FACTORIES:
-        packet, _, overload = name.partition(".")
-        library.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "Lazy")

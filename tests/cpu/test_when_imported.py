@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from lazy_backend.compat.when_imported import ChangingFinder, when_imported
+from lazy_backend.ports.replacements.when_imported import ChangingFinder, when_imported
 
 
 @pytest.fixture

@@ -18,8 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lazy_backend.compat.when_imported import when_imported
-from lazy_backend.tensors.thread_state import run_clean
+from lazy_backend.ports.replacements.when_imported import when_imported
+from lazy_backend.ports.table import (
+    COLLECTIVES,
+    DATA_PARALLEL,
+    DEVICE_MESHES,
+    DTENSOR_RANDOM,
+    EXCHANGES,
+    FULLY_SHARD,
+    FULLY_SHARD_BACKWARD,
+    FUNCTIONAL_COLLECTIVES,
+)
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -41,10 +50,12 @@ _FUNCTIONAL = (
 )  # fmt: skip
 _ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
 # Seconds that Python is left to gloo's threads at the end of a group. One that has just finished drops what it holds of
-# Python, and in PyTorch 2.13 groups and their threads outlive `destroy_process_group`. If Python ends meanwhile, the
+# Python, and PyTorch's groups and their threads outlive `destroy_process_group`. If Python ends meanwhile, the
 # process aborts ("terminate called without an active exception"): a plain DistributedDataParallel script, without this
 # package and on a busy machine, did so in 13 of 39 runs, and with the pause in none of 14.
 _DROPPING = 0.02
+# the modules that have the public functions
+_PLACES: tuple[Any, ...] = (dist, dist.distributed_c10d) if dist.is_available() else ()
 # kept: a library's kernels end with it
 _functional = torch.library.Library("_c10d_functional", "IMPL")
 
@@ -56,16 +67,17 @@ def order_collectives(
 
     Ranks need not run what they recorded at the same time, but a group matches their collectives by order.
     """
-    if not dist.is_available():
+    if not dist.is_available() or not COLLECTIVES.fits():
         return
     group: Any = dist.ProcessGroup
     for name in _COMMUNICATING:
         if hasattr(group, name):
-            setattr(group, name, in_order(getattr(group, name)))
-    for name in _FUNCTIONAL:
-        op = getattr(torch.ops._c10d_functional, name).default
-        for key in ("CPU", "CUDA"):
-            _functional.impl(name, in_order(functools.partial(op._op_dk, _ANY_DEVICE)), key)
+            COLLECTIVES.put(group, name, in_order(getattr(group, name)))
+    if FUNCTIONAL_COLLECTIVES.fits():
+        for name in _FUNCTIONAL:
+            op = getattr(torch.ops._c10d_functional, name).default
+            for key in ("CPU", "CUDA"):
+                _functional.impl(name, in_order(functools.partial(op._op_dk, _ANY_DEVICE)), key)
     original = dist.destroy_process_group
 
     @functools.wraps(original)
@@ -74,7 +86,8 @@ def order_collectives(
         original(group)
         time.sleep(_DROPPING)
 
-    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+    for module in _PLACES:
+        COLLECTIVES.put(module, "destroy_process_group", destroy_process_group)
 
 
 def name_backend_of_lazy(backing_type: Callable[[], str]) -> None:
@@ -82,7 +95,7 @@ def name_backend_of_lazy(backing_type: Callable[[], str]) -> None:
 
     Not an entry of `Backend.default_device_backend_map`: which device that is may be set after the import.
     """
-    if not dist.is_available():
+    if not dist.is_available() or not DEVICE_MESHES.fits():
         return
     original = dist.get_default_backend_for_device
 
@@ -90,36 +103,37 @@ def name_backend_of_lazy(backing_type: Callable[[], str]) -> None:
     def get_default_backend_for_device(device: str | torch.device) -> str:
         return original(backing_type() if torch.device(device).type == "lazy" else device)
 
-    dist.get_default_backend_for_device = dist.distributed_c10d.get_default_backend_for_device = (
-        get_default_backend_for_device
-    )
+    for module in _PLACES:
+        DEVICE_MESHES.put(module, "get_default_backend_for_device", get_default_backend_for_device)
 
 
 def support_exchanges(exchanging: Wrap, batching: Wrap) -> None:
     """Let what is sent to single ranks, or received from them, be recorded. Comes after `order_collectives`."""
-    if not dist.is_available():
+    if not dist.is_available() or not EXCHANGES.fits():
         return
     group: Any = dist.ProcessGroup
     for name in ("send", "recv"):
-        setattr(group, name, exchanging(getattr(group, name)))
-    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batching(dist.batch_isend_irecv)
+        EXCHANGES.put(group, name, exchanging(getattr(group, name)))
+    batched = batching(dist.batch_isend_irecv)
+    for module in _PLACES:
+        EXCHANGES.put(module, "batch_isend_irecv", batched)
 
 
-# ----- DistributedDataParallel. Names were checked on 2.13
+# ----- DistributedDataParallel
 
 
 def support_data_parallel(reducer: Any, registering: Wrap, broadcasting: Wrap) -> None:
     """Let `DistributedDataParallel` make reducers of another class, which hear of its hooks, and broadcast by us."""
-    if not dist.is_available():
+    if not dist.is_available() or not DATA_PARALLEL.fits():
         return
     module: Any = dist  # where `DistributedDataParallel` looks
-    module.Reducer = reducer
+    DATA_PARALLEL.put(module, "Reducer", reducer)
     for name in ("_register_comm_hook", "_register_builtin_comm_hook"):
-        setattr(module, name, registering(getattr(module, name)))
-    module._broadcast_coalesced = broadcasting(module._broadcast_coalesced)
+        DATA_PARALLEL.put(module, name, registering(getattr(module, name)))
+    DATA_PARALLEL.put(module, "_broadcast_coalesced", broadcasting(module._broadcast_coalesced))
 
 
-# ----- fully_shard. Names and signatures were checked on 2.13
+# ----- fully_shard
 
 
 def support_fully_shard() -> None:
@@ -135,6 +149,8 @@ def _place_modules(module: ModuleType) -> None:
     PyTorch's default mesh is one of its own devices, and it moves parameters by writes to `data`, which keep a tensor's
     kind.
     """
+    if not FULLY_SHARD.fits():
+        return
     original = module.fully_shard
 
     @functools.wraps(original)
@@ -155,7 +171,7 @@ def _place_modules(module: ModuleType) -> None:
     for name in ("_fully_shard._fully_shard", "_fully_shard", ""):
         place = sys.modules.get(f"torch.distributed.fsdp.{name}".rstrip("."))
         if getattr(place, "fully_shard", None) is original:
-            place.fully_shard = fully_shard  # type: ignore[union-attr]
+            FULLY_SHARD.put(place, "fully_shard", fully_shard)
 
 
 def _move(module: torch.nn.Module, is_elsewhere: Callable[[torch.Tensor], bool]) -> None:
@@ -174,6 +190,8 @@ def _end_backwards(module: ModuleType) -> None:
 
     `fully_shard` asks `torch.accelerator` for a stream then, which knows PyTorch's own devices only.
     """
+    if not FULLY_SHARD_BACKWARD.fits():
+        return
     group = module.FSDPParamGroup
     original = group.finalize_backward
 
@@ -184,13 +202,13 @@ def _end_backwards(module: ModuleType) -> None:
             self._all_gather_result = gathered._replace(all_gather_event=None)  # what is recorded has one order
         original(self)
 
-    group.finalize_backward = finalize_backward
+    FULLY_SHARD_BACKWARD.put(group, "finalize_backward", finalize_backward)
 
 
 # ----- DTensor
 
 
-def support_random_dtensors(backing_type: Callable[[], str]) -> None:
+def support_random_dtensors(backing_type: Callable[[], str], run_clean: Callable[..., Any]) -> None:
     """Let random operators on DTensors draw as on CUDA: the same numbers for copies of a shard, others for others.
 
     PyTorch moves the offset of a Philox generator for each shard. Lazy calls take their seeds from the default
@@ -198,6 +216,8 @@ def support_random_dtensors(backing_type: Callable[[], str]) -> None:
     """
 
     def change(module: ModuleType) -> None:
+        if not DTENSOR_RANDOM.fits():
+            return
         tracker = module.OffsetBasedRNGTracker
         state, region = tracker._get_device_state, tracker._distribute_region
 
@@ -212,23 +232,20 @@ def support_random_dtensors(backing_type: Callable[[], str]) -> None:
                 return region(self, spec, generator)
             if not self.distribute_region_enabled:
                 return contextlib.nullcontext()
-            return _seeded_for(self._compute_rng_offsets(spec)[0], generator)
+            seed = run_clean(_draw, generator)
+            return _seeded_for(self._compute_rng_offsets(spec)[0] + seed)
 
-        tracker._get_device_state, tracker._distribute_region = get_device_state, distribute_region
+        DTENSOR_RANDOM.put(tracker, "_get_device_state", get_device_state)
+        DTENSOR_RANDOM.put(tracker, "_distribute_region", distribute_region)
 
     when_imported("torch.distributed.tensor._random", change)
 
 
 @contextlib.contextmanager
-def _seeded_for(shard: int, generator: torch.Generator | None) -> Iterator[None]:
-    """Within this block, the default generator is that of a shard. Afterwards it is the same on all ranks again.
-
-    `shard`: a number that is the shard's own. `generator`: the user's, which all ranks seeded alike; by default the
-    default generator.
-    """
-    seed = run_clean(_draw, generator)
+def _seeded_for(seed: int) -> Iterator[None]:
+    """Within this block, the default generator is that of a shard. Afterwards it is the same on all ranks again."""
     before = torch.get_rng_state()
-    torch.default_generator.manual_seed((seed + shard) % 2**63)
+    torch.default_generator.manual_seed(seed % 2**63)
     try:
         yield
     finally:
