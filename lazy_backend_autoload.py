@@ -60,8 +60,8 @@ def autoload() -> None:
             load()
     except Exception as error:
         warnings.warn(
-            f'device="lazy" is not there, because lazy_backend could not be loaded: {type(error).__name__}: {error}\n'
-            "  `import lazy_backend` shows where; TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading it",
+            f'device="lazy" is not there: {type(error).__name__}: {error}\n'
+            "  `import lazy_backend` shows where; TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from looking for it",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -75,8 +75,9 @@ def put_hooks() -> None:
     for name in FACTORIES:
         _library[0].impl(name, _first_kernel(name), "Lazy")
     torch._register_device_module("lazy", DeviceModuleUntilUsed("torch.lazy"))  # type: ignore[no-untyped-call]
-    # before CPU (10) and CUDA (20), whose functions would take our storages for CPU storages
-    torch.serialization.register_package(5, _location, _restore)
+    # before CPU (10) and CUDA (20), whose functions would take our storages for CPU storages; a number that no other
+    # package gives, as PyTorch would compare the functions of both
+    torch.serialization.register_package(-7259, _location, _restore)
 
 
 def offer(name: str, kernel: Callable[..., Any]) -> None:
@@ -93,21 +94,24 @@ def take_offers(device_module: Any) -> None:
 def load() -> None:
     """Import the package, on a thread of its own: the caller's may be in any mode, such as `torch.inference_mode`.
 
-    Raises what importing it raised: `ImportError` with the reason where this PyTorch cannot have the device.
+    Raises `RuntimeError` if it cannot be imported, as where this PyTorch cannot have the device.
     """
-    failed: list[BaseException] = []
+    failed: list[Exception] = []
 
     def run() -> None:
         try:
             import lazy_backend  # noqa: F401
-        except BaseException as error:
+        except Exception as error:
             failed.append(error)
 
     thread = threading.Thread(target=run, name="import lazy_backend", daemon=True)
     thread.start()
     thread.join()
     if failed:
-        raise failed[0]
+        raise RuntimeError(
+            f'device="lazy" cannot be used: lazy_backend cannot be imported: {type(failed[0]).__name__}: {failed[0]}\n'
+            "  `import lazy_backend` shows where"
+        ) from failed[0]
 
 
 def _first_kernel(name: str) -> Callable[..., Any]:

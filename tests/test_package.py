@@ -118,21 +118,80 @@ def test_a_copy_of_the_package_alone_takes_nobodys_folders(tmp_path: Path) -> No
     assert "mine" not in done.stdout
 
 
-def test_an_autoload_that_fails_warns_and_torch_works(tmp_path: Path) -> None:
+def test_a_package_that_cannot_be_imported_is_told_at_the_first_use(tmp_path: Path) -> None:
     broken = tmp_path / "lazy_backend"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise OSError('no such disk')\n")
     code = """
 import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import torch
-print(torch.ones(2).sum().item(), [str(w.message) for w in caught if "lazy" in str(w.message)])
+warnings.simplefilter("error")
+import torch
+print(torch.ones(2).sum().item())
+for _ in range(2):
+    try:
+        torch.ones(2, device="lazy")
+    except RuntimeError as error:
+        print(error)
 """
     printed = run_python(code, tmp_path, PYTHONPATH=str(ROOT))
-    assert printed.startswith("2.0 ")
-    assert "lazy_backend could not be loaded: OSError: no such disk" in printed
+    assert printed.startswith("2.0\n")
+    assert printed.count("lazy_backend cannot be imported: OSError: no such disk") == 2
+
+
+def test_torch_knows_no_device_if_the_hooks_cannot_stand(tmp_path: Path) -> None:
+    code = """
+import warnings
+import torch, lazy_backend_autoload
+lazy_backend_autoload.put_hooks = lambda: 1 / 0
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    lazy_backend_autoload.autoload()
+print([str(one.message) for one in caught])
+"""
+    printed = run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "is not there: ZeroDivisionError" in printed
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in printed
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "torch.zeros(2, device='lazy')",
+        "torch.randn(2, device='lazy')",
+        "torch.ones(2).to('lazy')",
+        "torch.tensor([1.0], device='lazy')",
+        "torch.nn.Linear(2, 2).to('lazy').weight",
+        "torch.nn.LazyLinear(2, device='lazy').weight",
+        "torch.lazy.device_count() and torch.empty(1, device='lazy')",
+    ],
+)
+@pytest.mark.parametrize("mode", ["torch.no_grad()", "torch.inference_mode()", "torch.autocast('cpu')"])
+def test_the_first_use_loads_the_package(tmp_path: Path, use: str, mode: str) -> None:
+    code = f"""
+import sys, torch
+from torch.utils import swap_tensors
+assert "lazy_backend" not in sys.modules
+with {mode}:
+    x = {use}
+assert isinstance(x, sys.modules["lazy_backend"].LazyTensor), type(x)
+assert swap_tensors is torch.utils.swap_tensors
+print(x.device)
+"""
+    assert run_python(code, tmp_path) == "lazy:0\n"
+
+
+def test_threads_may_use_the_device_first_together(tmp_path: Path) -> None:
+    code = """
+import threading, torch
+found = []
+threads = [threading.Thread(target=lambda: found.append(torch.ones(3, device="lazy").sum().item())) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(found)
+"""
+    assert run_python(code, tmp_path) == f"{[3.0] * 8}\n"
 
 
 def test_torch_lazy_is_there_without_an_import_of_it(tmp_path: Path) -> None:
@@ -158,7 +217,7 @@ def test_the_import_loads_no_heavy_part_of_torch(tmp_path: Path) -> None:
 
 def test_a_second_backend_is_refused(tmp_path: Path) -> None:
     code = """
-import torch, torch._lazy.ts_backend
+import torch, lazy_backend, torch._lazy.ts_backend
 try:
     torch._lazy.ts_backend.init()
 except RuntimeError as error:

@@ -23,39 +23,15 @@ from lazy_backend.compat.lazy_core import check_no_second_backend
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import is_ours
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.ports.replacements.lazy_tensor_core import CoreReplacement
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.tensor import wrap
 
-
-class Installation:
-    """The result of `install`: `uninstall()` undoes the installation, and so does the end of a `with` block."""
-
-    def __init__(self, functions: dict[tuple[Any, str], Callable[..., Any]]) -> None:
-        self._before = {(module, name): getattr(module, name) for module, name in functions}
-        for (module, name), function in functions.items():
-            setattr(module, name, function)
-
-    def uninstall(self) -> None:
-        """Restore the original functions of `torch._lazy`. A second call does nothing."""
-        before, self._before = self._before, {}
-        for (module, name), function in before.items():
-            setattr(module, name, function)
-
-    def is_installed(self) -> bool:
-        return bool(self._before)
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.uninstall()
+_installation: CoreReplacement | None = None
 
 
-_installation: Installation | None = None
-
-
-def install() -> Installation:
+def install() -> CoreReplacement:
     """Make `torch._lazy` and its submodules work on this backend; `torch._lazy.ts_backend.init()` then does nothing.
 
     A second call changes nothing. With `LAZY_BACKEND_TORCH_LAZY=1` in the environment, `import lazy_backend` installs
@@ -66,42 +42,50 @@ def install() -> Installation:
     global _installation
     check_no_second_backend()
     if _installation is None or not _installation.is_installed():
-        _installation = Installation(_functions())
+        _installation = CoreReplacement(_core_functions(), _ts_backend_functions())
         if "LTC_FORCE_FALLBACK" in os.environ:
             config.force_fallback = os.environ["LTC_FORCE_FALLBACK"]
     return _installation
 
 
-def _functions() -> dict[tuple[Any, str], Callable[..., Any]]:
-    """Every function of the two C modules, with its replacement. Internal modules of PyTorch, checked on 2.13."""
-    core, ts_backend = torch._C._lazy, torch._C._lazy_ts_backend
-    functions: dict[tuple[Any, str], Callable[..., Any]] = {
-        (core, "_mark_step"): _mark_step,
-        (core, "_wait_device_ops"): lambda devices: api.wait_device_ops(devices),
-        (core, "_sync_multi"): _sync_multi,
-        (core, "_get_tensor_id"): api.get_tensor_id,
-        (core, "_get_default_device_type"): lambda: "lazy",
-        (core, "_reset_metrics"): metrics.reset,
-        (core, "_counter_names"): metrics.counter_names,
-        (core, "_counter_value"): metrics.counter_value,
-        (core, "_metrics_report"): metrics.metrics_report,
-        (core, "_get_tensors_text"): functools.partial(debug.dump_ir, format="text"),
-        (core, "_get_tensors_backend"): functools.partial(debug.dump_ir, format="backend"),
-        (core, "_get_tensors_dot"): debug.render_ir_graph,
-        (core, "_get_graph_hash"): _get_graph_hash,
-        (core, "_get_force_fallback"): config.get_force_fallback,
-        (core, "_set_force_fallback"): config.set_force_fallback,
-        (core, "_clear_ir_cache"): ir_cache.reset,
-        (core, "_dump_ir_cache"): ir_cache.dump,
-        (core, "_set_reuse_ir"): _set_reuse_ir,
-        (core, "_get_symbolic_shape_mode"): lambda: False,
-        (core, "_set_symbolic_shape_mode"): _set_symbolic_shape_mode,
-        (ts_backend, "_init"): check_no_second_backend,
-        (ts_backend, "_get_tensors_ts_device_data_node"): _get_tensors_ts_device_data_node,
-        (ts_backend, "_run_cached_graph"): _run_cached_graph,
-        (ts_backend, "_get_latest_computation_graph"): _get_latest_computation_graph,
-    }
-    return {place: hide_internals(function) for place, function in functions.items()}
+def _core_functions() -> dict[str, Callable[..., Any]]:
+    """The functions of `torch._lazy`'s first C module, with their replacements."""
+    return _hidden(
+        _mark_step=_mark_step,
+        _wait_device_ops=lambda devices: api.wait_device_ops(devices),
+        _sync_multi=_sync_multi,
+        _get_tensor_id=api.get_tensor_id,
+        _get_default_device_type=lambda: "lazy",
+        _reset_metrics=metrics.reset,
+        _counter_names=metrics.counter_names,
+        _counter_value=metrics.counter_value,
+        _metrics_report=metrics.metrics_report,
+        _get_tensors_text=functools.partial(debug.dump_ir, format="text"),
+        _get_tensors_backend=functools.partial(debug.dump_ir, format="backend"),
+        _get_tensors_dot=debug.render_ir_graph,
+        _get_graph_hash=_get_graph_hash,
+        _get_force_fallback=config.get_force_fallback,
+        _set_force_fallback=config.set_force_fallback,
+        _clear_ir_cache=ir_cache.reset,
+        _dump_ir_cache=ir_cache.dump,
+        _set_reuse_ir=_set_reuse_ir,
+        _get_symbolic_shape_mode=lambda: False,
+        _set_symbolic_shape_mode=_set_symbolic_shape_mode,
+    )
+
+
+def _ts_backend_functions() -> dict[str, Callable[..., Any]]:
+    """The same of its second C module."""
+    return _hidden(
+        _init=check_no_second_backend,
+        _get_tensors_ts_device_data_node=_get_tensors_ts_device_data_node,
+        _run_cached_graph=_run_cached_graph,
+        _get_latest_computation_graph=_get_latest_computation_graph,
+    )
+
+
+def _hidden(**functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {name: hide_internals(function) for name, function in functions.items()}
 
 
 # ----- syncs

@@ -21,6 +21,8 @@ from lazy_backend.distributed.order import order_of
 from lazy_backend.execution import reads
 from lazy_backend.lowering.collectives.communication import collective, reduction_name
 from lazy_backend.lowering.collectives.groups import group_named, group_numbers
+from lazy_backend.ports.dispatcher import OpOverload, base_name, function_schema
+from lazy_backend.ports.process_groups import wait_tensor, work_of_future
 from lazy_backend.recording import record as recorder
 from lazy_backend.recording.arguments import flat
 from lazy_backend.recording.at_once import run_at_once
@@ -31,7 +33,7 @@ from lazy_backend.tensors.thread_state import run_clean
 
 aten = torch.ops.aten
 
-Op = torch._ops.OpOverload
+Op = OpOverload
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
@@ -40,8 +42,8 @@ _AT_ONCE = "it communicates"
 
 def install() -> None:
     """Record the collectives of both libraries from now on."""
-    add_handlers_of("c10d", lambda op: _C10D.get(op._opname, _run_at_once))
-    add_handlers_of("_c10d_functional", lambda op: _FUNCTIONAL.get(op._opname, _run_functional_at_once))
+    add_handlers_of("c10d", lambda op: _C10D.get(base_name(op), _run_at_once))
+    add_handlers_of("_c10d_functional", lambda op: _FUNCTIONAL.get(base_name(op), _run_functional_at_once))
 
 
 # ----- what is recorded
@@ -83,7 +85,7 @@ def _c10d(record: Callable[..., Any]) -> Handler:
     """
 
     def handle(op: Op, args: Args, kwargs: Kwargs) -> Any:
-        named = {argument.name: argument.default_value for argument in op._schema.arguments}
+        named = {argument.name: argument.default_value for argument in function_schema(op).arguments}
         named |= dict(zip(named, args, strict=False)) | dict(kwargs)
         tensors = [one for one in flat(list(args)) if isinstance(one, torch.Tensor)]
         contexts = {one._data.context if isinstance(one, LazyTensor) else None for one in tensors}
@@ -103,8 +105,7 @@ def _done(tensors: list[torch.Tensor]) -> dist.Work:
     """Work that is done. Its result is `tensors`, which DistributedDataParallel takes from it."""
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    # internal, checked on 2.13: a `Work` written in Python ends with its Python object, which C++ does not hold
-    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined, no-any-return]
+    return work_of_future(future)
 
 
 def _number(process_group: Any) -> int:
@@ -394,5 +395,5 @@ def _run_functional_at_once(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run another functional collective at once, and wait for it."""
     results = _run_at_once(op, args, kwargs)
     for result in flat(results):
-        run_clean(torch.ops._c10d_functional.wait_tensor, reads.read(result._data, "a collective"))
+        run_clean(wait_tensor, reads.read(result._data, "a collective"))
     return results

@@ -23,29 +23,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazy_backend.distributed.order import finish_collectives
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.graph import contiguous_stride
+from lazy_backend.ports.autograd_engine import call_at_the_end
+from lazy_backend.ports.process_groups import REDUCER_ARGUMENTS, REDUCER_EXTRAS, buckets_by_size
+from lazy_backend.ports.tensor_types import foreach_copy
+from lazy_backend.ports.thread_modes import TorchDispatchMode
 from lazy_backend.recording.record import record
 from lazy_backend.tensors.bodies import note_read_once
 from lazy_backend.tensors.tensor import LazyTensor
 
 aten = torch.ops.aten
-
-# Names of the reducer's arguments, and methods after which it has to do everything itself. Checked on 2.13.
-_ARGUMENTS = (
-    "params", "bucket_indices", "per_bucket_size_limits", "process_group", "expect_sparse_gradients",
-    "bucket_bytes_cap", "find_unused_parameters", "gradient_as_bucket_view", "param_to_name_mapping",
-    "first_bucket_bytes_cap", "skip_all_reduce_unused_params", "use_python_reducer",
-)  # fmt: skip
-_ASKING_FOR_MORE = (
-    "_set_static_graph", "_set_optimizer_in_backward", "_set_mixed_precision_param_dtype", "_set_sparse_metadata",
-    "_install_post_backward_futures", "_remove_autograd_hooks", "_delay_all_reduce", "_autograd_hook",
-)  # fmt: skip
 
 
 class _Who(Enum):
@@ -68,7 +60,7 @@ def _copy_parts(values: LazyTensor, tensors: Sequence[Any]) -> None:
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece)
     else:
-        torch._foreach_copy_(tensors, pieces)  # type: ignore[arg-type]
+        foreach_copy(tensors, pieces)
 
 
 class _Bucket:
@@ -174,8 +166,7 @@ class Reduction:
                 bucket.reduce(self.group)
             self._next += 1
             if self._next == len(self._buckets):
-                # internal, checked on 2.13: what PyTorch's reducer uses
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+                call_at_the_end(self._finish)
 
     def _finish(self) -> None:
         self.who = _Who.NOBODY
@@ -228,7 +219,7 @@ def _asking_for_more(cls: Any) -> Any:
 
         return call
 
-    for name in _ASKING_FOR_MORE:
+    for name in REDUCER_EXTRAS:
         if hasattr(cls, name):
             setattr(cls, name, noting(getattr(cls, name)))
     return cls
@@ -254,15 +245,16 @@ class BucketReducer(_Original):  # type: ignore[misc]
     """PyTorch's reducer, for lazy parameters: see Note [Buckets in four calls]. For others it makes another one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        given = dict(zip(REDUCER_ARGUMENTS, args, strict=False)) | kwargs
         if not all(isinstance(one, LazyTensor) for one in given["params"]):
             return OrderedReducer(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        self.is_asked_for_more = _asks_for_more(given)
+        given = dict(zip(REDUCER_ARGUMENTS, args, strict=False)) | kwargs
+        unknown = [*args[len(REDUCER_ARGUMENTS) :], *(kwargs[name] for name in kwargs.keys() - {*REDUCER_ARGUMENTS})]
+        self.is_asked_for_more = _asks_for_more(given) or any(unknown)  # what newer versions offer is off by default
         self._joins = False
         self._without_memory: list[tuple[torch.Tensor, int]] = []  # buckets of PyTorch's reducer
         parameters = given["params"]
@@ -371,8 +363,7 @@ def broadcasting(original: Callable[..., None]) -> Callable[..., None]:
                 finish_collectives()
             original(group, tensors, buffer_size, src)
             return
-        module: Any = dist
-        together, _ = module._compute_bucket_assignment_by_size(tensors, [buffer_size])
+        together, _ = buckets_by_size(tensors, [buffer_size])
         with torch.no_grad():
             copies = []
             for places in together:

@@ -24,6 +24,7 @@ from lazy_backend.distributed.order import order_of
 from lazy_backend.lowering.collectives.communication import collective
 from lazy_backend.lowering.collectives.groups import group_numbers
 from lazy_backend.lowering.ir.graph import is_contiguous
+from lazy_backend.ports.process_groups import check_messages
 from lazy_backend.recording.record import record
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -115,8 +116,7 @@ def batching(original: Callable[..., list[dist.Work]]) -> Callable[..., list[dis
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[dist.Work]:
         if not any(_is_of_cpu(getattr(one, "tensor", None)) for one in p2p_op_list):
             return original(p2p_op_list)
-        internals: Any = dist.distributed_c10d  # checked on 2.13
-        internals._check_p2p_op_list(p2p_op_list)
+        check_messages(p2p_op_list)
         works = [_begun(one) for one in p2p_op_list]
         return [work for work in works if work is not None]
 

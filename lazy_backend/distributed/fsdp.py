@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.dispatcher import OpOverload, base_name
 from lazy_backend.recording.record import Handler, add_handlers_of, record
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 def install() -> None:
     """Record the operators of the library from now on."""
-    add_handlers_of("fsdp", lambda op: _FSDP.get(op._opname, record))
+    add_handlers_of("fsdp", lambda op: _FSDP.get(base_name(op), record))
 
 
 def _all_gather_copy_in(
@@ -61,7 +62,7 @@ def _fill(targets: Sequence[LazyTensor], sources: Sequence[LazyTensor]) -> None:
 
 
 def _by_name(do: Callable[..., Any]) -> Handler:
-    def handle(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def handle(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return do(*args, **kwargs)
 
     return handle

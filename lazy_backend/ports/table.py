@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.ports import cpython, hooks
+from lazy_backend.ports import cpython, hooks, process_groups
 from lazy_backend.ports.port import Port, Probe
 
 # ----- what is replaced, by subsystem (`replacements`)
@@ -163,6 +163,8 @@ EXCHANGES = Port(
     "torch.distributed.ProcessGroup.send",
     "torch.distributed.ProcessGroup.recv",
     "torch.distributed.batch_isend_irecv(p2p_op_list)",
+    "torch.distributed.distributed_c10d._check_p2p_op_list",
+    "torch._C._distributed_c10d._create_work_from_future",
     without="send and recv of lazy tensors raise",
 )
 DEVICE_MESHES = Port(
@@ -176,6 +178,9 @@ DATA_PARALLEL = Port(
     "torch.distributed._register_comm_hook",
     "torch.distributed._register_builtin_comm_hook",
     "torch.distributed._broadcast_coalesced",
+    "torch.distributed._compute_bucket_assignment_by_size",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    Probe("a reducer with the arguments and methods that are known", process_groups.has_known_reducer),
     without="DistributedDataParallel of a lazy module raises",
 )
 FULLY_SHARD = Port(
@@ -242,6 +247,7 @@ DISPATCHER = Port(
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKey.CompositeImplicitAutograd",
     "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._dispatch_keys",
     "torch.ops.aten.add.Tensor._schema",
     "torch.ops.aten.add.Tensor._opname",
     "torch.ops.aten.add.Tensor._overloadname",
@@ -374,6 +380,15 @@ REPLAYS = Port(
     Probe("the garbage collector's youngest generation has what was just made", cpython.sees_young_objects),
     Probe("reference counts count every holder", cpython.counts_holders),
     without="captured functions are called as they are written, at the cost of recording them",
+)
+PROCESS_GROUPS = Port(
+    "process groups",
+    "torch.distributed.distributed_c10d._resolve_process_group(group_name)",
+    "torch.distributed.ProcessGroup._allgather_base",
+    "torch.distributed.ProcessGroup._reduce_scatter_base",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroup._device_types",
+    without="collectives of lazy tensors raise",
 )
 DEVICE_GRAPHS = Port(
     "graphs of a device",

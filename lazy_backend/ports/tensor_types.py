@@ -55,6 +55,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = optional("torch._C._is_alias_of", _share_memory)
 
 foreach_copy: Any = optional("torch._foreach_copy_", torch.ops.aten._foreach_copy_)
+foreach_clone: Any = optional("torch._foreach_clone", torch.ops.aten._foreach_clone)
 
 
 class StandInStorage(torch.UntypedStorage):

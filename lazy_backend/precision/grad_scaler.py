@@ -30,9 +30,6 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-
-# torch.optim deletes the attribute `optimizer` that importing the module set
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lazy_backend import metrics
@@ -42,6 +39,8 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.optimizers import undo_if
+from lazy_backend.ports.hooks import HOOKS_AFTER_ALL_STEPS, HOOKS_BEFORE_ALL_STEPS, step_hooks_of
+from lazy_backend.ports.tensor_types import foreach_clone, version_of
 from lazy_backend.tensors.bodies import note_read_once, running
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -79,7 +78,7 @@ def maybe_step(original: _MaybeStep) -> _MaybeStep:
 
 def unsettled_steps(optimizer: Any) -> list[UnsettledStep]:
     """The step of `optimizer` that is to be settled before its next one, if any."""
-    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, UnsettledStep)]
+    return [hook for hook in step_hooks_of(optimizer)[0].values() if isinstance(hook, UnsettledStep)]
 
 
 def _why_read(optimizer: Any, flags: list[Any], arguments: Any) -> str | None:
@@ -89,8 +88,9 @@ def _why_read(optimizer: Any, flags: list[Any], arguments: Any) -> str | None:
     if len(flags) > 1 or any(type(parameter) is not LazyTensor for parameter in _stepped(optimizer)):
         return "the parameters are not on one lazy device"
     # what this package registers only counts steps
-    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    own = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    hooks = (*HOOKS_BEFORE_ALL_STEPS.values(), *HOOKS_AFTER_ALL_STEPS.values())
+    before, after = step_hooks_of(optimizer)
+    own = (*before, *after)
     if own or not all(getattr(hook, "__module__", "").startswith("lazy_backend.") for hook in hooks):
         return "the optimizer has hooks"
     if not type(optimizer).__module__.startswith("torch.optim."):
@@ -116,7 +116,7 @@ def _step_or_undo(optimizer: Any, flag: torch.Tensor) -> Any:
     entries = [(state, name) for state in states for name, value in state.items() if isinstance(value, LazyTensor)]
     unsettled = UnsettledStep(optimizer, parameters, states, flag)
     with torch.no_grad():
-        before = torch._foreach_clone([*parameters, *(state[name] for state, name in entries)])
+        before = foreach_clone([*parameters, *(state[name] for state, name in entries)])
     try:
         result = optimizer.step()
     finally:  # an interrupted step too must not leave infinite weights behind
@@ -154,14 +154,14 @@ class UnsettledStep:
         self._tensors = [
             value for _, _, value in kept if isinstance(value, torch.Tensor) and value.device.type != "lazy"
         ]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
         self._values = self.values()
         self._state: Any = None  # the optimizer's own
         self._handles: list[RemovableHandle] = []
 
     def values(self) -> list[torch.Tensor]:
         """Copies of the tensors on the host, as they are now. No recorder sees them made."""
-        return list(run_clean(torch._foreach_clone, self._tensors)) if self._tensors else []
+        return list(run_clean(foreach_clone, self._tensors)) if self._tensors else []
 
     def _concerns(self, optimizer: Any) -> bool:
         """Whether the optimizer has something on the host, or has state since the step."""

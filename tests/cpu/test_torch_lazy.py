@@ -31,10 +31,11 @@ from torch._lazy.metrics import counter_value  # before install(), on purpose
 
 import lazy_backend
 from lazy_backend.compat import torch_lazy
+from lazy_backend.ports.replacements.lazy_tensor_core import CoreReplacement
 
 
 @pytest.fixture(autouse=True)
-def installed() -> Iterator[torch_lazy.Installation]:
+def installed() -> Iterator[CoreReplacement]:
     with torch_lazy.install() as installation:
         torch._lazy.ts_backend.init()
         yield installation
@@ -69,13 +70,13 @@ def test_uninstall_gives_the_functions_back() -> None:
     assert c_functions() == before
 
 
-def test_a_second_install_changes_nothing(installed: torch_lazy.Installation) -> None:
+def test_a_second_install_changes_nothing(installed: CoreReplacement) -> None:
     before = c_functions()
     assert torch_lazy.install() is installed
     assert c_functions() == before
 
 
-def test_without_install_init_says_what_to_call(installed: torch_lazy.Installation) -> None:
+def test_without_install_init_says_what_to_call(installed: CoreReplacement) -> None:
     installed.uninstall()
     with pytest.raises(lazy_backend.DeviceError, match=r"torch_lazy\.install\(\) first"):
         torch._lazy.ts_backend.init()
@@ -84,8 +85,10 @@ def test_without_install_init_says_what_to_call(installed: torch_lazy.Installati
 def test_a_backend_that_was_there_before_is_refused(tmp_path: Path) -> None:
     code = """
 import torch, lazy_backend
-from lazy_backend.compat import pytorch, torch_lazy
-pytorch._default_device_type_of_ltc = lambda: "CPU"  # as once the C++ backend is registered
+from lazy_backend.compat import torch_lazy
+from lazy_backend.ports.replacements.lazy_tensor_core import CoreReplacement
+from lazy_backend.ports.replacements import lazy_tensor_core
+lazy_tensor_core._default_device_type = lambda: "CPU"  # as once the C++ backend is registered
 try:
     torch_lazy.install()
 except lazy_backend.DeviceError as error:
