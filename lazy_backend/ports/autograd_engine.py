@@ -57,3 +57,10 @@ ProfilerRange: Any = optional("torch._C._profiler._RecordFunctionFast")
 def is_profiling() -> bool:
     """Whether `torch.profiler` or `torch.autograd.profiler` is active. 40 ns."""
     return _profiler._is_profiler_enabled
+
+
+if not hasattr(_profiler, "_is_profiler_enabled"):
+
+    def is_profiling() -> bool:
+        """False: there is no way to ask that is as fast."""
+        return False

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 from torch import fx
+
+from lazy_backend.ports.table import BACKENDS, BOXED_CODE, TRACING_ERRORS
 
 # The parts of PyTorch that would trace or compile functions of lazy tensors.
 _COMPILERS = tuple(
@@ -50,11 +53,13 @@ def shortened_error() -> type[Exception] | None:
     """
     errors, translators = (sys.modules.get(f"torch._dynamo.{name}") for name in ("exc", "symbolic_convert"))
     translator = getattr(getattr(translators, "tls", None), "current_tx", None)
-    return None if translator is None else getattr(errors, "ShortenTraceback", None)
+    return None if translator is None or not TRACING_ERRORS.fits() else errors.ShortenTraceback
 
 
 def registered_backend(name: str) -> Callable[..., Any] | None:
     """A backend of `torch.compile`, by name; None if there is none. The public way to it leads through Dynamo."""
+    if not BACKENDS.fits():
+        return None
     import torch._dynamo as dynamo  # over a second
 
     try:
@@ -63,11 +68,18 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
         return None
 
 
+def for_threads(count: int) -> AbstractContextManager[Any]:
+    """A block in which Inductor's code is for as many threads as its settings say, or else for `count`."""
+    import torch._inductor.config as settings
+
+    own = getattr(settings.cpp, "threads", None)
+    return nullcontext() if own is None else settings.patch({"cpp.threads": own if own >= 1 else count})
+
+
 def use_boxed_code(module: fx.GraphModule) -> bool:
     """Let the generated code of `module` take its arguments in one list, and free them. False if it cannot."""
-    code = getattr(fx.graph, "_BoxedCodeGen", None)
-    if code is None:
+    if not BOXED_CODE.fits():
         return False
-    module.graph.set_codegen(code())
+    module.graph.set_codegen(fx.graph._BoxedCodeGen())
     module.recompile()
     return True

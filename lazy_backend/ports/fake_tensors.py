@@ -23,17 +23,9 @@ DependsOnValues: Any = (
 HasNoFake: Any = optional("torch._subclasses.fake_tensor.UnsupportedOperatorException", _NeverRaised)
 LOGGER = "torch._subclasses.fake_tensor"
 
-_unset_mode: Any = optional("torch._C._unset_dispatch_mode")
-_KEY: Any = optional("torch._C._TorchDispatchModeKey.FAKE")
-
-
-def leave_mode() -> None:
-    """Take the thread out of a fake mode, if it is in one.
-
-    The mode's `__exit__` is Python, and interrupting it would leave the thread in the mode.
-    """
-    _unset_mode(_KEY)
-
+# `unset_mode(FAKE_KEY)` takes the thread out of a fake mode, if it is in one. A function of C.
+unset_mode: Callable[[Any], Any] = optional("torch._C._unset_dispatch_mode")
+FAKE_KEY: Any = optional("torch._C._TorchDispatchModeKey.FAKE")
 
 # Whether an operator has a fake kernel of any kind.
 has_fake_kernel: Callable[[Any], bool] = optional("torch._library.utils.has_fake_kernel", lambda op: False)

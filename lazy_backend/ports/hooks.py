@@ -85,13 +85,13 @@ def has_known_attributes_of_optimizers() -> bool:
 
 
 # An attribute of the wrapper that a scheduler puts around `step`. It warns at its first step if it does not find it.
-_SCHEDULED = "_wrapped_by_lr_sched"
+SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def pass_on_schedule(before: Any, step: Any) -> None:
     """Let `step`, which calls `before`, be taken for the wrapper of a scheduler if `before` is."""
-    if hasattr(before, _SCHEDULED):
-        setattr(step, _SCHEDULED, True)
+    if hasattr(before, SCHEDULED):
+        setattr(step, SCHEDULED, True)
 
 
 # ----- functions that are replaced for a while

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext as DeviceMode  # noqa: F401  # for others
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from lazy_backend.ports.port import optional
+
+# The mode of `torch.device` as a context, and of `torch.set_default_device`.
+DeviceMode = DeviceContext
 
 # Guards, objects of C++: `with InferenceMode(False):`
 InferenceMode: Any = optional("torch._C._InferenceMode")
