@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from lazy_backend.lowering.ir.graph import Arg, Node, Value
 from lazy_backend.lowering.ir.optimizers import can_write_out
+from lazy_backend.ports.dispatcher import function_schema
 
 
 def list_length(node: Node) -> int | None:
     """The length of the lists of a call that does one thing for each place in its lists; None for any other call."""
-    name = node.op._schema.name
+    name = function_schema(node.op).name
     if not name.startswith("aten::_foreach_") and not can_write_out(node):
         return None
-    if any(one.name == "scalars" and str(one.type) == "Tensor" for one in node.op._schema.arguments):
+    if any(one.name == "scalars" and str(one.type) == "Tensor" for one in function_schema(node.op).arguments):
         return None  # one tensor with a number for each place
     lengths = {len(arg) for arg in _lists(node)}
     if len(lengths) != 1:
@@ -31,7 +32,7 @@ def list_length(node: Node) -> int | None:
 
 def _lists(node: Node) -> list[tuple[Arg, ...]]:
     """The lists among the arguments that have an item for each place. Those of a fused optimizer may be empty."""
-    kinds = [str(argument.type) for argument in node.op._schema.arguments]
+    kinds = [str(argument.type) for argument in function_schema(node.op).arguments]
     listed = [arg for kind, arg in zip(kinds, node.args, strict=False) if _is_list(kind, arg)]
     return listed + [arg for _, arg in node.kwargs if isinstance(arg, tuple)]
 

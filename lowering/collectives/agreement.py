@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.lowering.collectives.groups import group_numbers
+from lazy_backend.ports.process_groups import timeout_of
 
 _ANSWER = timedelta(seconds=5)  # within which a store answers
 _LONGEST_PAUSE = 0.02  # seconds between two looks at the store
@@ -114,7 +115,7 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, store: Any) -> None:
         self._group = group.group_name
         self._rank, self._size = group.rank(), group.size()
-        self._timeout = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+        self._timeout = timeout_of(group)
         self._store = store
         self._done = 0  # collectives that were called, those that failed included
         self._checked = 0  # how many of these, and of those that follow, need not be looked at any more

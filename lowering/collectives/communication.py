@@ -31,6 +31,8 @@ from lazy_backend.lowering.collectives.agreement import (
 )
 from lazy_backend.lowering.collectives.groups import group_numbers
 from lazy_backend.lowering.collectives.under_way import Flight, under_way
+from lazy_backend.ports.dispatcher import OpOverload, base_name
+from lazy_backend.ports.process_groups import all_gather_of, reduce_scatter_of
 
 # By name: the operator's arguments, and which of them it writes besides the order tensor.
 _SCHEMAS = {
@@ -133,13 +135,13 @@ def _reduce(called: Any, memory: torch.Tensor, _: None, reduction: str, root: in
 
 def _all_gather(called: Any, gathered: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
     # flat, as backends compare shapes
-    return called._allgather_base(gathered.view(-1), tensor.reshape(-1))  # type: ignore[no-any-return]
+    return all_gather_of(called)(gathered.view(-1), tensor.reshape(-1))
 
 
 def _reduce_scatter(called: Any, scattered: torch.Tensor, tensor: torch.Tensor, reduction: str) -> dist.Work:
     options = dist.ReduceScatterOptions()
     options.reduceOp = _reductions()[reduction]
-    return called._reduce_scatter_base(scattered.view(-1), tensor.reshape(-1), options)  # type: ignore[no-any-return]
+    return reduce_scatter_of(called)(scattered.view(-1), tensor.reshape(-1), options)
 
 
 def _gather(called: Any, gathered: torch.Tensor, tensor: torch.Tensor, root: int) -> dist.Work:
@@ -300,7 +302,7 @@ def _fake_result(ticket: torch.Tensor, order: torch.Tensor, size: Any, dtype: to
 
 
 @functools.cache
-def collective(name: str) -> torch._ops.OpOverload:
+def collective(name: str) -> OpOverload:
     """The operator `lazy_backend::<name>`, defined by the first call."""
     with _lock:
         if not _libraries:
@@ -318,11 +320,11 @@ def define_collectives() -> None:
     collective("all_reduce_")
 
 
-def collective_of(op: torch._ops.OpOverload) -> str | None:
+def collective_of(op: OpOverload) -> str | None:
     """The name of the collective that `op` does or begins; None for other operators."""
     if op.namespace != "lazy_backend":
         return None
-    return _names().get(op._opname)
+    return _names().get(base_name(op))
 
 
 @functools.cache
@@ -330,11 +332,11 @@ def _names() -> dict[str, str]:
     return {spelled: name for name in _SCHEMAS for spelled in (name, beginning_of(name))}
 
 
-def is_collective(op: torch._ops.OpOverload) -> bool:
+def is_collective(op: OpOverload) -> bool:
     """Whether `op` communicates in any way, or waits for what does."""
-    return collective_of(op) is not None or (op.namespace == "lazy_backend" and op._opname in _EXCHANGES)
+    return collective_of(op) is not None or (op.namespace == "lazy_backend" and base_name(op) in _EXCHANGES)
 
 
-def is_exchange(op: torch._ops.OpOverload) -> bool:
+def is_exchange(op: OpOverload) -> bool:
     """Whether `op` begins to send to a single rank, or to receive from one."""
-    return op.namespace == "lazy_backend" and op._opname in ("begin_send", "begin_receive")
+    return op.namespace == "lazy_backend" and base_name(op) in ("begin_send", "begin_receive")

@@ -10,19 +10,17 @@ name when a graph runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.ports import process_groups
 
 WORLD = 0
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The group with this name. Raises if there is none."""
-    internals: Any = dist.distributed_c10d  # checked on 2.13
-    return internals._resolve_process_group(name)  # type: ignore[no-any-return]
+    return process_groups.group_named(name)
 
 
 class GroupNumbers:

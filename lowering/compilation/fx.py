@@ -46,6 +46,7 @@ from lazy_backend.lowering.ir.optimizers import can_write_out
 from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arguments, seeded_op
 from lazy_backend.lowering.ir.shapes import Size
 from lazy_backend.lowering.ir.windows import Pieces, without_out, written_in_pieces
+from lazy_backend.ports.dispatcher import OpOverload
 
 aten = torch.ops.aten
 
@@ -254,7 +255,7 @@ class _FxWriter:
         pieces = self.fx_graph.call_function(aten.unflatten.int, (source, place, [-1, size]))
         return self.fx_graph.call_function(aten.movedim.int, (pieces, place + 1, -1))
 
-    def _call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         if op is aten.as_strided_copy.default and not self.signature.numbers:
             # inductor 2.13 reads other places if the operand is computed in the same kernel
             window = self.fx_graph.call_function(aten.as_strided.default, args, kwargs)

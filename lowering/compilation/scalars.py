@@ -18,6 +18,7 @@ import torch
 
 from lazy_backend.lowering.ir.graph import Arg, Constant, Node, Value
 from lazy_backend.lowering.ir.optimizers import can_write_out, is_fused_optimizer, write_out
+from lazy_backend.ports.dispatcher import function_schema
 
 aten = torch.ops.aten
 
@@ -131,7 +132,7 @@ def _formula(node: Node) -> Callable[..., Any]:
 
 def _base_name(node: Node) -> str:
     """`add` for `add.Tensor`, `add_.Tensor`, `_foreach_add_.Scalar`."""
-    name = node.op._schema.name.removeprefix("aten::")
+    name = function_schema(node.op).name.removeprefix("aten::")
     return name.removeprefix("_foreach_").removesuffix("_")
 
 
@@ -139,7 +140,7 @@ def can_promote(node: Node) -> bool:
     """Whether the node's floats can become inputs of a compiled graph."""
     if is_fused_optimizer(node.op):
         return can_write_out(node)
-    if not node.op._schema.name.startswith("aten::") or _base_name(node) not in _FORMULAS:
+    if not function_schema(node.op).name.startswith("aten::") or _base_name(node) not in _FORMULAS:
         return False
     if any(name not in ("alpha", "value") and name not in _GEOMETRY_OPTIONS for name, _ in node.kwargs):
         return False  # `out`, `rounding_mode`
@@ -176,7 +177,7 @@ def emit_promoted(
     if is_fused_optimizer(node.op):
         return write_out(node, read, scalar, cast)
     formula = _formula(node)
-    foreach = node.op._schema.name.startswith("aten::_foreach_")
+    foreach = function_schema(node.op).name.startswith("aten::_foreach_")
     results = []
     for place, target in enumerate(_targets(node)):
         assert target is not None

@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef  # internal, see `ir/aliasing.py`
-from torch.utils import _pytree as pytree  # internal, checked on 2.13: what PyTorch's own modes use
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazy_backend.lowering.device_graphs.interface import DeviceGraph, DeviceMemory, GraphDevice
 from lazy_backend.lowering.ir.rng import drawing_from
+from lazy_backend.ports import trees
+from lazy_backend.ports.dispatcher import DispatchKey, DispatchKeySet, OpOverload
+from lazy_backend.ports.fake_tensors import FakeTensorMode
+from lazy_backend.ports.tensor_types import address_of, neg_view, storage_behind
+from lazy_backend.ports.thread_modes import TorchDispatchMode
 
 R = TypeVar("R")
 
@@ -58,8 +60,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _identity(generator: torch.Generator) -> int:
-    """Of the generator itself: the dispatcher makes other Python objects for it. Internal, checked on 2.13."""
-    return int(generator._cdata)  # type: ignore[attr-defined]
+    """Of the generator itself: the dispatcher makes other Python objects for it."""
+    return address_of(generator)
 
 
 def _indexes(op: Any, args: Any) -> bool:
@@ -69,7 +71,7 @@ def _indexes(op: Any, args: Any) -> bool:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in trees.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class _Outside:
@@ -89,19 +91,19 @@ class _Outside:
         if operand is not None:
             storage = operand.untyped_storage()
         elif not self._reference.expired():
-            storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+            storage = storage_behind(self._reference.cdata)
         else:
             raise RuleBroken("a graph uses memory from outside its pool that was freed since the capture")
         made = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
         made = made.conj() if self._is_conj else made
-        return torch._neg_view(made) if self._is_neg else made
+        return neg_view(made) if self._is_neg else made
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """One call of a graph, and the memory that its new results have."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     made: tuple[tuple[int, torch.Tensor], ...]  # by place among the results
@@ -110,7 +112,7 @@ class _Launched:
         def found(leaf: Any) -> Any:
             return leaf.found(named) if isinstance(leaf, _Outside) else leaf
 
-        results = pytree.tree_leaves(self.op(*pytree.tree_map(found, self.args), **pytree.tree_map(found, self.kwargs)))
+        results = trees.tree_leaves(self.op(*trees.tree_map(found, self.args), **trees.tree_map(found, self.kwargs)))
         for place, memory in self.made:
             memory.copy_(results[place])
 
@@ -131,7 +133,7 @@ class _Capture(TorchDispatchMode):
         kwargs = kwargs or {}
         if op.namespace not in ("aten", "prims"):  # its kernel calls operators, and is not called by a launch
             with self:
-                return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+                return op.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
         if op in _HOST_READS or (any(tag in op.tags for tag in _READING_TAGS) and not _indexes(op, args)):
             raise RuleBroken(f"operation not permitted when stream is capturing: {op} reads a value on the host")
         self._check_generators(op, args, kwargs)
@@ -150,7 +152,7 @@ class _Capture(TorchDispatchMode):
         return _Outside(leaf)
 
     def _check_generators(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        for one in pytree.tree_leaves((args, kwargs)):
+        for one in trees.tree_leaves((args, kwargs)):
             if isinstance(one, torch.Generator) and _identity(one) not in self._generators:
                 raise RuleBroken(f"{op} draws from a generator that is not registered with the graph")
 
@@ -164,8 +166,8 @@ class _Capture(TorchDispatchMode):
             return fakes.get(id(leaf), leaf)
 
         with self._fakes:
-            results = op(*pytree.tree_map(fake, args), **pytree.tree_map(fake, kwargs))
-        leaves, structure = pytree.tree_flatten(results)
+            results = op(*trees.tree_map(fake, args), **trees.tree_map(fake, kwargs))
+        leaves, structure = trees.tree_flatten(results)
         made = []
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
@@ -177,9 +179,9 @@ class _Capture(TorchDispatchMode):
             if _address(memory):
                 self.pool[_address(memory)] = memory
             made.append((place, memory))
-        args, kwargs = pytree.tree_map(self._as_address, (tuple(args), kwargs))
+        args, kwargs = trees.tree_map(self._as_address, (tuple(args), kwargs))
         self.calls.append(_Launched(op, args, kwargs, tuple(made)))
-        return pytree.tree_unflatten(leaves, structure)
+        return trees.tree_unflatten(leaves, structure)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,9 @@ from lazy_backend.lowering.device_graphs.interface import DeviceGraph, GraphDevi
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.rng import drawing_from
+from lazy_backend.ports.dispatcher import runs_python
+from lazy_backend.ports.table import DEVICE_GRAPHS
+from lazy_backend.ports.tensor_types import address_of, storage_use_count
 
 Compute: TypeAlias = Callable[[list[torch.Tensor], Sequence[int]], list[torch.Tensor]]
 
@@ -313,10 +316,10 @@ class GraphLauncher:
 def _count_of(tensor: torch.Tensor) -> int:
     """How often the memory of `tensor` is held: by tensors, and by users of its one `untyped_storage()` object.
 
-    Internal, checked on 2.13: what PyTorch's CUDA graph trees ask. It counts that object once, however many hold it.
+    PyTorch's CUDA graph trees ask the same way. It counts that object once, however many hold it.
     """
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)  # type: ignore[attr-defined]
+    return storage_use_count(address_of(storage)) + sys.getrefcount(storage)
 
 
 def _copied(output: torch.Tensor) -> torch.Tensor:
@@ -380,7 +383,7 @@ def why_not_captured(graph: Graph, device_type: str) -> str | None:
             return "it communicates"
         if node.op in _HOST_READS or torch.Tag.cudagraph_unsafe in tags or _has_dynamic_shape(node):
             return f"{node.op} cannot be captured"
-        if node.op.namespace not in _REPEATABLE and _runs_python(node.op, device_type):
+        if node.op.namespace not in _REPEATABLE and runs_python(node.op, device_type):
             return f"{node.op} is Python code, which a launch would not run"
     return None
 
@@ -391,17 +394,6 @@ def _has_dynamic_shape(node: Node) -> bool:
     # `x[i]` with whole numbers has the shape of `i`; only masks are counted first
     indices = node.inputs()[1:]
     return node.op is not torch.ops.aten.index.Tensor or any(one.meta.dtype in _MASKS for one in indices)
-
-
-def _runs_python(op: torch._ops.OpOverload, device_type: str) -> bool:
-    """Whether a kernel of `op` was registered from Python, as `torch.library.custom_op` does.
-
-    Internal, checked on 2.13: where `Library.impl` notes what it registered.
-    """
-    name = op._schema.name.replace("::", "/") + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
-    device_key = torch._C._dispatch_key_for_device(device_type)
-    keys = (device_key, "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
-    return any(f"{name}/{key}" in torch.library._impls for key in keys)
 
 
 class Launches:
@@ -416,7 +408,7 @@ class Launches:
     def launcher_of(self, stored: StoredGraph) -> GraphLauncher | None:
         """A launcher for a plan of this graph; None where no device launches graphs."""
         device = graph_device(stored.device)
-        if device is None:
+        if device is None or not DEVICE_GRAPHS.fits():
             return None
         graph = stored.get()
         made = GraphLauncher(device, graph)

@@ -24,6 +24,7 @@ import torch
 
 from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Step, Value, extent, with_values
 from lazy_backend.lowering.ir.passes import graph_pass
+from lazy_backend.ports.dispatcher import OpOverload, function_schema, has_kernel
 
 # Smaller results come from the allocator's own caches faster than a call with `out=` is made.
 MIN_PLANNED_BYTES = 4096
@@ -212,14 +213,14 @@ def _writing_out(node: Node, device: torch.device) -> Node:
     assert op is not None
     (result,) = node.outputs
     assert result is not None
-    (name,) = (argument.name for argument in op._schema.arguments if argument.is_out)
+    (name,) = (argument.name for argument in function_schema(op).arguments if argument.is_out)
     return replace(node, op=op, kwargs=(*node.kwargs, (name, result)), mutates=(result,))
 
 
 # ----- `out=` variants
 
 
-def out_variant(node: Node, device: torch.device) -> torch._ops.OpOverload | None:
+def out_variant(node: Node, device: torch.device) -> OpOverload | None:
     """The `out=` variant of the node's operator, if that variant has a kernel of its own on `device`."""
     if node.mutates or node.seed is not None or len(node.outputs) != 1 or node.returns_list:
         return None
@@ -227,23 +228,23 @@ def out_variant(node: Node, device: torch.device) -> torch._ops.OpOverload | Non
 
 
 @functools.cache
-def _out_variant(op: torch._ops.OpOverload, key: str) -> torch._ops.OpOverload | None:
-    if op.namespace != "aten" or any(result.alias_info is not None for result in op._schema.returns):
+def _out_variant(op: OpOverload, key: str) -> OpOverload | None:
+    if op.namespace != "aten" or any(result.alias_info is not None for result in function_schema(op).returns):
         return None
-    packet = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::"))
+    packet = getattr(torch.ops.aten, function_schema(op).name.removeprefix("aten::"))
     for name in packet.overloads():
-        candidate: torch._ops.OpOverload = getattr(packet, name)
+        candidate: OpOverload = getattr(packet, name)
         # generated variants, which compute elsewhere and copy, are composite: no kernel under the device's key
-        if _writes_result_of(op, candidate) and torch._C._dispatch_has_kernel_for_dispatch_key(candidate.name(), key):
+        if _writes_result_of(op, candidate) and has_kernel(candidate.name(), key):
             return candidate
     return None
 
 
-def _writes_result_of(op: torch._ops.OpOverload, candidate: torch._ops.OpOverload) -> bool:
+def _writes_result_of(op: OpOverload, candidate: OpOverload) -> bool:
     """Whether `candidate` is `op` with one further argument, the tensor to write to."""
-    arguments = candidate._schema.arguments
+    arguments = function_schema(candidate).arguments
     given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-    return given == [(a.name, str(a.type)) for a in op._schema.arguments] and len(arguments) == len(given) + 1
+    return given == [(a.name, str(a.type)) for a in function_schema(op).arguments] and len(arguments) == len(given) + 1
 
 
 # ----- measuring

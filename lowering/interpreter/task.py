@@ -39,6 +39,7 @@ from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.kernels import KernelGraph
 from lazy_backend.lowering.interpreter.streams import LeafStreams
 from lazy_backend.lowering.ir.graph import Node, Value
+from lazy_backend.ports.thread_modes import WithoutAutocast, set_grad_enabled
 
 Hook = Callable[[torch.Tensor], torch.Tensor]
 
@@ -189,14 +190,14 @@ class GraphTaskGuard:
         self._last = _current.task
         _current.task = self._task
         self._grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._task.thread_locals.grad_mode)
-        # internal, checked on 2.13: the public torch.autocast(enabled=False) covers one device type at a time
-        self._autocast = torch._C._DisableAutocast()
+        set_grad_enabled(self._task.thread_locals.grad_mode)
+        # the public torch.autocast(enabled=False) covers one device type at a time
+        self._autocast = WithoutAutocast()
         self._autocast.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._autocast.__exit__(*exception)
-        torch._C._set_grad_enabled(self._grad_mode)
+        set_grad_enabled(self._grad_mode)
         _current.task = self._last
 
 

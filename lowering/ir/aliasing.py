@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-# internal, checked on 2.13: a weak reference to a storage, with a test for expiry; storages have no public one
+# a weak reference to a storage, with a test for expiry
 from torch.multiprocessing.reductions import StorageWeakRef
 
 

@@ -37,6 +37,7 @@ from lazy_backend.lowering.ir.graph import (
 from lazy_backend.lowering.ir.passes import graph_pass
 from lazy_backend.lowering.ir.program import Call, Entered, Fresh, Same, Token, View
 from lazy_backend.lowering.ir.windows import chain_to
+from lazy_backend.ports.dispatcher import OpOverload
 
 aten = torch.ops.aten
 
@@ -293,7 +294,7 @@ class _GraphBuilder:
         piece = self._add_view(aten.slice.Tensor, (flat, 0, start, end), slice_meta)
         return piece if slice_meta is meta else self._add_view(aten.view.default, (piece, meta.shape), meta)
 
-    def _add_view(self, op: torch._ops.OpOverload, args: tuple[Arg, ...], meta: TensorMeta) -> Value:
+    def _add_view(self, op: OpOverload, args: tuple[Arg, ...], meta: TensorMeta) -> Value:
         value = self._new_value(meta, args[0].storage)
         self.nodes.append(Node(op, args, (), (value,), (), False, None, *self.where))
         return value

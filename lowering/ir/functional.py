@@ -20,6 +20,7 @@ import torch
 
 from lazy_backend.lowering.ir.graph import Graph, Node, TensorMeta, Value, extent
 from lazy_backend.lowering.ir.overlap import overlap, overlaps_itself, same_window
+from lazy_backend.ports.dispatcher import function_schema
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def unsound_writes(graph: Graph) -> Iterator[tuple[Node, str]]:
     strided = {
         value.storage
         for node in graph.nodes
-        if node.op._schema.name in _STRIDED
+        if function_schema(node.op).name in _STRIDED
         for value in node.inputs()[:1]
         if value.storage in written
     }
@@ -118,7 +119,7 @@ def _reads_what_it_writes(node: Node) -> bool:
     written = {value.storage for value in node.mutates}
     operands = sorted(_operands(node, written), key=lambda operand: _bounds(operand[0].meta))
     targets = set(node.mutates)
-    is_pointwise = torch.Tag.pointwise in node.op.tags or node.op._schema.name.startswith(_POINTWISE)
+    is_pointwise = torch.Tag.pointwise in node.op.tags or function_schema(node.op).name.startswith(_POINTWISE)
     open_windows: list[Operand] = []  # operands that extend past the start of the current one
     for value, place in operands:
         begin = _bounds(value.meta)[0]

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from lazy_backend.cache.weak_table import WeakTable
+from lazy_backend.ports.dispatcher import OpOverload
 
 # Arguments of a node: values, constants and literals, nested in tuples where the schema has lists.
 Arg: TypeAlias = Any
@@ -177,7 +178,7 @@ class Constant:
 class Node:
     """One operator call."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Arg, ...]  # schema order
     kwargs: tuple[tuple[str, Arg], ...]
     outputs: tuple[Value | None, ...]  # one per result; a mutated operand is its own result

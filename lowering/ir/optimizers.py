@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.ir.graph import Constant, Node, Value
+from lazy_backend.ports.dispatcher import OpOverload, function_schema
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ def _undo_if(tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fl
         tensor.copy_(torch.where(undone, value, tensor))
 
 
-def _define_undo() -> tuple[torch.library.Library, torch._ops.OpOverload]:
+def _define_undo() -> tuple[torch.library.Library, OpOverload]:
     library = torch.library.Library("lazy_backend", "FRAGMENT")
     library.define("undo_if_(Tensor(a!)[] tensors, Tensor[] before, Tensor flag) -> ()")
     library.impl("undo_if_", _undo_if, "CompositeExplicitAutograd")
@@ -119,14 +120,14 @@ _RULES: dict[str, Callable[[_Numbers, Mapping[str, Any], Sequence[Any]], list[An
 }
 
 
-def is_fused_optimizer(op: torch._ops.OpOverload) -> bool:
+def is_fused_optimizer(op: OpOverload) -> bool:
     """Whether `op` updates lists of parameters in place, with their state, and returns nothing."""
-    return op._schema.name in _RULES or op is undo_if
+    return function_schema(op).name in _RULES or op is undo_if
 
 
 def _lists(node: Node) -> dict[str, tuple[Value, ...]]:
     """The non-empty tensor lists among the operands, by argument name."""
-    names = [argument.name for argument in node.op._schema.arguments]
+    names = [argument.name for argument in function_schema(node.op).arguments]
     return {name: arg for name, arg in zip(names, node.args, strict=False) if arg}
 
 
@@ -178,7 +179,7 @@ def write_out(
             grad = unscaled = grad / numbers.low(number("grad_scale"))
         if kwargs["maximize"]:
             grad = -grad
-        after = _RULES[node.op._schema.name](numbers, kwargs, [before[0], grad, *before[2:]])
+        after = _RULES[function_schema(node.op).name](numbers, kwargs, [before[0], grad, *before[2:]])
         if unscaled is not before[1]:
             after[1] = unscaled
         for value, old, new in zip(values, before, after, strict=True):

@@ -22,6 +22,7 @@ import torch
 
 from lazy_backend.lowering.collectives.communication import define_collectives
 from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, TensorMeta, Value, intern_meta
+from lazy_backend.ports.dispatcher import OpOverload
 
 
 class NotPortable(ValueError):
@@ -207,7 +208,7 @@ class _Reader:
         return self.kinds[arg[0]](*arg[1:]) if isinstance(arg, list) else arg
 
 
-def _operator(name: str) -> torch._ops.OpOverload:
+def _operator(name: str) -> OpOverload:
     """`aten::add.Tensor` -> the overload. `OpOverload.name()` leaves "default" out."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")

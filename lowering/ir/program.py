@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from lazy_backend.lowering.ir.graph import TensorMeta, print_arg
+from lazy_backend.ports.dispatcher import OpOverload
 
 
 class Token:
@@ -119,7 +118,7 @@ class Call:
     See Note [Written once].
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[Result, ...]

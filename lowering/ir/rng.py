@@ -31,6 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.ports.dispatcher import OpOverload, function_schema, overload_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +39,7 @@ R = TypeVar("R")
 aten = torch.ops.aten
 # kept here: a torch.library.Library unregisters its operators when it is destroyed
 _library = torch.library.Library("lazy_backend", "FRAGMENT")
-_seeded_ops: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+_seeded_ops: dict[OpOverload, OpOverload] = {}
 _lock = process_lock()
 
 
@@ -111,8 +112,8 @@ def generator_in_use() -> torch.Generator:
     return _source.generator or torch.default_generator
 
 
-def takes_generator(op: torch._ops.OpOverload) -> bool:
-    return any(arg.name == "generator" for arg in op._schema.arguments)
+def takes_generator(op: OpOverload) -> bool:
+    return any(arg.name == "generator" for arg in function_schema(op).arguments)
 
 
 def _native_dropout(generator: torch.Generator, input: torch.Tensor, p: float, train: bool | None) -> Any:
@@ -143,7 +144,7 @@ def _empty_mask(
     return torch.empty_strided(size, stride, dtype=torch.bool, device=device)
 
 
-def dropout_mask() -> torch._ops.OpOverload:
+def dropout_mask() -> OpOverload:
     """The operator that draws a mask. See Note [Dropout in compiled graphs]. `stride`: None if it is contiguous."""
     name = "dropout_mask"
     with _lock:
@@ -155,7 +156,7 @@ def dropout_mask() -> torch._ops.OpOverload:
     return torch.ops.lazy_backend.dropout_mask.default  # type: ignore[no-any-return]
 
 
-def define_operators_for(op: torch._ops.OpOverload) -> None:
+def define_operators_for(op: OpOverload) -> None:
     """Define the operators that a compiled graph calls by name in place of `op`, a random op."""
     seeded_op(op)
     if op is aten.native_dropout.default:
@@ -174,7 +175,7 @@ def _like(fill: str) -> Callable[..., torch.Tensor]:
 
 
 # Random ops whose schema takes no generator, rewritten as calls that take one.
-_REWRITTEN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+_REWRITTEN: dict[OpOverload, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
     aten.rand_like.default: _like("uniform_"),
     aten.randn_like.default: _like("normal_"),
@@ -188,7 +189,7 @@ _REWRITTEN: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 
 
-def can_seed(op: torch._ops.OpOverload) -> bool:
+def can_seed(op: OpOverload) -> bool:
     """Whether `op` can be made a function of a seed. Other random ops run at once, on the calling thread."""
     return op in _REWRITTEN or takes_generator(op)
 
@@ -202,7 +203,7 @@ DROPOUT_PLACES = {
 }
 
 
-def draws_random_numbers(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+def draws_random_numbers(op: OpOverload, args: Sequence[Any]) -> bool:
     place = DROPOUT_PLACES.get(op)
     if place is not None and (len(args) <= place or (isinstance(args[place], int) and args[place] == 0)):
         return False
@@ -230,10 +231,10 @@ def generators_of(seeds: Sequence[int]) -> tuple[torch.Generator | None, ...]:
     return tuple(seed.generator if isinstance(seed, OwnSeed) else None for seed in seeds)
 
 
-def without_generator(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+def without_generator(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """The arguments without their generator, for a call that draws from the generator in use instead."""
     kept = {name: value for name, value in kwargs.items() if name != "generator"}
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(function_schema(op).arguments):
         if argument.name == "generator":
             if not argument.kwarg_only:
                 args = (*args[:place], None, *args[place + 1 :]) if len(args) > place + 1 else args[:place]
@@ -243,7 +244,7 @@ def without_generator(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
 
 
 def run_seeded(
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     seeds: Sequence[int] | torch.Tensor,
     place: int,
     device: torch.device,
@@ -258,7 +259,7 @@ def run_seeded(
     return op(*args, **{**kwargs, "generator": generator})
 
 
-def seeded_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def seeded_op(op: OpOverload) -> OpOverload:
     """`op` as an operator for a compiled graph: `lazy_backend::<op>(<all arguments by position>, seeds, seed)`."""
     with _lock:
         found = _seeded_ops.get(op)
@@ -267,20 +268,20 @@ def seeded_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         return found
 
 
-def seeded_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def seeded_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of `seeded_op(op)` except the last two: those of `op`, by position, without the generator."""
     values = []
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(function_schema(op).arguments):
         if argument.name != "generator":
             given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
             values.append(given)
     return tuple(values)
 
 
-def _define(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    schema = op._schema
+def _define(op: OpOverload) -> OpOverload:
+    schema = function_schema(op)
     arguments = [argument for argument in schema.arguments if argument.name != "generator"]
-    name = schema.name.split("::")[1] + "_" + (op._overloadname or "default")
+    name = schema.name.split("::")[1] + "_" + overload_name(op)
     types = _argument_types(str(schema))
     # arguments are renamed: `from` cannot be a keyword argument in Python, and custom operators may not use `self`
     declared = ", ".join(f"{types[argument.name]} a{place}" for place, argument in enumerate(arguments))

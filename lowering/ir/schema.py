@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import torch
+from lazy_backend.ports.dispatcher import OpOverload, function_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,11 @@ class OpSchema:
 
 
 @functools.cache
-def schema_of(op: torch._ops.OpOverload) -> OpSchema:
-    operands = [(Operand(place, arg.name), arg.alias_info) for place, arg in enumerate(op._schema.arguments)]
+def schema_of(op: OpOverload) -> OpSchema:
+    schema = function_schema(op)
+    operands = [(Operand(place, arg.name), arg.alias_info) for place, arg in enumerate(schema.arguments)]
     returns = []
-    for result in op._schema.returns:
+    for result in schema.returns:
         alias = result.alias_info
         source = None
         if alias is not None:
@@ -53,5 +54,5 @@ def schema_of(op: torch._ops.OpOverload) -> OpSchema:
     return OpSchema(
         mutates=tuple(operand for operand, info in operands if info is not None and info.is_write),
         returns=tuple(returns),
-        returns_list=len(op._schema.returns) == 1 and str(op._schema.returns[0].type).startswith("List"),
+        returns_list=len(schema.returns) == 1 and str(schema.returns[0].type).startswith("List"),
     )

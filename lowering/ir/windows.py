@@ -27,10 +27,11 @@ from lazy_backend.lowering.ir.graph import (
     is_contiguous,
     meta_of,
 )
+from lazy_backend.ports.dispatcher import OpOverload, function_schema
 
 aten = torch.ops.aten
 
-Step = tuple[torch._ops.OpOverload, tuple[Any, ...], TensorMeta]
+Step = tuple[OpOverload, tuple[Any, ...], TensorMeta]
 
 
 def chain_to(base: TensorMeta, window: TensorMeta) -> list[Step] | None:
@@ -67,7 +68,7 @@ class _Chain:
     def meta(self) -> TensorMeta:
         return meta_of(self.view)
 
-    def _add(self, op: torch._ops.OpOverload, *args: Any) -> None:
+    def _add(self, op: OpOverload, *args: Any) -> None:
         self.view = op(self.view, *args)
         self.steps.append((op, args, self.meta))
 
@@ -206,13 +207,13 @@ def _overwritten(node: Node, storage: int, base: Value, makers: dict[Value, int]
 
 
 @functools.cache
-def without_out(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def without_out(op: OpOverload) -> OpOverload | None:
     """The overload of `op` that returns what `op` writes into `out`."""
-    wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
-    packet = op._overloadpacket
+    wanted = [(argument.name, str(argument.type)) for argument in function_schema(op).arguments if not argument.is_out]
+    packet = op.overloadpacket
     for name in packet.overloads():
-        candidate: torch._ops.OpOverload = getattr(packet, name)
-        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == wanted:
+        candidate: OpOverload = getattr(packet, name)
+        if [(argument.name, str(argument.type)) for argument in function_schema(candidate).arguments] == wanted:
             return candidate
     return None
 

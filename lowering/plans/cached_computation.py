@@ -26,6 +26,7 @@ from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.plans.families import Family
 from lazy_backend.lowering.plans.profiling import ProfilingGraphExecutor
 from lazy_backend.lowering.plans.specialise import CompileReport
+from lazy_backend.ports.dispatcher import base_name, function_schema
 
 _numbers = itertools.count(1)
 
@@ -85,12 +86,12 @@ def _collectives_of(graph: Graph) -> RunCollectives | None:
 
 def _exchange(node: Node) -> Collective:
     tensor, _, peer, tag, group = node.args
-    what = describe_exchange(node.op._opname, tensor.meta.dtype, tensor.meta.shape, peer, tag)
+    what = describe_exchange(base_name(node.op), tensor.meta.dtype, tensor.meta.shape, peer, tag)
     return Collective(group, what, node.site)
 
 
 def _collective(node: Node, name: str) -> Collective:
-    named = {argument.name: arg for argument, arg in zip(node.op._schema.arguments, node.args, strict=True)}
+    named = {argument.name: arg for argument, arg in zip(function_schema(node.op).arguments, node.args, strict=True)}
     common = node.args[place_of_common(name)].meta
     what = describe_collective(name, common.dtype, common.shape, named.get("reduction"))
     return Collective(named["group"], what, node.site)

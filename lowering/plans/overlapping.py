@@ -22,6 +22,7 @@ import torch
 from lazy_backend.lowering.collectives.communication import beginning_of, collective, collective_of
 from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Value, intern_meta, with_values
 from lazy_backend.lowering.ir.passes import graph_pass
+from lazy_backend.ports.dispatcher import base_name, function_schema
 
 aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ def _worthwhile(graph: Graph, min_work: int) -> list[_Split]:
 
 
 def _may_be_split(node: Node) -> bool:
-    if node.op._opname != collective_of(node.op):
+    if base_name(node.op) != collective_of(node.op):
         return False
     meta = node.args[0].meta
     return not meta.conj and not meta.neg
@@ -149,7 +150,7 @@ class _Rewriter:
         ticket = self._tickets[place] = self._made((1,), torch.int64)
         order = _order(node)
         begun = with_values(replace(node, outputs=(), mutates=(order,)), self._renumber)
-        op = collective(beginning_of(node.op._opname))
+        op = collective(beginning_of(base_name(node.op)))
         self._nodes.append(replace(begun, op=op, outputs=(ticket,)))
 
     def _finish_before(self, place: int) -> None:
@@ -166,6 +167,6 @@ class _Rewriter:
 
 def _order(node: Node) -> Value:
     """The order tensor among a collective's operands."""
-    names = [argument.name for argument in node.op._schema.arguments]
+    names = [argument.name for argument in function_schema(node.op).arguments]
     found: Value = node.args[names.index("order")]
     return found

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend.lowering.compilation.request import runs_module_as_is
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool, FrameTemplate
@@ -37,6 +36,8 @@ from lazy_backend.lowering.serving.constant_folding import ConstantFolder, split
 from lazy_backend.lowering.serving.partition import Supported, partition
 from lazy_backend.lowering.serving.regions import DelegateKernel, Families
 from lazy_backend.lowering.serving.weights import CurrentWeights, InputError, Weights, check_tensor, process_weights
+from lazy_backend.ports import trees
+from lazy_backend.ports.dispatcher import function_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class GraphSignature:
 
     weights: tuple[tuple[str, int], ...]
     user_inputs: tuple[tuple[str, int | None], ...]
-    in_spec: pytree.TreeSpec | None = None
-    out_spec: pytree.TreeSpec | None = None
+    in_spec: trees.TreeSpec | None = None
+    out_spec: trees.TreeSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class Executor:
         executor = self._executor_for(inputs)
         outputs = executor._run(inputs)
         spec = executor.graph_signature.out_spec
-        return outputs if spec is None else pytree.tree_unflatten(outputs, spec)
+        return outputs if spec is None else trees.tree_unflatten(outputs, spec)
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         expected = self.graph_signature.in_spec
@@ -214,7 +215,7 @@ class Executor:
             raise InputError("the signature has no in_spec to flatten arguments by\n  call execute(inputs)")
         names: list[str] = expected.children()[1].context
         ordered = {name: kwargs[name] for name in names} if kwargs.keys() == set(names) else dict(kwargs)
-        leaves, given = pytree.tree_flatten((tuple(args), ordered))
+        leaves, given = trees.tree_flatten((tuple(args), ordered))
         if given != expected:
             raise InputError(f"arguments do not fit\n  expected {expected}\n  got      {given}")
         return leaves
@@ -267,7 +268,7 @@ class Executor:
     def kernel_schemas(self) -> dict[str, torch.FunctionSchema]:
         """The schema of every operator that runs, including those in compiled regions."""
         nodes = [node for kernel in self._kernels.kernels for node in kernel.nodes]
-        return {node.op.name(): node.op._schema for node in nodes}
+        return {node.op.name(): function_schema(node.op) for node in nodes}
 
     @property
     def delegates(self) -> list[DelegateKernel]:

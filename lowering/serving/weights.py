@@ -20,6 +20,7 @@ import torch
 from lazy_backend.lowering.interpreter.frame import FrameTemplate
 from lazy_backend.lowering.ir.graph import TensorMeta, Value, empty_of, meta_of
 from lazy_backend.lowering.serving.constant_folding import ConstantFolder
+from lazy_backend.ports.dispatcher import DispatchKey, dispatch_keys
 
 
 class InputError(ValueError):
@@ -93,6 +94,6 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
 
 def check_plain(what: str, given: torch.Tensor) -> None:
     """Raise `InputError` for a tensor that may have no memory."""
-    # internal, checked on 2.13: a tensor whose operators are Python's, such as a fake one, has no memory to compute on
-    if torch._C._dispatch_keys(given).has(torch._C.DispatchKey.Python):  # type: ignore[attr-defined]
+    # a tensor whose operators are Python's, such as a fake one, has no memory to compute on
+    if dispatch_keys(given).has(DispatchKey.Python):
         raise InputError(f"{what}: expected a plain tensor, got {type(given).__name__}, which may have no memory")
