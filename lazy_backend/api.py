@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from lazy_backend import metrics
 from lazy_backend.computation import what_it_is
@@ -23,6 +22,7 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.device_graphs.devices import graph_device
 from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.plans import profiling
+from lazy_backend.ports.trees import tree_map_only
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import Device, context_of, contexts
 from lazy_backend.tensors.sparse_tensor import LazySparseTensor

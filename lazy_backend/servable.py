@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend.errors import CaptureError, LazyBackendError
 from lazy_backend.errors.sites import user_site
@@ -31,6 +30,7 @@ from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import Graph, TensorMeta
 from lazy_backend.lowering.serving.executor import GraphSignature
 from lazy_backend.lowering.serving.weights import InputError
+from lazy_backend.ports import trees
 from lazy_backend.tensors.contexts import context_of
 from lazy_backend.tensors.outside import new_data
 from lazy_backend.tensors.state import DeviceContext, TensorData
@@ -93,14 +93,14 @@ class Servable:
             except Exception as error:  # whatever a module's own `__deepcopy__` raises
                 self._refusal = error
         self._device: torch.device | None = None
-        self._in_spec: pytree.TreeSpec | None = None
+        self._in_spec: trees.TreeSpec | None = None
         self._orders: list[tuple[int, ...]] = []  # of each example, its dimensions from the widest stride on
         self._modes = _Modes()
 
     def record(self, args: tuple[Any, ...]) -> RecordedRequest:
         """The first recording. None of the operators runs, so the call has no effect."""
         assert self._function is not None
-        leaves, self._in_spec = pytree.tree_flatten((args, {}))
+        leaves, self._in_spec = trees.tree_flatten((args, {}))
         context = next(iter(self._roles.names)).context if self._roles.names else context_of(None)
         self._device = context.device
         given = [_example(leaf, context.device) for leaf in leaves]
@@ -192,7 +192,7 @@ class _ModuleCopy:
         self._module = copy.deepcopy(module, memo)
         # other tensors that it holds are those of every copy, so that what is written to one of them is not lost
         places = {id(place) for place, _ in self._places}
-        held = pytree.tree_leaves([list(vars(one).values()) for one in self._module.modules()])
+        held = trees.tree_leaves([list(vars(one).values()) for one in self._module.modules()])
         self._held = [one for one in held if isinstance(one, torch.Tensor) and id(one) not in places]
 
     def over(
@@ -269,18 +269,18 @@ def _record(
     name: str,
     roles: _Roles,
     given: Sequence[LazyTensor],
-    in_spec: pytree.TreeSpec,
+    in_spec: trees.TreeSpec,
 ) -> RecordedRequest:
     """Record one call of `function`. None of its operators runs, so the call has no effect."""
 
     def refuse(cause: str) -> CaptureError:
         return CaptureError(f"{cause} inside {name}, which is to be served\n  at {user_site()}\n  return the tensor")
 
-    copied, _ = pytree.tree_unflatten(given, in_spec)
+    copied, _ = trees.tree_unflatten(given, in_spec)
 
     def run() -> RecordedRequest:
         with torch.no_grad():
-            outputs, out_spec = pytree.tree_flatten(function(*copied))
+            outputs, out_spec = trees.tree_flatten(function(*copied))
             made = [_own(output, name) for output in outputs]
             return _finish(context, roles, given, made, in_spec, out_spec)
 
@@ -340,8 +340,8 @@ def _finish(
     roles: _Roles,
     given: Sequence[LazyTensor],
     made: Sequence[LazyTensor],
-    in_spec: pytree.TreeSpec,
-    out_spec: pytree.TreeSpec,
+    in_spec: trees.TreeSpec,
+    out_spec: trees.TreeSpec,
 ) -> RecordedRequest:
     """The recorded graph, and the role of each of its inputs."""
     trace = context.trace

@@ -14,6 +14,7 @@ from typing import Any
 from lazy_backend.diagnostics.run_log import source_line
 from lazy_backend.lowering.ir.graph import Constant, Graph, Node, TensorMeta, constants_of
 from lazy_backend.lowering.ir.program import Call, Entered, Fresh, Token, View
+from lazy_backend.ports.dispatcher import function_schema
 
 # Number of calls compared to tell an added or removed operator from a program that continues in another way.
 _WINDOW = 3
@@ -161,7 +162,7 @@ def _of_lengths(before: Sequence[Call], now: Sequence[Call]) -> Difference:
 
 def _of_calls(one: Call, other: Call, place: int) -> Difference:
     """The first difference between two calls of the same operator."""
-    names = [argument.name for argument in one.op._schema.arguments]
+    names = [argument.name for argument in function_schema(one.op).arguments]
     left = [*zip(names, one.args, strict=False), *one.kwargs]
     right = [*zip(names, other.args, strict=False), *other.kwargs]
     entered = {e.token: e for e in one.entered}, {e.token: e for e in other.entered}
@@ -303,6 +304,6 @@ def _argument_of(node: Node, place: int) -> str:
             return any(map(holds, arg))
         return isinstance(arg, Constant) and arg.index == place
 
-    names = [argument.name for argument in node.op._schema.arguments]
+    names = [argument.name for argument in function_schema(node.op).arguments]
     given = [*zip(names, node.args, strict=False), *node.kwargs]
     return next((name for name, arg in given if holds(arg)), "a float")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from types import FrameType
 import torch
 import typing_extensions
 
+from lazy_backend.ports.cpython import frame_at
 from lazy_backend.settings import config
 
 # A trailing separator, so that a user's `lazy_backend_experiments/` is not taken for ours.
@@ -65,7 +65,7 @@ def is_of_top_layer(file: str) -> bool:
 
 
 def _user_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = frame_at(2)
     known = _known
     while frame is not None:
         file = frame.f_code.co_filename
@@ -98,7 +98,7 @@ def further_frames() -> tuple[str, ...]:
 def packages_on_the_stack() -> frozenset[str]:
     """The top-level packages whose code is running, ours and PyTorch among them."""
     found: set[str] = set()
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = frame_at(1)
     while frame is not None:
         found.add(str(frame.f_globals.get("__name__", "")).partition(".")[0])
         frame = frame.f_back

@@ -22,6 +22,7 @@ from typing import ParamSpec, TypeVar
 
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import is_internal, is_ours, user_site
+from lazy_backend.ports.compilers import shortened_error
 from lazy_backend.settings import config
 
 P = ParamSpec("P")
@@ -102,15 +103,13 @@ def _without_internals(traceback: types.TracebackType | None) -> types.Traceback
 def refusal_to_trace(message: str) -> Exception:
     """The error for a compiler that must not trace lazy tensors.
 
-    Dynamo puts 200 lines of frames below the user's line, and drops them only from errors of its own class. Internal,
-    checked on 2.13: `ShortenTraceback`, and `symbolic_convert.tls.current_tx`, the translator of the traced function.
+    Dynamo puts 200 lines of frames below the user's line, and drops them only from errors of its own class.
     """
-    errors, translators = (sys.modules.get(f"torch._dynamo.{name}") for name in ("exc", "symbolic_convert"))
-    is_tracing = translators is not None and getattr(translators.tls, "current_tx", None) is not None
-    if errors is None or not is_tracing or config.debug:
+    passed_on = None if config.debug else shortened_error()
+    if passed_on is None:
         error: Exception = NotImplementedError(message)
     else:
-        error = _refusal_of(errors.ShortenTraceback)(f"{message}\n  at {user_site()}")
+        error = _refusal_of(passed_on)(f"{message}\n  at {user_site()}")
     _mark(error)
     return error
 

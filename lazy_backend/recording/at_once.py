@@ -17,6 +17,8 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import meta_of
+from lazy_backend.ports.dispatcher import OpOverload, function_schema
+from lazy_backend.ports.tensor_types import address_of
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.recording.arguments import StandIns, with_leaves
 from lazy_backend.tensors.contexts import contexts
@@ -31,7 +33,7 @@ EAGER = "eager mode"
 
 
 def run_at_once(
-    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str
+    context: DeviceContext, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str
 ) -> Any:
     """Run a call on the backing device, after everything recorded before it. Fallbacks count op, reason and line."""
     if reason is EAGER:
@@ -49,15 +51,15 @@ def run_at_once(
     return call.to_lazy(output)
 
 
-def draw_seed_for(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+def draw_seed_for(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """A seed for a call that draws random numbers; None for other calls, and if the user's own generator is used."""
     if not rng.draws_random_numbers(op, args) or not rng.can_seed(op) or kwargs.get("generator") is not None:
         return None
     return contexts.get_rng_seed()
 
 
-def count_fallback(op: torch._ops.OpOverload, reason: str) -> None:
-    metrics.increment(op._schema.name)
+def count_fallback(op: OpOverload, reason: str) -> None:
+    metrics.increment(function_schema(op).name)
     metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
 
 
@@ -70,7 +72,7 @@ class RealCall:
         self.sparse_operands: list[LazySparseTensor] = []
         self._has_bits = False  # whether an operand is a lazily conjugated or negated view
 
-    def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
+    def run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
         """Run the operator, and return its results. Its random numbers are drawn from `seed` if there is one.
 
         Within a dispatch, the autograd keys are skipped already. So PyTorch's own kernels need a clean thread state
@@ -80,9 +82,7 @@ class RealCall:
             return run_clean(self._run, op, args, kwargs, seed)
         return self._run(op, args, kwargs, None)
 
-    def run_cast(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None
-    ) -> Any:
+    def run_cast(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
         """`run` with autocast on: the operator's kernel may call others that autocast has rules for."""
 
         def run() -> Any:
@@ -91,7 +91,7 @@ class RealCall:
 
         return run_clean(run)
 
-    def _run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
+    def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
         to_real = self._to_real
         real_args = [to_real(arg) for arg in args]
         real_kwargs = {name: to_real(arg) for name, arg in kwargs.items()} if kwargs else kwargs
@@ -151,7 +151,7 @@ class RealCall:
     @staticmethod
     def _still_in(storage: LazyStorage, real: torch.Tensor) -> bool:
         assert storage.tensor is not None
-        return real.untyped_storage()._cdata == storage.tensor.untyped_storage()._cdata
+        return address_of(real.untyped_storage()) == address_of(storage.tensor.untyped_storage())
 
     def to_lazy(self, output: Any) -> Any:
         """The results as lazy tensors that no trace has recorded. Resized operands are updated as well."""

@@ -16,6 +16,8 @@ from torch.nn.attention import SDPBackend
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import empty_of
+from lazy_backend.ports.dispatcher import attention_choice
+from lazy_backend.ports.table import ATTENTION
 from lazy_backend.recording.record import add_handler, record
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -31,8 +33,10 @@ def _stand_in(tensor: Any) -> Any:
 
 
 def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
-    # about 8 µs. Internal, checked on 2.13: torch.nn.attention can only restrict the choice
-    number = torch._fused_sdp_choice(*map(_stand_in, args), **kwargs)
+    if not ATTENTION.fits():
+        return SDPBackend.MATH
+    # about 8 µs; torch.nn.attention can only restrict the choice
+    number = attention_choice(*map(_stand_in, args), **kwargs)
     return SDPBackend(number)  # type: ignore[call-arg]
 
 

@@ -18,6 +18,7 @@ from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import Constant, TensorMeta, intern_meta, meta_of
 from lazy_backend.lowering.ir.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
 from lazy_backend.lowering.ir.schema import OpSchema
+from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.recording.arguments import mutated_arguments, operand_at, path_of, path_to
 from lazy_backend.recording.operators import INDEX_OPS, NotRecordable, Traits, float_shaped_ops, traits_of
 from lazy_backend.settings import config
@@ -35,9 +36,7 @@ GIVES_SPARSE = "it gives a sparse tensor"
 SourceOf = Callable[[torch.Tensor], TensorData | None]
 
 
-def check_recordable(
-    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def check_recordable(context: DeviceContext, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise `NotRecordable` for a call that must run at once, or an error for operands that no operator takes."""
     for arg in args:
         if arg.__class__ is torch.dtype and arg in _QUANTIZED:
@@ -45,14 +44,14 @@ def check_recordable(
     traits = traits_of(op)
     if traits.is_checked:
         _check_arguments(context, op, args, kwargs, traits)
-    if config.force_fallback and op._schema.name in config.force_fallback.split(","):
+    if config.force_fallback and function_schema(op).name in config.force_fallback.split(","):
         raise NotRecordable("config.force_fallback names it")
 
 
 def _check_arguments(
-    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], traits: Traits
+    context: DeviceContext, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], traits: Traits
 ) -> None:
-    indexed = [args[0]] if op._schema.name in INDEX_OPS else []
+    indexed = [args[0]] if function_schema(op).name in INDEX_OPS else []
     for target in (*mutated_arguments(op, args, kwargs), *indexed):
         if target.__class__ is not LazyTensor and isinstance(target, torch.Tensor):
             raise mixed_devices(context, op, target)
@@ -69,7 +68,7 @@ def _has_mask(indices: Sequence[Any]) -> bool:
 
 def describe(
     context: DeviceContext,
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     output: Any,
@@ -110,7 +109,7 @@ _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 class _Converter:
     """Converts arguments to the form a `Call` stores: tokens, numbered constants, literals, and tuples for lists."""
 
-    def __init__(self, context: DeviceContext, op: torch._ops.OpOverload) -> None:
+    def __init__(self, context: DeviceContext, op: OpOverload) -> None:
         self.context = context
         self.floats_are_structure = id(op) in float_shaped_ops
         self.num_constants = 0
@@ -141,7 +140,7 @@ _LITERALS = frozenset((int, bool, type(None), str, torch.dtype, torch.layout, to
 
 def _describe_results(
     context: DeviceContext,
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     output: Any,

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import lazy_backend_autoload as first_use
 import torch
 
+import lazy_backend_autoload as first_use
 from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
@@ -19,6 +19,14 @@ from lazy_backend.execution import reads
 from lazy_backend.lowering.device_graphs.uploads import upload_to
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import contiguous_stride, empty_of, extent, intern_meta
+from lazy_backend.ports.dispatcher import (
+    BelowAutograd,
+    DispatchKey,
+    OpOverload,
+    function_schema,
+    kernel_caller,
+    overload_name,
+)
 from lazy_backend.recording.at_once import run_at_once
 from lazy_backend.recording.operators import learn
 from lazy_backend.recording.record import add_handler, record, record_factory
@@ -33,7 +41,7 @@ from lazy_backend.tensors.transfers import counted_download, counted_upload
 
 aten = torch.ops.aten
 
-Op = torch._ops.OpOverload
+Op = OpOverload
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
@@ -444,7 +452,7 @@ def _check_layout(layout: torch.layout | None, pin_memory: bool | None) -> None:
 def _factory(op: Op) -> Callable[..., Any]:
     """A Lazy kernel that records `op` as one call, where torch would record `empty` and a fill."""
     learn(_without_generator(op))
-    defaults = [arg.name for arg in op._schema.arguments if arg.kwarg_only]
+    defaults = [arg.name for arg in function_schema(op).arguments if arg.kwarg_only]
 
     @hide_internals
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -468,7 +476,7 @@ def _factory(op: Op) -> Callable[..., Any]:
 def _without_generator(op: Op) -> Op:
     """`aten.rand.default` for `aten.rand.generator`: the seed travels with the trace."""
     names = {"generator": "default", "low_generator": "low"}
-    return getattr(op.overloadpacket, names[op._overloadname]) if op._overloadname in names else op
+    return getattr(op.overloadpacket, names[overload_name(op)]) if overload_name(op) in names else op
 
 
 # Composite ops whose `out` forms check whether wrappers share memory, which they never do, or replace `out` in C++.
@@ -487,8 +495,9 @@ _OUT_WHOLE = (aten.matmul.out, aten.linear.out)
 def _check_no_gradients(op: Op, *operands: Any) -> None:
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        name = function_schema(op).name.removeprefix("aten::")
         raise RuntimeError(
-            f"{op._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
+            f"{name}(): functions with out=... arguments don't support automatic "
             "differentiation, but one of the arguments requires grad."
         )
 
@@ -498,7 +507,7 @@ def _out_whole(op: Op) -> Callable[..., torch.Tensor]:
 
     def kernel(*args: Any, out: torch.Tensor) -> torch.Tensor:
         _check_no_gradients(op, *args, out)
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             record(op, args, {"out": out})
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
@@ -526,7 +535,7 @@ def _out_by_copy(op: Op) -> Callable[..., torch.Tensor]:
 def _max_pool1d(input: torch.Tensor, *window: Any, **options: Any) -> torch.Tensor:
     """`aten::max_pool1d` on the AutogradLazy key: the composite kernel returns a view, the CPU's own does not."""
     op = aten.max_pool1d.default
-    pooled: torch.Tensor = op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, input, *window, **options)
+    pooled: torch.Tensor = kernel_caller(op)(DispatchKey.CompositeImplicitAutograd, input, *window, **options)
     if pooled.requires_grad:
         return pooled
     return aten._unsafe_view.default(pooled, pooled.shape)  # type: ignore[no-any-return]
@@ -534,7 +543,7 @@ def _max_pool1d(input: torch.Tensor, *window: Any, **options: Any) -> torch.Tens
 
 def _ormqr(*args: Any) -> torch.Tensor:
     """`aten::ormqr` on the AutogradLazy key: PyTorch's formula for subclasses forgets the strides of the gradient."""
-    product: torch.Tensor = aten.ormqr.default._op_dk(torch._C.DispatchKey.Autograd, *args)
+    product: torch.Tensor = kernel_caller(aten.ormqr.default)(DispatchKey.Autograd, *args)
     if product.grad_fn is not None and args[0].requires_grad:
         like = torch.empty_like(args[0].detach())
         product.grad_fn.register_hook(lambda found, given: _with_strides_of(like, found))
@@ -557,10 +566,10 @@ def _group_norm(
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
     """`aten::group_norm` on the AutogradLazy key: the composite kernel keeps channels-last for CPU tensors only."""
-    composite = aten.group_norm.default._op_dk
+    composite = kernel_caller(aten.group_norm.default)
     last = _channels_last(input) if _backing_of(input).type == "cpu" and input.dim() > 1 else None
     if last is None or input.shape[1] % num_groups or not input.numel():
-        key = torch._C.DispatchKey.CompositeImplicitAutograd
+        key = DispatchKey.CompositeImplicitAutograd
         made: torch.Tensor = composite(key, input, num_groups, weight, bias, eps, cudnn_enabled)
         return made
     batch, channels, *window = input.shape
@@ -588,8 +597,8 @@ def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         torch.ops.aten._assert_async.msg((input >= 0).all(), "Class values must be non-negative.")
         inside = (input < num_classes).all()
         torch.ops.aten._assert_async.msg(inside, "Class values must be smaller than num_classes.")
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return aten.one_hot.default._op_dk(key, input, num_classes)  # type: ignore[no-any-return]
+    key = DispatchKey.CompositeImplicitAutograd
+    return kernel_caller(aten.one_hot.default)(key, input, num_classes)  # type: ignore[no-any-return]
 
 
 def install_factories(library: torch.library.Library) -> None:

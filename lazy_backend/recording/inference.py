@@ -9,12 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
 from lazy_backend.lowering.compilation.compiler import quiet_fake_tensors
 from lazy_backend.lowering.ir import rng
@@ -22,6 +16,10 @@ from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent, meta_of
 from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
 from lazy_backend.lowering.ir.overlap import overlap, overlaps_itself
 from lazy_backend.lowering.ir.schema import schema_of
+from lazy_backend.ports.dispatcher import OpOverload
+from lazy_backend.ports.fake_tensors import FAKE_KEY, DependsOnValues, FakeTensorMode, HasNoFake, unset_mode
+from lazy_backend.ports.table import FAKE_TENSORS
+from lazy_backend.ports.tensor_types import neg_view
 from lazy_backend.recording import probe
 from lazy_backend.recording.arguments import StandIns, flat, mutated_arguments, with_leaves
 from lazy_backend.recording.operators import NotRecordable
@@ -37,10 +35,12 @@ class Inference:
         self.context = context
         self.fakes: StandIns[TensorData] = StandIns()
 
-    def run(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The results of the call, as fake tensors. Raises `NotRecordable`, or eager's error."""
         if is_fused_optimizer(op):
             return None  # half of these ops have no fake kernel, and there is nothing to infer
+        if not FAKE_TENSORS.fits():
+            raise NotRecordable("there are no fake tensors to infer its results with")
         schema = schema_of(op)
         if schema.mutates:
             self._check_overlaps(op, args, kwargs)
@@ -49,9 +49,9 @@ class Inference:
         try:
             is_view = not schema.mutates and bool(schema.returns) and all(r.kind == "view" for r in schema.returns)
             output = self._infer_view(op, args, kwargs) if is_view else self._infer(op, args, kwargs)
-        except (DynamicOutputShapeException, DataDependentOutputException):
+        except DependsOnValues:
             raise NotRecordable("its output depends on values") from None
-        except (UnsupportedOperatorException, NotImplementedError):
+        except (HasNoFake, NotImplementedError):
             raise NotRecordable("it has no fake kernel") from None
         except Exception:
             if not rng.draws_random_numbers(op, args) and probe.try_ones(op, args, kwargs, self._meta):
@@ -64,7 +64,7 @@ class Inference:
                 raise NotRecordable("it resizes an operand")
         return output
 
-    def _infer_view(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _infer_view(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Infer a view on the meta device, with eager's kernel: FakeTensor's rules accept views that eager refuses."""
 
         def call() -> Any:
@@ -84,7 +84,7 @@ class Inference:
             _check_bounds(meta_of(output), args[0]._data.storage)
         return output
 
-    def _check_overlaps(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check_overlaps(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise eager's error for a call that writes to memory that overlaps itself or another operand.
 
         Each fake operand has memory of its own, so fake operands never overlap.
@@ -98,7 +98,7 @@ class Inference:
         ):
             probe.try_shared(op, args, kwargs, operands, self._meta)
 
-    def _infer(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _infer(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mutated = set(map(id, mutated_arguments(op, args, kwargs)))
 
         def call() -> Any:
@@ -108,8 +108,8 @@ class Inference:
                     fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
                     return op(*fake_args, **fake_kwargs)
             finally:
-                # a C function: the mode's __exit__ is Python, and interrupting it would leave the thread in the mode
-                torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # internal, checked on 2.13
+                # the mode's __exit__ is Python, and interrupting it would leave the thread in the mode
+                unset_mode(FAKE_KEY)
 
         with quiet_fake_tensors():
             return run_clean(call)
@@ -168,14 +168,14 @@ def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:
         )
 
 
-def _fake_mode(context: DeviceContext) -> FakeTensorMode:
+def _fake_mode(context: DeviceContext) -> Any:
     # one per context, whose lock is held: two threads must not enter the same mode
     if context.fake_mode is None:
         context.fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
-    return context.fake_mode  # type: ignore[no-any-return]
+    return context.fake_mode
 
 
 def _make_fake(meta: TensorMeta, device: torch.device) -> Any:
     fake = empty_of(meta, device)
     fake = fake.conj() if meta.conj else fake
-    return torch._neg_view(fake) if meta.neg else fake
+    return neg_view(fake) if meta.neg else fake

@@ -6,20 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-# internal, checked on 2.13: the public torch.library.opcheck can tell only by calling the operator
-from torch._library.utils import has_fake_kernel
-
 from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
 from lazy_backend.lowering.ir.schema import OpSchema, schema_of
+from lazy_backend.ports.dispatcher import OpOverload, function_schema, has_kernel
+from lazy_backend.ports.fake_tensors import has_fake_kernel
 
 aten = torch.ops.aten
 
 # Tables of operators are keyed by id: OpOverload.__hash__ is a Python function, 74 ns against 36. A program may
 # unregister an operator, and a new object could then get the same id, so operators in a table are kept alive here.
-_kept: dict[int, torch._ops.OpOverload] = {}
+_kept: dict[int, OpOverload] = {}
 
 
-def id_of(op: torch._ops.OpOverload) -> int:
+def id_of(op: OpOverload) -> int:
     """`id(op)`. Keeps `op` alive, so that no other object can get that id."""
     _kept[id(op)] = op
     return id(op)
@@ -38,13 +37,13 @@ class NotRecordable(Exception):
     """This call must run at once; the text says why."""
 
 
-def learn(op: torch._ops.OpOverload) -> None:
+def learn(op: OpOverload) -> None:
     """Note what the tokens of `op`'s arguments depend on. Call before the first `record` of `op`."""
-    arguments = op._schema.arguments
+    arguments = function_schema(op).arguments
     if any(str(argument.type) == "List[number]" for argument in arguments):
         scalar_list_ops.add(id_of(op))
     scaled = any(argument.name == "scale_factors" for argument in arguments)
-    if scaled or op.namespace not in ("aten", "prims") or op._schema.name in _FLOAT_SHAPED:
+    if scaled or op.namespace not in ("aten", "prims") or function_schema(op).name in _FLOAT_SHAPED:
         float_shaped_ops.add(id_of(op))
 
 
@@ -69,7 +68,7 @@ class Traits:
     asks_fake: bool  # its fake kernel may know better than a run whether a call can be recorded
 
 
-def traits_of(op: torch._ops.OpOverload) -> Traits:
+def traits_of(op: OpOverload) -> Traits:
     return _traits.get(id(op)) or _traits.setdefault(id_of(op), _inspect(op))
 
 
@@ -77,7 +76,7 @@ _traits: dict[int, Traits] = {}
 _POWERS = ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
 
 
-def _inspect(op: torch._ops.OpOverload) -> Traits:
+def _inspect(op: OpOverload) -> Traits:
     schema = schema_of(op)
     tags = op.tags
     is_ours = op.namespace in ("aten", "prims")
@@ -88,7 +87,7 @@ def _inspect(op: torch._ops.OpOverload) -> Traits:
     # the first is enough for most, and a tenth of the other's cost
     elif not (is_ours and _has_kernel(op, "Meta")) and not has_fake_kernel(op) and not is_fused_optimizer(op):
         reason = "it has no fake kernel"
-    name = op._schema.name
+    name = function_schema(op).name
     return Traits(
         schema=schema,
         draws=draws,
@@ -100,9 +99,8 @@ def _inspect(op: torch._ops.OpOverload) -> Traits:
     )
 
 
-def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
-    # internal, checked on 2.13, as in has_fake_kernel
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+def _has_kernel(op: OpOverload, key: str) -> bool:
+    return has_kernel(op.name(), key)
 
 
 # Ops of most training steps. Looking up an op takes 0.1 ms, torch's own part included, and a first step has tens.
@@ -126,7 +124,7 @@ unsqueeze.default view.default zero_.default zeros_like.default
 """
 
 
-def common_ops() -> list[torch._ops.OpOverload]:
+def common_ops() -> list[OpOverload]:
     """The operators that most programs use, except those that this version of PyTorch lacks."""
     names = [name.split(".") for name in _COMMON.split()]
     found = [getattr(getattr(aten, name, None), overload, None) for name, overload in names]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent
+from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.recording.arguments import flat, with_leaves
 from lazy_backend.recording.operators import INDEX_OPS, NotRecordable
 from lazy_backend.tensors.state import TensorData
@@ -33,11 +34,11 @@ _CHECKING = frozenset(
 )  # fmt: skip
 
 
-def checks_more_than_its_fake(op: torch._ops.OpOverload) -> bool:
-    return torch.Tag.pointwise in op.tags or op._schema.name in _CHECKING
+def checks_more_than_its_fake(op: OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags or function_schema(op).name in _CHECKING
 
 
-def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
+def try_tiny(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
     """Call `op` on operands with sizes above 2 reduced to 2. Returns what eager returns, raises what eager raises."""
     try:
         return _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _tiny))
@@ -46,7 +47,7 @@ def try_tiny(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
         raise
 
 
-def try_ones(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> bool:
+def try_ones(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> bool:
     """Call `op` on ones of the operands' geometry; False and no call if they are large. Raises what eager raises."""
     metas = [item for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
     small = sum(meta.numel for meta, _ in metas) <= _MAX_NUMEL
@@ -70,19 +71,19 @@ _CHECKED_ON_ZEROS = frozenset(
 )  # fmt: skip
 
 
-def try_zeros(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> None:
+def try_zeros(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> None:
     """Call `op` on zeros if it is in `_CHECKED_ON_ZEROS` and the operands are not large. Raises what eager raises."""
-    if op._schema.name not in _CHECKED_ON_ZEROS:
+    if function_schema(op).name not in _CHECKED_ON_ZEROS:
         return
     metas = [item[0] for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
-    if op._schema.name in INDEX_OPS and any(meta.dtype in (torch.bool, torch.uint8) for meta in metas[1:]):
+    if function_schema(op).name in INDEX_OPS and any(meta.dtype in (torch.bool, torch.uint8) for meta in metas[1:]):
         return  # how much a mask selects depends on its values
     if sum(meta.numel for meta in metas) <= _MAX_NUMEL:
         _call(op, args, kwargs, lambda leaf: _operand(read(leaf), lambda meta, device: empty_of(meta, device).zero_()))
 
 
 def try_shared(
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     operands: Sequence[TensorData],
@@ -137,9 +138,7 @@ def _tiny(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     return tiny.to(device).expand(shape)
 
 
-def _call(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], convert: Callable[[Any], Any]
-) -> Any:
+def _call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], convert: Callable[[Any], Any]) -> Any:
     def call() -> Any:
         return op(
             *(with_leaves(convert, arg) for arg in args),

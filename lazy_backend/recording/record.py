@@ -40,6 +40,15 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import INPUTS, SLOTS, Call, Cut, Entered, Fresh, Same, Token, View
+from lazy_backend.ports.dispatcher import (
+    DispatchKey,
+    OpOverload,
+    can_decompose,
+    function_schema,
+    has_kernel,
+    kernel_caller,
+)
+from lazy_backend.ports.tensor_types import address_of
 from lazy_backend.recording.arguments import flat, mutated_arguments, operand_at
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, draw_seed_for, run_at_once
 from lazy_backend.recording.describe import check_recordable, describe, num_slots_of
@@ -102,19 +111,19 @@ _PLAIN = frozenset((int, type(None), str, torch.dtype, torch.layout, torch.memor
 
 
 # Handles the calls of one operator, by recording them or otherwise: (op, args, kwargs) -> results
-Handler = Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], Any]
+Handler = Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 
 _handlers: dict[int, Handler] = {}  # by `id_of`
 
 
-_handlers_of: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {}  # by namespace
+_handlers_of: dict[str, Callable[[OpOverload], Handler]] = {}  # by namespace
 
 
-def add_handler(op: torch._ops.OpOverload, handler: Handler) -> None:
+def add_handler(op: OpOverload, handler: Handler) -> None:
     _handlers[id_of(op)] = handler
 
 
-def add_handlers_of(namespace: str, choose: Callable[[torch._ops.OpOverload], Handler]) -> None:
+def add_handlers_of(namespace: str, choose: Callable[[OpOverload], Handler]) -> None:
     """Let `choose` name the handler of each operator of a library, when it first arrives."""
     _handlers_of[namespace] = choose
 
@@ -131,17 +140,17 @@ def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str,
         raise
 
 
-def _choose_handler(op: torch._ops.OpOverload) -> Handler:
+def _choose_handler(op: OpOverload) -> Handler:
     """Choose the handler for an operator that arrives for the first time."""
     # composite operators arrive undecomposed only where autograd is off altogether, in inference mode
-    handler: Handler = _decompose if op._can_decompose() else record
+    handler: Handler = _decompose if can_decompose(op) else record
     if op is aten._nested_tensor_from_mask_left_aligned.default:
         handler = _ask  # it returns a bool: whether a mask could become a nested tensor
     elif op.namespace in _handlers_of:
         handler = _handlers_of[op.namespace](op)
-    elif op._schema.name.startswith("aten::_nested_"):
+    elif function_schema(op).name.startswith("aten::_nested_"):
         handler = _refuse_nested
-    elif any(arg.is_write and str(arg.type) == "List[Tensor]" for arg in op._schema.arguments):
+    elif any(arg.is_write and str(arg.type) == "List[Tensor]" for arg in function_schema(op).arguments):
         handler = _record_list_write
     elif handler is record and rng.takes_generator(op):
         handler = _record_random
@@ -163,26 +172,26 @@ def prepare() -> None:
         traits_of(op)
 
 
-def _ask(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _ask(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it returns a bool")
 
 
-def _refuse_nested(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _refuse_nested(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raise LazyBackendError(
         f"a nested tensor of strided layout cannot be lazy\n  at {user_site()}\n"
         "  use layout=torch.jagged, pad it, or compute it on the CPU"
     )
 
 
-def _decompose(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _decompose(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # eager's own composite kernel: PyTorch also has Python decompositions, which differ here and there (an LSTM's
-    # dropout in 2.13). Internal, checked on 2.13: no public way to call one kernel of an operator
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
-        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    # dropout in 2.13)
+    if has_kernel(op.name(), "CompositeImplicitAutograd"):
+        return kernel_caller(op)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
     return op.decompose(*args, **kwargs)
 
 
-def _record_list_write(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _record_list_write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an in-place foreach op, and bump the version counters: autograd leaves that to the kernel."""
     result = record(op, args, kwargs)
     written = [t for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor) and not t.is_inference()]
@@ -201,7 +210,7 @@ class _Interrupted(Exception):
     """A signal handler or a finalizer recorded or ran something in between: the call is recorded again, after that."""
 
 
-def _record_random(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _record_random(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an op that may be given a generator: a lazy one gives the seed, any other gives the numbers themselves."""
     generator = lazy_generator(kwargs.get("generator") or (args[-1] if args else None))
     if generator is None:
@@ -209,7 +218,7 @@ def _record_random(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappi
     return rng.call_drawing_from(generator, record, op, *rng.without_generator(op, args, kwargs))
 
 
-def record(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record a call, or run it at once if it cannot be recorded. Returns what the operator returns."""
     first: Any = args[0] if args else None
     context = first._data.context if first.__class__ is LazyTensor else _find_context(op, args, kwargs)
@@ -364,9 +373,9 @@ def _add_tokens(
 def _odd_token(trace: Trace, context: DeviceContext, op: Any, arg: Any, in_list: bool) -> Any:
     """The token of an argument of a rare type."""
     if isinstance(arg, torch.Tensor):
-        if op._schema.name in HOST_OPERAND_OPS:
+        if function_schema(op).name in HOST_OPERAND_OPS:
             raise NotRecordable("it reads lengths on the CPU")
-        is_index = in_list and op._schema.name in INDEX_OPS
+        is_index = in_list and function_schema(op).name in INDEX_OPS
         data = operand_from_outside(context, op, arg, is_index)
         return data.token if data.epoch is trace.epoch else enter(trace, context, data)
     if isinstance(arg, torch.device):
@@ -456,7 +465,7 @@ def _run_unseen(
     trace: Trace,
     changes: int,
     full_key: tuple[Any, ...],
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -510,7 +519,7 @@ def _run_unseen(
     return _return_unrecorded(context, op, real, output)
 
 
-def _return_unrecorded(context: DeviceContext, op: torch._ops.OpOverload, real: RealCall, output: Any) -> Any:
+def _return_unrecorded(context: DeviceContext, op: OpOverload, real: RealCall, output: Any) -> Any:
     """The results of a call during which a signal handler or a finalizer recorded something."""
     _undo(context, context.trace, None)
     executor.cut(context, f"{op}: something was recorded while it ran")
@@ -518,7 +527,7 @@ def _return_unrecorded(context: DeviceContext, op: torch._ops.OpOverload, real: 
 
 
 def _run_drawing(
-    real: RealCall, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    real: RealCall, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, int | None]:
     """Run a call that may draw random numbers. Returns its results, and the seed if it took one."""
     generator = rng.generator_in_use()
@@ -531,16 +540,14 @@ def _run_drawing(
         raise
 
 
-def _fake_decides(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+def _fake_decides(op: OpOverload, args: Sequence[Any]) -> bool:
     """Whether to ask the fake kernel before running an op with the trait `asks_fake`: for powers, only of booleans."""
     if op.namespace not in ("aten", "prims") or op is aten._padded_dense_to_jagged_forward.default:
         return True
     return any(arg.dtype == torch.bool for arg in flat(list(args)) if isinstance(arg, torch.Tensor))
 
 
-def _end_after(
-    context: DeviceContext, trace: Trace, key: tuple[Any, ...], op: torch._ops.OpOverload, reason: str
-) -> None:
+def _end_after(context: DeviceContext, trace: Trace, key: tuple[Any, ...], op: OpOverload, reason: str) -> None:
     """End the trace before a call that has run but turned out not to be recordable, as it will end next time."""
     _add_node(context, trace.cursor, key, Cut(reason))
     _undo(context, trace, None)
@@ -558,7 +565,7 @@ def _give_values(call: Call, results: Any, output: Any) -> None:
     taken: set[int] = set()
     for result, tensor, value in zip(call.results, results or (), output or (), strict=True):
         if isinstance(result, Fresh):
-            place = value.untyped_storage()._cdata
+            place = address_of(value.untyped_storage())
             tensor._data.tensor = _owned(value.clone() if place in taken else value, result.meta)
             taken.add(place)
 
@@ -576,7 +583,7 @@ def _add_unseen(
     trace: Trace,
     changes: int,
     full_key: tuple[Any, ...],
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> TrieNode[Call | Cut]:
@@ -631,9 +638,7 @@ def _find_entered(parts: tuple[Any, ...], found: list[tuple[TensorMeta, int, Ten
 # ----- factories and tensors from outside
 
 
-def record_factory(
-    context: DeviceContext, op: torch._ops.OpOverload, args: Sequence[Any], **options: Any
-) -> LazyTensor:
+def record_factory(context: DeviceContext, op: OpOverload, args: Sequence[Any], **options: Any) -> LazyTensor:
     """Record a call without tensor operands, such as `aten.zeros`, on `context`."""
     return record(op, args, {**options, "device": context.device})  # type: ignore[no-any-return]
 
@@ -691,7 +696,7 @@ def _view_call(context: DeviceContext, cursor: TrieNode[Call | Cut], of: Token, 
 
 
 def _call_of_ours(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], made: Fresh | View
+    op: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], made: Fresh | View
 ) -> Call:
     """A call that nobody made: before a call of the user's, it makes what that one takes."""
     return Call(

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.ports.dispatcher import OpOverload
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.precision.casts import cast_to_lower
 from lazy_backend.recording.record import add_handler
@@ -165,7 +166,7 @@ def _kernel(cell: Cell) -> Callable[..., tuple[torch.Tensor, ...]]:
     return run
 
 
-_KERNELS: dict[torch._ops.OpOverload, Callable[..., tuple[torch.Tensor, ...]]] = {
+_KERNELS: dict[OpOverload, Callable[..., tuple[torch.Tensor, ...]]] = {
     aten.lstm.input: _kernel(_lstm_cell),
     aten.gru.input: _kernel(_gru_cell),
     aten.rnn_tanh.input: _kernel(_tanh_cell),
@@ -173,7 +174,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable[..., tuple[torch.Tensor, ...]]] =
 }
 
 
-def _handler(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _handler(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _KERNELS[op](*args, **kwargs)
 
 

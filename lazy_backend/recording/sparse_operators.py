@@ -15,6 +15,9 @@ from lazy_backend.errors import DeviceError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_frames, hide_internals
 from lazy_backend.execution import reads
+from lazy_backend.ports.autograd_engine import current_node
+from lazy_backend.ports.dispatcher import BelowAutograd, OpOverload
+from lazy_backend.ports.tensor_types import mark_uncoalesced
 from lazy_backend.recording.arguments import flat
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, run_at_once
 from lazy_backend.recording.describe import GIVES_SPARSE
@@ -29,7 +32,7 @@ from lazy_backend.tensors.transfers import counted_download
 
 aten = torch.ops.aten
 
-Op = torch._ops.OpOverload
+Op = OpOverload
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
@@ -157,9 +160,9 @@ def _clone(op: Op, args: Args, kwargs: Kwargs) -> Any:
     In eager, autograd takes such a gradient over without a copy and loses the mark, but it copies a lazy gradient.
     """
     made = _run(op, args, kwargs)
-    node = torch._C._current_autograd_node()  # internal, checked on 2.13
+    node = current_node()
     if made.layout is torch.sparse_coo and node is not None and "AccumulateGrad" in node.name():
-        made._real._coalesced_(False)
+        mark_uncoalesced(made._real)
     return made
 
 
@@ -197,7 +200,7 @@ def _assemble(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 def _assemble_compressed(*args: Any, **kwargs: Any) -> Any:
     """`aten::_sparse_compressed_tensor_unsafe` on the AutogradLazy key: its composite kernel takes no lazy device."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return _assemble(aten._sparse_compressed_tensor_unsafe.default, args, kwargs)
 
 

@@ -15,16 +15,17 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
 from lazy_backend.lowering.ir.graph import extent
+from lazy_backend.ports.tensor_types import StandInStorage
 from lazy_backend.tensors.state import LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.transfers import counted_download
 
 
-class LazyUntypedStorage(torch.UntypedStorage):
+class LazyUntypedStorage(StandInStorage):
     """Stands for bytes on the backing device and holds none itself.
 
-    Covers what torch.save, torch.load and pickle ask of a storage (torch.serialization, torch.storage; checked on
-    2.13). Writing through it raises: a write that no operator recorded would be lost to the graph.
+    Covers what torch.save, torch.load and pickle ask of a storage (torch.serialization, torch.storage). Writing through
+    it raises: a write that no operator recorded would be lost to the graph.
     """
 
     lazy_device: torch.device
@@ -61,11 +62,6 @@ class LazyUntypedStorage(torch.UntypedStorage):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.lazy_device
-
-    @property
-    def _cdata(self) -> int:
-        # identity: torch.save uses it to find storages that it has written already
-        return self.plain._cdata
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LazyUntypedStorage) and self._identity() == other._identity()
@@ -114,7 +110,7 @@ class LazyUntypedStorage(torch.UntypedStorage):
     def is_shared(self) -> bool:
         return False
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"the storage of a lazy tensor is read-only\n  at {user_site()}\n"
             "  write through a tensor, as in tensor.copy_(...), or copy it with tensor.cpu() first"
@@ -136,22 +132,17 @@ class LazyUntypedStorage(torch.UntypedStorage):
             )
         return self
 
-    __setitem__ = fill_ = copy_ = byteswap = share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _refuse
+    __setitem__ = fill_ = copy_ = byteswap = share_memory_ = refuse
 
     def __reduce__(self) -> Any:  # type: ignore[override]
         # torch's own version would refer to this very object in the file; multiprocessing sends tensors this way
         return _load_storage, (self.cpu(), str(self.lazy_device))
 
-    def _write_file(self, *args: Any, **kwargs: Any) -> Any:
-        return self.cpu()._write_file(*args, **kwargs)
-
-    def _set_from_file(self, *args: Any, **kwargs: Any) -> Any:
-        self.plain._set_from_file(*args, **kwargs)  # type: ignore[attr-defined]
+    def follow_plain(self) -> None:
         # the legacy format reads the bytes after it has made the tensors
         loaded = None if self.lazy_storage is None else self.lazy_storage.tensor
         if loaded is not None:
             loaded.untyped_storage().copy_(self.plain)
-        return self
 
 
 def _full_size(storage: LazyStorage) -> int:

@@ -13,13 +13,13 @@ therefore ask for their turn before they take the lock; the thread of the body n
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from types import FrameType
 
 from lazy_backend.errors import CaptureError
 from lazy_backend.errors.sites import is_internal, is_of_top_layer
+from lazy_backend.ports.cpython import frames_of_threads
 
 # Seconds that a body may stay in one place while another thread waits: where Python waits for threads, and elsewhere.
 _PATIENCE_IN_WAIT, _PATIENCE = 1.0, 30.0
@@ -43,7 +43,7 @@ running: dict[int, Body] = {}
 def are_others_on_their_way() -> bool:
     """Whether another thread may be about to take a device's lock: it runs code of the layer that does."""
     this = threading.get_ident()
-    return any(_may_take_lock(frame) for thread, frame in sys._current_frames().items() if thread != this)
+    return any(_may_take_lock(frame) for thread, frame in frames_of_threads().items() if thread != this)
 
 
 def _may_take_lock(frame: FrameType | None) -> bool:
@@ -95,7 +95,7 @@ class Body:
         place: tuple[int, int] | None = None
         since = time.monotonic()
         while not self.ended:
-            frame = sys._current_frames().get(self.thread)
+            frame = frames_of_threads().get(self.thread)
             if frame is None:
                 self.ended = True  # with its thread
                 return

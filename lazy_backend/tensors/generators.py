@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lazy_backend.cache.weak_table import WeakTable
+from lazy_backend.ports.tensor_types import address_of
 from lazy_backend.tensors.contexts import contexts
 
 # A dispatched call has a new Python object around the user's generator: this table leads back to the user's object.
@@ -31,7 +32,7 @@ class LazyGenerator(torch.Generator):
     def __init__(self, device: torch.device) -> None:
         # raises for a device that does not exist
         self._device = contexts.get_device_context(device.index).device
-        _known[self._cdata] = self  # type: ignore[attr-defined]
+        _known[address_of(self)] = self
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -52,4 +53,4 @@ def lazy_generator(generator: Any) -> LazyGenerator | None:
     """The user's lazy generator behind `generator`, an argument of a call; None if it is not lazy."""
     if not isinstance(generator, torch.Generator):
         return None
-    return _known.get(generator._cdata)  # type: ignore[attr-defined]
+    return _known.get(address_of(generator))

@@ -13,6 +13,7 @@ from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.lowering.device_graphs.uploads import upload_to
 from lazy_backend.lowering.ir.graph import TensorMeta, meta_of
+from lazy_backend.ports.dispatcher import function_schema
 from lazy_backend.settings import config
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
@@ -109,5 +110,5 @@ def mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> Lazy
         return quantized_error()
     return DeviceError(
         f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "
-        f"{op._schema.name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"
+        f"{function_schema(op).name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"
     )

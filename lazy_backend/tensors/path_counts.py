@@ -6,6 +6,7 @@ from collections import Counter
 
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh
+from lazy_backend.ports.dispatcher import function_schema
 
 
 class PathCounts:
@@ -47,7 +48,7 @@ def calls_of(path: list[Call | Cut]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for call in path:
         if isinstance(call, Call):
-            counts["lazy::" + call.op._schema.name.split("::")[1]] += 1
+            counts["lazy::" + function_schema(call.op).name.split("::")[1]] += 1
     return counts
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-# Internal, checked on 2.13: the parts that torch._tensor_str prints every strided tensor with. There is no public way
-# to print a tensor with suffixes other than its own.
-from torch._tensor_str import PRINT_OPTS, _add_suffixes, _tensor_str
+from lazy_backend.ports.table import PRINTING
+from lazy_backend.ports.tensor_types import PRINT_OPTIONS, print_with
 
 _PREFIX = "tensor("
 
@@ -20,12 +19,15 @@ _EVIDENT = (torch.int64, torch.bool)
 
 def print_tensor(tensor: torch.Tensor, values: torch.Tensor, tangent: torch.Tensor | None) -> str:
     """The `repr` of `tensor`, whose values on the CPU are `values`, and whose forward gradient is `tangent`."""
-    indent = len(_PREFIX)
-    contents = _tensor_str(values, indent)  # type: ignore[no-untyped-call]
-    suffixes = [f"device='{tensor.device}'", *_geometry(values), *_history(tensor)]
+    suffixes = [f"device='{tensor.device}'", *_history(tensor)]
     if tangent is not None:
         suffixes.append(f"tangent={tangent}")
-    return str(_add_suffixes(_PREFIX + contents, suffixes, indent, force_newline=False))  # type: ignore[no-untyped-call]
+    if not PRINTING.fits():
+        # with the suffixes of the values, which are PyTorch's own, and without its line breaks
+        return f"{repr(values).removesuffix(')')}, {', '.join(suffixes)})"
+    suffixes[1:1] = _geometry(values)
+    # there is no public way to print a tensor with suffixes other than its own
+    return print_with(values, _PREFIX, suffixes)
 
 
 def _geometry(values: torch.Tensor) -> list[str]:
@@ -34,7 +36,7 @@ def _geometry(values: torch.Tensor) -> list[str]:
     is_empty = values.numel() == 0
     default_complex = torch.complex128 if default == torch.float64 else torch.complex64
     evident = (default,) if is_empty else (default, default_complex, *_EVIDENT)
-    hides_shape = values.dim() != 1 if is_empty else not PRINT_OPTS.edgeitems
+    hides_shape = values.dim() != 1 if is_empty else not PRINT_OPTIONS.edgeitems
     return [f"size={tuple(values.shape)}"] * hides_shape + [f"dtype={values.dtype}"] * (values.dtype not in evident)
 
 

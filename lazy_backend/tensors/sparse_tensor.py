@@ -19,8 +19,19 @@ from typing import Any, NoReturn, cast
 
 import torch
 
+from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.lowering.ir.graph import meta_of
+from lazy_backend.ports.table import SPARSE
+from lazy_backend.ports.tensor_types import (
+    WithoutTorchDispatch,
+    address_of,
+    make_subclass,
+    no_torch_function,
+    set_data,
+    sparse_indices,
+    sparse_values,
+)
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import new_data, whole_storage
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, ViewData
@@ -37,7 +48,7 @@ class LazySparseTensor(torch.Tensor):
     # the lazy storages behind the indices and values, by the address of the real storage
     _parts: dict[int, LazyStorage]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> LazySparseTensor:
@@ -136,6 +147,11 @@ def attributes_of(tensor: LazySparseTensor) -> dict[str, Any]:
 
 def wrap_sparse(context: DeviceContext, real: torch.Tensor, storages: Iterable[LazyStorage] = ()) -> LazySparseTensor:
     """A tensor that stands for `real`, whose indices and values may share memory with `storages`."""
+    if not SPARSE.fits():
+        raise LazyBackendError(
+            f"there are no sparse tensors on {context.device}: {SPARSE.obstacle()}\n"
+            f"  at {user_site()}\n  compute with them on the CPU"
+        )
     tensor = _shell(context, real)
     tensor._real = real
     tensor._parts = _storages_behind(context, real, storages)
@@ -148,8 +164,8 @@ def follow(tensor: LazySparseTensor) -> None:
     if real.shape == tensor.shape and all(_place(part) in tensor._parts for part in _real_parts(real)):
         return
     tensor._parts = _storages_behind(tensor._context, real, tensor._parts.values())
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        _set_data(tensor, _shell(tensor._context, real))
+    with WithoutTorchDispatch():
+        set_data(tensor, _shell(tensor._context, real))
 
 
 def part_of(tensor: LazySparseTensor, real: torch.Tensor) -> LazyTensor | None:
@@ -176,14 +192,14 @@ def _storages_behind(
 
 def _real_parts(real: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if real.layout is torch.sparse_coo:
-        return real._indices(), real._values()
+        return sparse_indices(real), sparse_values(real)
     if real.layout in (torch.sparse_csr, torch.sparse_bsr):
         return real.crow_indices(), real.col_indices(), real.values()
     return real.ccol_indices(), real.row_indices(), real.values()
 
 
 def _place(real: torch.Tensor) -> int:
-    return real.untyped_storage()._cdata
+    return address_of(real.untyped_storage())
 
 
 def _base_of(part: torch.Tensor) -> torch.Tensor:
@@ -193,15 +209,11 @@ def _base_of(part: torch.Tensor) -> torch.Tensor:
     return whole_storage(part)
 
 
-# internal, checked on 2.13; FakeTensor makes its sparse tensors this way
-_make_subclass: Any = torch.Tensor._make_subclass
-_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
-
-
 def _shell(context: DeviceContext, real: torch.Tensor) -> LazySparseTensor:
     """The tensor that PyTorch sees: one of its own sparse tensors that says it is on the lazy device."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        made = _make_subclass(
+    with WithoutTorchDispatch():
+        # FakeTensor makes its sparse tensors this way
+        made = make_subclass(
             LazySparseTensor, real, False, dispatch_device=True, device_for_backend_keys=context.device
         )
     shell = cast("LazySparseTensor", made)

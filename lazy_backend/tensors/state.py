@@ -49,6 +49,7 @@ from lazy_backend.lowering.ir.canonical import storage_of_tokens
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
+from lazy_backend.ports.cpython import UNHELD, counts_of, is_owned
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import Body
 from lazy_backend.tensors.locks import DeviceLocker, DeviceQueue, Work, lockers
@@ -164,15 +165,6 @@ class GivenBack:
 
 def _gone() -> None:
     """A weak reference to nothing."""
-
-
-def _reference_counts(objects: list[Any]) -> list[int]:
-    """The reference count of each of `objects`, including the references of the list and of this call."""
-    return list(map(getrefcount, objects))
-
-
-# What `_reference_counts` gives for an object that only the list holds; differs between versions of Python.
-_UNHELD = _reference_counts([object()])[0]
 
 
 class Epoch:
@@ -322,8 +314,8 @@ class Trace:
         if self.computed:
             held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
         else:
-            counts = _reference_counts(pending)
-            places = [place for place, count in enumerate(counts) if count > _UNHELD + 1]
+            counts = counts_of(pending)
+            places = [place for place, count in enumerate(counts) if count > UNHELD + 1]
             held = {place: pending[place] for place in places if pending[place] is not None}
         if self.given_back and not goes_on:
             held = {place: storage for place, storage in held.items() if storage not in self.given_back}
@@ -384,7 +376,7 @@ class DeviceContext:
 
     def holds_lock(self) -> bool:
         """Whether the calling thread holds `lock`."""
-        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # as threading.Condition asks
+        return is_owned(self.lock)
 
     def wait_for_body(self) -> None:
         """Wait until no other thread runs the body of a captured function here. See Note [Threads and bodies]."""

@@ -12,17 +12,27 @@ of a step do not depend on the garbage collector. See also Note [Who holds a pen
 from __future__ import annotations
 
 import copy
-import sys
-import types
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lazy_backend.errors import LazyBackendError, PoisonedTensorError
 from lazy_backend.errors.sites import reading_for, user_site
 from lazy_backend.errors.tracebacks import hide_frames, hide_internals, refusal_to_trace
 from lazy_backend.lowering.ir.graph import TensorMeta, contiguous_stride, empty_of
+from lazy_backend.ports.compilers import MARKS_DIMENSIONS, compiler_at, only_looks_for_fakes
+from lazy_backend.ports.cpython import frame_at
+from lazy_backend.ports.tensor_types import (
+    WithoutTorchDispatch,
+    make_wrapper_subclass,
+    neg_view,
+    no_torch_function,
+    set_conj,
+    set_data,
+    set_neg,
+    untyped,
+)
+from lazy_backend.ports.thread_modes import without_dispatch_modes
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.printing import print_tensor
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, TensorData
@@ -32,34 +42,6 @@ NOT_TRACED = (
     "whole steps by itself\n"
     "  call the function as it is, trace it with CPU tensors, or use torch.compile(function, backend='lazy')"
 )
-
-# The parts of PyTorch that would trace or compile functions of lazy tensors. Checked on 2.13.
-_COMPILERS = tuple(
-    f"torch.{name}."
-    for name in ("_dynamo", "_export", "_functorch", "_guards", "_higher_order_ops", "_subclasses", "export", "fx")
-)
-_MARKING_DIMENSIONS = "torch._dynamo.decorators"  # mark_dynamic and similar functions, which compile nothing
-_LOOKING_FOR_FAKES = ("get_plain_tensors", "detect_fake_mode")  # the second calls the first
-
-
-def compiler_at(frame: types.FrameType | None) -> str | None:
-    """The module of PyTorch's compilers whose code `frame` runs; None for any other code."""
-    # expressions that guards evaluate, and `transform_subclass`, act for their callers
-    while frame is not None and (
-        frame.f_code.co_filename == "<string>" or frame.f_globals.get("__name__") == "torch.utils._python_dispatch"
-    ):
-        frame = frame.f_back
-    name = "" if frame is None else str(frame.f_globals.get("__name__"))
-    return name if f"{name}.".startswith(_COMPILERS) else None
-
-
-def _only_looks_for_fakes(frame: types.FrameType) -> bool:
-    """Whether `frame` asks which fake mode there is, and not for a compiler. A lazy tensor holds no fake tensor."""
-    for function in _LOOKING_FOR_FAKES:
-        if frame.f_code.co_name != function or frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return compiler_at(frame) is None
 
 
 def backing_tensor(data: TensorData) -> torch.Tensor:
@@ -82,7 +64,7 @@ def backing_tensor(data: TensorData) -> torch.Tensor:
         view = torch.empty(0, dtype=meta.dtype, device=base.device)
         view.set_(base.untyped_storage(), meta.storage_offset, meta.shape, meta.stride)
     view = view.conj() if meta.conj else view
-    return torch._neg_view(view) if meta.neg else view
+    return neg_view(view) if meta.neg else view
 
 
 def poisoned(storage: LazyStorage) -> PoisonedTensorError:
@@ -114,7 +96,7 @@ class LazyTensor(torch.Tensor):
     _data: TensorData
 
     # Operators arrive in __torch_dispatch__, below autograd; the function protocol would only add its cost.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> LazyTensor:
@@ -128,18 +110,18 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError("lazy_backend was not installed")  # installation puts the recorder here
 
     # `Module.to` swaps a parameter in place, instead of replacing it, for tensor classes that have these two methods
-    # (torch.nn.modules.module, checked on 2.13). So tied parameters and optimizers survive `.to("lazy")`.
+    # (torch.nn.modules.module). So tied parameters and optimizers survive `.to("lazy")`.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The name of the attribute that holds the real tensor: code that writes files finds shared memory this way.
 
         This call runs nothing; reading the attribute does. Compilers call it too and must not see the attribute: those
         that may trace lazy tensors get tensors without inner ones.
         """
-        caller = sys._getframe(1)
+        caller = frame_at(1)
         compiler = compiler_at(caller)
         if compiler is None:
             return ["_backing_tensor"], self.device
-        if compiler == _MARKING_DIMENSIONS or self._may_be_traced_by(compiler) or _only_looks_for_fakes(caller):
+        if compiler == MARKS_DIMENSIONS or self._may_be_traced_by(compiler) or only_looks_for_fakes(caller):
             return [], None
         raise refusal_to_trace(NOT_TRACED)
 
@@ -187,7 +169,7 @@ class LazyTensor(torch.Tensor):
             source = source.as_strided(size, stride, offset)
             return super().set_(source)
         if isinstance(source, torch.storage.TypedStorage):
-            source = source._untyped_storage
+            source = untyped(source)
         sources = () if source is None else (source,)
         return super().set_(*sources, *geometry)  # type: ignore[call-overload]
 
@@ -237,7 +219,7 @@ class LazyTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # without modes, as PyTorch prints; but not under the guard that PyTorch turns functorch off with: an
         # exception's traceback would keep the guard alive, and functorch would stay off for the thread
-        with torch.no_grad(), _disable_current_modes(), reading_for("print"):
+        with torch.no_grad(), without_dispatch_modes(), reading_for("print"):
             primal, tangent = torch.autograd.forward_ad.unpack_dual(self)
             printed = print_tensor(self, primal.detach().cpu(), tangent)
         return f"Parameter containing:\n{printed}" if isinstance(self, torch.nn.Parameter) else printed
@@ -297,8 +279,7 @@ class LazyTensor(torch.Tensor):
 
 
 # make(), not the class: 0.9 µs against 1.6 µs through a Python __new__
-make: Any = torch.Tensor._make_wrapper_subclass
-_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+make: Any = make_wrapper_subclass
 
 
 def wrapper_arguments(context: DeviceContext, meta: TensorMeta) -> tuple[Any, ...]:
@@ -327,11 +308,10 @@ def wrap_with(arguments: tuple[Any, ...], data: TensorData) -> LazyTensor:
 
 def set_bits(tensor: LazyTensor, meta: TensorMeta) -> None:
     """Set the conjugate and negative bits of a view: operators that do not support them then get resolved operands."""
-    # internal, checked on 2.13; torch.fx's meta converter does the same
     if meta.conj:
-        torch._C._set_conj(tensor, True)
+        set_conj(tensor, True)
     if meta.neg:
-        torch._C._set_neg(tensor, True)
+        set_neg(tensor, True)
 
 
 def make_view(source: LazyTensor, arguments: tuple[Any, ...]) -> LazyTensor:
@@ -374,13 +354,13 @@ def _copy_view(data: TensorData, base: LazyTensor) -> LazyTensor:
 def assign(tensor: LazyTensor, data: TensorData) -> None:
     """Make `tensor` stand for `data`, as `tensor.data = ...`, `set_` and `t_` do; sizes, strides and dtype follow."""
     # shallow_copy_from keeps the object, its autograd history and its version counter
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with WithoutTorchDispatch():
         if data.meta.conj and not tensor.is_complex():  # only a complex tensor can take the bit: it becomes one first
-            _set_data(tensor, make_view(tensor, wrapper_arguments(data.context, data.meta)))
-        # `_set_data` refuses tensors whose bits differ; the conjugate bit counts for complex tensors only
+            set_data(tensor, make_view(tensor, wrapper_arguments(data.context, data.meta)))
+        # `set_data` refuses tensors whose bits differ; the conjugate bit counts for complex tensors only
         if tensor.is_conj() != data.meta.conj:
-            torch._C._set_conj(tensor, data.meta.conj)
+            set_conj(tensor, data.meta.conj)
         if tensor.is_neg() != data.meta.neg:
-            torch._C._set_neg(tensor, data.meta.neg)
-        _set_data(tensor, wrap(data, view_of=tensor))
+            set_neg(tensor, data.meta.neg)
+        set_data(tensor, wrap(data, view_of=tensor))
     tensor._data = data

@@ -16,19 +16,31 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-# internal, checked on 2.13: only `torch.inference_mode(False)` is public, the rest has no public form
-from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext as DeviceMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from lazy_backend.ports.thread_modes import (
+    DeviceMode,
+    ForceDispatchKeys,
+    InferenceMode,
+    WithoutAutocast,
+    WithoutTorchFunction,
+    active_transform,
+    dispatch_depth,
+    dispatch_modes,
+    excluded_keys,
+    function_depth,
+    function_modes,
+    included_keys,
+    is_any_autocast_enabled,
+    set_grad_enabled,
+    without_dispatch_modes,
+    without_transforms,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # The dispatch keys of a thread that is not within a dispatch.
-_INCLUDED = torch._C._dispatch_tls_local_include_set()
-_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+_INCLUDED = included_keys()
+_EXCLUDED = excluded_keys()
 
 
 def has_modes() -> bool:
@@ -38,16 +50,12 @@ def has_modes() -> bool:
 
 def has_further_modes() -> bool:
     """Whether the thread carries such a mode besides inference mode."""
-    return torch._C._is_any_autocast_enabled() or has_python_modes()
+    return is_any_autocast_enabled() or has_python_modes()
 
 
 def has_python_modes() -> bool:
     """Whether the thread carries a dispatch or function mode, or a transform of `torch.func`."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or peek_interpreter_stack() is not None
-    )
+    return bool(dispatch_depth() or function_depth() or active_transform() is not None)
 
 
 def describe_modes() -> tuple[Any, ...]:
@@ -59,14 +67,13 @@ def describe_modes() -> tuple[Any, ...]:
     plain = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     if not has_further_modes():
         return plain
-    # internal, checked on 2.13
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    modes = (*function_modes(), *dispatch_modes())
     return *plain, describe_autocast(), *((mode.device if type(mode) is DeviceMode else mode) for mode in modes)
 
 
 def describe_autocast() -> tuple[Any, ...] | None:
     """A key for what autocast does on the thread, or None where it is off."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return None
     kinds = [kind for kind in ("lazy", "cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
@@ -79,16 +86,16 @@ def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     Python can be interrupted before it restores anything, and the thread would continue without gradients (Note
     [Interruption]). The guards here are C++ objects; the first one restores the gradient mode too.
     """
-    # internal, checked on 2.13: what `torch.inference_mode(False)` and `torch.no_grad()` call
-    with torch._C._InferenceMode(False), torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED):
-        torch._C._set_grad_enabled(False)
+    # what `torch.inference_mode(False)` and `torch.no_grad()` call
+    with InferenceMode(False), ForceDispatchKeys(_INCLUDED, _EXCLUDED):
+        set_grad_enabled(False)
         return _run_without_modes(function, args, kwargs) if has_further_modes() else function(*args, **kwargs)
 
 
 def _run_without_modes(function: Callable[..., R], args: Any, kwargs: Any) -> R:
-    with torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), contextlib.ExitStack() as stack:
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
-        if peek_interpreter_stack() is not None:
-            stack.enter_context(temporarily_clear_interpreter_stack())
+    with WithoutAutocast(), WithoutTorchFunction(), contextlib.ExitStack() as stack:
+        if dispatch_depth():
+            stack.enter_context(without_dispatch_modes())
+        if active_transform() is not None:
+            stack.enter_context(without_transforms())
         return function(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter  # type: ignore[attr-defined]
 
+from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor, assign, make, wrap, wrapper_arguments
 
@@ -25,7 +26,7 @@ class _NoShape:
 
     @data.setter
     def data(self, value: LazyTensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with WithoutSubclasses():
             assign(self, value._data)  # type: ignore[arg-type]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
