@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from lazy_backend.ports import trees
 
 _CONSTANT = int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
 
@@ -58,7 +59,7 @@ class CpuCall:
     """Any operator, as a function that returns its tensors, then the new values of the operands that it writes."""
 
     function: Callable[..., Any]
-    spec: pytree.TreeSpec
+    spec: trees.TreeSpec
     written: tuple[int, ...]
 
     @property
@@ -69,7 +70,7 @@ class CpuCall:
         operands = list(leaves)
         for place in self.written:
             operands[place] = operands[place].clone()
-        args, kwargs = pytree.tree_unflatten(operands, self.spec)
+        args, kwargs = trees.tree_unflatten(operands, self.spec)
         return (*tensors_in(self.function(*args, **kwargs)), *(operands[place] for place in self.written))
 
 
@@ -84,7 +85,7 @@ def item_of(tensor: torch.Tensor) -> float:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return [one for one in trees.tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from sys import getrefcount
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend.floats.cpu_calls import (
     CpuCall,
@@ -27,6 +25,9 @@ from lazy_backend.floats.cpu_calls import (
     same_bits,
 )
 from lazy_backend.floats.formulas import Literal, Operand, Tape, TracedFloat, untraced
+from lazy_backend.ports import trees
+from lazy_backend.ports.cpython import UNHELD, counts_of
+from lazy_backend.ports.tensor_types import address_of, base_of, is_view, use_count, version_of
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Larger tensors are not compared after the body, only their version counters.
@@ -101,7 +102,7 @@ class CpuTensors:
         self._write(target, self._tape.compute(call, operands, target.detach().clone()))
 
     def _note_any(self, func: Any, given: Any, written: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        leaves, spec = pytree.tree_flatten(given)
+        leaves, spec = trees.tree_flatten(given)
         places = tuple(next(place for place, leaf in enumerate(leaves) if leaf is one) for one in written)
         key = (func, str(spec), places)
         call = self._calls.setdefault(key, CpuCall(func, spec, places))
@@ -155,7 +156,7 @@ class CpuTensors:
     def node_of(self, tensor: torch.Tensor) -> int:
         tracked = self._tracked.get(id(tensor))
         if tracked is not None:
-            if tracked.version != tensor._version:
+            if tracked.version != version_of(tensor):
                 self.refuse("it writes a tensor on the CPU where a replay cannot follow, as through a view")
             return tracked.node
         node = self.leaf(tensor, tensor.detach().clone())
@@ -173,22 +174,22 @@ class CpuTensors:
     def _track(self, tensor: torch.Tensor, node: int, is_made: bool) -> None:
         known = self._tracked.get(id(tensor))
         if known is not None:
-            known.node, known.version = node, tensor._version
+            known.node, known.version = node, version_of(tensor)
             return
-        self._tracked[id(tensor)] = _Tracked(tensor, node, tensor._version, is_made, -1 if is_made else node)
-        self._aliases.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
+        self._tracked[id(tensor)] = _Tracked(tensor, node, version_of(tensor), is_made, -1 if is_made else node)
+        self._aliases.setdefault(address_of(tensor.untyped_storage()), set()).add(id(tensor))
 
     def _write(self, tensor: torch.Tensor, node: int) -> None:
         tracked = self._tracked[id(tensor)]
-        if len(self._aliases[tensor.untyped_storage()._cdata]) > 1:
+        if len(self._aliases[address_of(tensor.untyped_storage())]) > 1:
             self.refuse("it writes a tensor on the CPU that shares memory with another one")
         if not same_bits(self._tape.values[node], tensor):
             self.refuse("equal operators on the CPU gave it different values")
-        tracked.node, tracked.version = node, tensor._version
+        tracked.node, tracked.version = node, version_of(tensor)
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has changed since its node was made."""
-        return tensor._version != self._tracked[id(tensor)].version
+        return version_of(tensor) != self._tracked[id(tensor)].version
 
     def writes(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors from outside that the body wrote, each with its new value."""
@@ -200,7 +201,7 @@ class CpuTensors:
     def check_end(self) -> None:
         """Refuse what the body did unseen, and what it made and left somewhere."""
         made = [tracked.tensor for tracked in self._tracked.values() if tracked.is_made]
-        views = Counter(id(tensor._base) for tensor in made if tensor._is_view())
+        views = Counter(id(base_of(tensor)) for tensor in made if is_view(tensor))
         del made
         for tracked in self._tracked.values():
             small = tracked.tensor.numel() <= _SMALL
@@ -209,8 +210,9 @@ class CpuTensors:
                 self.refuse("it writes a tensor on the CPU where a replay cannot follow, as through a view or an array")
             # views that the body made refer to their base: all of them as one reference from Python, each from C++
             count = views[id(tracked.tensor)]
-            holders = getrefcount(tracked.tensor) - (count > 0), tracked.tensor._use_count() - count  # type: ignore[attr-defined]
-            if tracked.is_made and holders > (2, 1):
+            (held,) = counts_of([tracked.tensor])  # by the list, and by `tracked`
+            holders = held - UNHELD - (count > 0), use_count(tracked.tensor) - count
+            if tracked.is_made and holders > (1, 1):
                 self.refuse("it makes a tensor on the CPU, and something keeps it\n  write into one: old.copy_(new)")
 
     def clear(self) -> None:

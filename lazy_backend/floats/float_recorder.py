@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend.floats.cpu_calls import are_constant, as_upload, item_of, same_bits, tensors_in
 from lazy_backend.floats.cpu_tensors import CpuTensors, Held
@@ -25,6 +24,8 @@ from lazy_backend.floats.formulas import Literal, Tape, TracedFloat, bits, plain
 from lazy_backend.floats.hyperparameters import float_places
 from lazy_backend.floats.mirrors import Mirrors
 from lazy_backend.floats.torch_hooks import FloatSeer
+from lazy_backend.ports import trees
+from lazy_backend.ports.thread_modes import WithoutTorchFunction
 from lazy_backend.tensors.state import DeviceContext, LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -252,7 +253,7 @@ class FloatRecorder(FloatSeer):
                 self._uploads[storage] = [choice]
 
     def see_made(self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], made: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunction():  # its own calls are not the body's; no public form in 2.13
+        with WithoutTorchFunction():  # its own calls are not the body's
             self.cpu.note_factory(function, args, {}, made)
 
     def _note_traced(self, call: _SeenCall, result: Any) -> None:
@@ -415,9 +416,9 @@ def _untraced(value: Any) -> Any:
         return plain(value)
     if kind is tuple:
         return tuple([_untraced(one) for one in value])
-    if kind is list and any(one.__class__ is TracedFloat for one in pytree.tree_leaves(value)):
+    if kind is list and any(one.__class__ is TracedFloat for one in trees.tree_leaves(value)):
         return [_untraced(one) for one in value]
-    if kind is dict and any(one.__class__ is TracedFloat for one in pytree.tree_leaves(value)):
+    if kind is dict and any(one.__class__ is TracedFloat for one in trees.tree_leaves(value)):
         return {key: _untraced(one) for key, one in value.items()}
     return value
 
@@ -440,7 +441,7 @@ def call_traced(function: Callable[..., Any], recorder: FloatRecorder, args: Any
                 if new is not value[key]:
                     recorder.replace(value, key, new)
         elif isinstance(value, list | tuple | dict):  # `_match_the_rest` finds where these go
-            count += sum(leaf.__class__ is float for leaf in pytree.tree_leaves(value))
+            count += sum(leaf.__class__ is float for leaf in trees.tree_leaves(value))
         return value
 
     return function(*[trace(arg) for arg in args], **{name: trace(value) for name, value in kwargs.items()})

@@ -19,6 +19,7 @@ from lazy_backend.floats.cpu_tensors import Held
 from lazy_backend.floats.float_recorder import Choice, RecordedFloats
 from lazy_backend.floats.formulas import Guard, OtherOutcome, bits, compile_formulas, needed, reached
 from lazy_backend.floats.mirrors import value_of
+from lazy_backend.ports.tensor_types import foreach_copy
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 
@@ -75,7 +76,7 @@ class Commit:
         run_clean(self._put, run)
 
     def _put(self, run: Any) -> None:
-        store, tensors, values = torch._foreach_copy_, self.tensors, self.values
+        store, tensors, values = foreach_copy, self.tensors, self.values
         # no Python call between the check and the store: an interrupting call may have delivered, and gone on since
         if not run.delivered:
             store(tensors, values)

@@ -22,10 +22,11 @@ import struct
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from sys import getrefcount
 from typing import Any
 
 import torch
+
+from lazy_backend.ports.cpython import UNHELD, counts_of
 
 plain = float.__float__  # an exact float, also of a subclass
 
@@ -123,8 +124,8 @@ class Tape:
 
     def kept(self) -> list[TracedFloat]:
         """The traced floats that something besides the caller and this tape still holds, such as a scheduler."""
-        # three references that are not the body's: the list, the loop's variable and the argument
-        return [one for one in self._made if getrefcount(one) > 3]
+        counts = counts_of(self._made)
+        return [one for one, count in zip(self._made, counts, strict=True) if count > UNHELD]
 
     def close(self) -> None:
         """From here on, what is left of the traced floats behaves as plain floats do."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lazy_backend.floats.formulas import Literal, Operand, Tape, TracedFloat, untraced
+from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor, backing_tensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -98,10 +99,10 @@ class Mirrors:
                 return None
             self._set(tensor, self._leaf(tensor, value.clone()))
             return self._mirrors[id(tensor)].node
-        return known.node if (known.data, known.version) == (tensor._data, tensor._version) else None
+        return known.node if (known.data, known.version) == (tensor._data, version_of(tensor)) else None
 
     def _set(self, tensor: LazyTensor, node: int) -> None:
-        self._mirrors[id(tensor)] = _Mirror(tensor, tensor._data, tensor._version, node)
+        self._mirrors[id(tensor)] = _Mirror(tensor, tensor._data, version_of(tensor), node)
 
     def prepare(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Operand]] | None:
         """Before a call: its operands, once for each scalar that it computes; None if it cannot be followed."""

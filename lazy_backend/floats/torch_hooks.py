@@ -1,18 +1,20 @@
 """The functions of PyTorch that are replaced while some thread runs the body of a captured function as written.
 
 In: which recorder the calling thread has, if any. Out: a recorder that sees the calls of hooks in backward, and changes
-no choice that PyTorch makes. Internals, checked on 2.13.
+no choice that PyTorch makes.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
+
+from lazy_backend.ports import hooks
+from lazy_backend.ports.cpython import frame_at
+from lazy_backend.ports.thread_modes import function_depth, function_mode_at, pop_function_mode, push_function_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +33,7 @@ class FloatSeer(TorchFunctionMode):
         """
         try:
             try:
-                torch._C._push_on_torch_function_stack(self)
+                push_function_mode(self)
                 return function(*args, **kwargs)
             finally:
                 self._leave()
@@ -39,9 +41,9 @@ class FloatSeer(TorchFunctionMode):
             self._leave()  # the first one may be interrupted
 
     def _leave(self) -> None:
-        count = torch._C._len_torch_function_stack()
-        if count and torch._C._get_function_stack_at(count - 1) is self:
-            torch._C._pop_torch_function_stack()
+        count = function_depth()
+        if count and function_mode_at(count - 1) is self:
+            pop_function_mode()
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the hyperparameters of an optimizer that is about to step."""
@@ -61,59 +63,53 @@ class TorchHooks:
 
     def __init__(self, recorder_of_thread: Callable[[], FloatSeer | None]) -> None:
         self._recorder = recorder_of_thread
-        self._has_torch_function: Any = torch.overrides.has_torch_function
-        self._run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-        self._from_numpy = torch.from_numpy
-        # every scheduler of PyTorch sets hyperparameters by this function
-        self._set_hyperparameter: Any = lr_scheduler._update_param_group_val
-
-        self._dynamo: Any = None  # Dynamo's module, once something has imported it
-        self._set_eval_frame: Any = None
+        self._has_torch_function = hooks.has_torch_function.original
+        self._run_backward = hooks.run_backward.original
+        self._from_numpy = hooks.from_numpy.original
+        self._set_hyperparameter = hooks.set_hyperparameter.original
+        self._set_eval_frame: hooks.Substitute | None = None
 
     def install(self) -> None:
-        if self._dynamo is None and "torch._dynamo.eval_frame" in sys.modules:
-            dynamo = sys.modules["torch._dynamo.eval_frame"]
-            self._set_eval_frame = dynamo._maybe_set_eval_frame  # type: ignore[attr-defined]
-            self._dynamo = dynamo
-        if self._dynamo is not None:
-            self._dynamo._maybe_set_eval_frame = self._set_eval_frame_unseen
-        torch.from_numpy = self._from_numpy_seen  # type: ignore[assignment]
-        lr_scheduler._update_param_group_val = self._set_hyperparameter_seen
-        torch.overrides.has_torch_function = self._ask_without_recorder
-        torch.autograd._engine_run_backward = self._run_backward_recorded  # type: ignore[attr-defined]
+        if self._set_eval_frame is None:
+            self._set_eval_frame = hooks.eval_frame_setter()
+        if self._set_eval_frame is not None:
+            self._set_eval_frame.put(self._set_eval_frame_unseen)
+        hooks.from_numpy.put(self._from_numpy_seen)
+        hooks.set_hyperparameter.put(self._set_hyperparameter_seen)
+        hooks.has_torch_function.put(self._ask_without_recorder)
+        hooks.run_backward.put(self._run_backward_recorded)
 
     def remove(self) -> None:
-        if self._dynamo is not None:
-            self._dynamo._maybe_set_eval_frame = self._set_eval_frame
-        torch.from_numpy = self._from_numpy
-        lr_scheduler._update_param_group_val = self._set_hyperparameter
-        torch.overrides.has_torch_function = self._has_torch_function
-        torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined]
+        if self._set_eval_frame is not None:
+            self._set_eval_frame.restore()
+        hooks.from_numpy.restore()
+        hooks.set_hyperparameter.restore()
+        hooks.has_torch_function.restore()
+        hooks.run_backward.restore()
 
     def _ask_without_recorder(self, args: Any) -> bool:
         """`has_torch_function` as attention asks it before it takes its fast path: a recorder is no override."""
         recorder = self._recorder()
         # a mode of the user's counts, as it does without us
-        if recorder is None or torch._C._len_torch_function_stack() != 1:
+        if recorder is None or function_depth() != 1:
             return bool(self._has_torch_function(args))
-        if torch._C._get_function_stack_at(0) is not recorder:
+        if function_mode_at(0) is not recorder:
             return bool(self._has_torch_function(args))
-        torch._C._pop_torch_function_stack()
+        pop_function_mode()
         try:
             return bool(self._has_torch_function(args))
         finally:
-            torch._C._push_on_torch_function_stack(recorder)
+            push_function_mode(recorder)
 
     def _run_backward_recorded(self, *args: Any, **kwargs: Any) -> Any:
         """Backward runs with no function mode, as it is itself a call that a mode sees; its hooks are to be seen."""
         recorder = self._recorder()
-        if recorder is None or torch._C._len_torch_function_stack():
+        if recorder is None or function_depth():
             return self._run_backward(*args, **kwargs)
         return recorder.show(self._run_backward, *args, **kwargs)
 
     def _from_numpy_seen(self, array: Any) -> torch.Tensor:
-        made = self._from_numpy(array)
+        made: torch.Tensor = self._from_numpy(array)
         recorder = self._recorder()
         if recorder is not None:
             recorder.see_made(self._from_numpy, (array,), made)
@@ -129,17 +125,19 @@ class TorchHooks:
         """Dynamo is turned on or off by a compiled function. While that function runs, Dynamo, which would trace what a
         mode does, finds no recorder.
         """
+        assert self._set_eval_frame is not None
+        set_eval_frame = self._set_eval_frame.original
         recorder = self._recorder()
         if recorder is None:
-            return self._set_eval_frame(callback)
-        caller = id(sys._getframe(1))
+            return set_eval_frame(callback)
+        caller = id(frame_at(1))
         if recorder.hidden_by == caller:
-            before = self._set_eval_frame(callback)
+            before = set_eval_frame(callback)
             recorder.hidden_by = 0
-            torch._C._push_on_torch_function_stack(recorder)
+            push_function_mode(recorder)
             return before
-        count = torch._C._len_torch_function_stack()
-        if callable(callback) and count and torch._C._get_function_stack_at(count - 1) is recorder:
-            torch._C._pop_torch_function_stack()
+        count = function_depth()
+        if callable(callback) and count and function_mode_at(count - 1) is recorder:
+            pop_function_mode()
             recorder.hidden_by = caller
-        return self._set_eval_frame(callback)
+        return set_eval_frame(callback)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.hooks import entry_of
 from lazy_backend.regions.module import capture_module
 from lazy_backend.regions.optimizer import capture_optimizer
 
@@ -53,7 +54,7 @@ class _KnownParts:
         self._is_known: dict[torch.nn.Module, bool] = {}
 
     def visit(self, module: torch.nn.Module) -> None:
-        if module._compiled_call_impl is not None:
+        if entry_of(module) is not None:
             return
         if self._knows(module) and not isinstance(module, _LISTS):
             if _num_layers(module) >= _MIN_LAYERS:
@@ -67,7 +68,7 @@ class _KnownParts:
         known = self._is_known.get(module)
         if known is None:
             self._is_known[module] = False  # for a module that contains itself
-            is_alone = _comes_from_known(type(module)) and module._compiled_call_impl is None
+            is_alone = _comes_from_known(type(module)) and entry_of(module) is None
             is_alone = is_alone and all(map(_is_inert, vars(module).values()))
             known = self._is_known[module] = is_alone and all(map(self._knows, module.children()))
         return known

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +34,16 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.graph import Constant
 from lazy_backend.lowering.ir.program import Call, Token
+from lazy_backend.ports.autograd_engine import (
+    accumulate_hooks_of,
+    backward_hooks_of,
+    call_at_the_end,
+    keeps_graph,
+    plain_apply,
+    will_execute,
+)
+from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.thread_modes import WithoutSubclasses, dispatch_depth
 from lazy_backend.recording.arguments import with_leaves
 from lazy_backend.recording.record import record
 from lazy_backend.regions.jump import Known, Saved, learn_jump, save, take_jump
@@ -85,18 +94,14 @@ class _Node(torch.autograd.Function):
                 "you call .backward() or autograd.grad(). Specify retain_graph=True if you need to backward through "
                 "it a second time."
             )
-        # internal, checked on 2.13: AOTAutograd asks the same way whether the graph is retained
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-        found = call.backward(ctx, grads, keeps_graph)
-        if not keeps_graph:
+        is_kept = keeps_graph()  # AOTAutograd asks the same way
+        found = call.backward(ctx, grads, is_kept)
+        if not is_kept:
             ctx.call = None
         return (None, None, None, *found)
 
 
-# internal, checked on 2.13: what `apply` calls where no transform of torch.func is active, as none is here; before that
-# it asks every input whether it belongs to a transform that is over, 0.25 µs each
-_apply = super(torch.autograd.Function, _Node).apply  # type: ignore[misc]
-_versions_of = attrgetter("_version")
+_apply = plain_apply(_Node)  # no transform of torch.func is active here
 
 
 def with_node(
@@ -200,7 +205,7 @@ class WrittenCall(RegionCall):
         wanted = [one for one in self._inputs if one.requires_grad]  # a leaf may have been frozen since
         if not wanted:
             return [None] * len(self._inputs)
-        hooks = [(one._backward_hooks, dict(one._backward_hooks)) for one in wanted if one._backward_hooks]
+        hooks = [(found, dict(found)) for found in map(backward_hooks_of, wanted) if found]
         for registered, _ in hooks:
             registered.clear()
         try:
@@ -326,8 +331,7 @@ class Lesson:
             uses = Counter(program.results.values())
             program.sole = frozenset(place for place in sole if uses[program.results[place]] == 1)
 
-        # internal, checked on 2.13: what DistributedDataParallel uses
-        torch.autograd.Variable._execution_engine.queue_callback(see)  # type: ignore[attr-defined]
+        call_at_the_end(see)  # as DistributedDataParallel does
 
     def _program(self, stretch: Stretch, grads: Grads, found: Grads) -> BackwardProgram:
         forward = self._stretch
@@ -398,12 +402,12 @@ class JumpedCall(RegionCall):
         """`others`: results without gradients whose memory the backward uses."""
         self._context = context
         self._program = program
-        self._others = [(tensor, tensor._version) for tensor in others if not tensor.is_inference()]
+        self._others = [(tensor, version_of(tensor)) for tensor in others if not tensor.is_inference()]
         self._saved: Saved | None = saved
         self._operands = operands
         # 60 ns each instead of 150: a getter need not ask whether a subclass overrides it
-        with torch._C.DisableTorchFunctionSubclass():
-            self._versions = list(map(_versions_of, operands))
+        with WithoutSubclasses():
+            self._versions = list(map(version_of, operands))
         self._inputs = inputs
         self._rebuild = rebuild
         self._refuse = refuse
@@ -427,13 +431,13 @@ class JumpedCall(RegionCall):
         made = self._made(program, self._saved, grads)
         if not keeps_graph:
             self._saved = None
-        with torch._C.DisableTorchFunctionSubclass():  # 70 ns for each attribute of a tensor instead of 150
+        with WithoutSubclasses():  # 70 ns for each attribute of a tensor instead of 150
             return self._deliver(ctx, program, made, grads)
 
     def _made(self, program: BackwardProgram, saved: Saved, grads: Grads) -> list[LazyTensor]:
         """What the calls of the backward make: by a jump, or recorded again."""
         context, name, data = self._context, program.name, None
-        if torch._C._len_torch_dispatch_stack():
+        if dispatch_depth():
             with context.lock:
                 data = self._all(program, saved, grads)
             return _shown_again(program, data)
@@ -546,10 +550,10 @@ def _shown_again(program: BackwardProgram, data: Sequence[TensorData]) -> list[L
 
 
 def _check_version(tensor: torch.Tensor, expected: int) -> None:
-    if tensor._version != expected:
+    if version_of(tensor) != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}], is at version {tensor._version}; expected version "
+            f"[{tensor.type()} {list(tensor.shape)}], is at version {version_of(tensor)}; expected version "
             f"{expected} instead.\n  it was used by a captured module"
         )
 
@@ -557,8 +561,7 @@ def _check_version(tensor: torch.Tensor, expected: int) -> None:
 def _accumulates(node: Any) -> bool:
     """Whether the engine executes `node`, which adds to a leaf's .grad."""
     try:
-        # internal, checked on 2.13
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return will_execute(node)
     except RuntimeError:  # within torch.autograd.grad, which returns the gradient
         return False
 
@@ -568,8 +571,8 @@ def _takes(leaf: LazyTensor, gradient: LazyTensor) -> bool:
     return (
         leaf.requires_grad
         and leaf.is_leaf  # it was one when the backward was learned
-        and leaf._backward_hooks is None
-        and leaf._post_accumulate_grad_hooks is None  # type: ignore[attr-defined]
+        and backward_hooks_of(leaf) is None
+        and accumulate_hooks_of(leaf) is None
         and gradient._data.meta is leaf._data.meta
         and leaf.grad_dtype is leaf.dtype  # type: ignore[attr-defined]
     )

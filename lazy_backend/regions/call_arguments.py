@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from lazy_backend.ports import trees
+from lazy_backend.ports.thread_modes import is_deterministic, may_use_efficient, may_use_flash, may_use_math
 from lazy_backend.replay.plain_values import is_plain, plain_key
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
@@ -28,7 +29,7 @@ class CallArguments:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: Sequence[Any]
-    spec: pytree.TreeSpec | None  # None: the leaves are the positional arguments, and there are no others
+    spec: trees.TreeSpec | None  # None: the leaves are the positional arguments, and there are no others
     tensors: list[LazyTensor]
     context: DeviceContext
     key: tuple[Any, ...]
@@ -38,7 +39,7 @@ class CallArguments:
         """Whether a list or dict among the arguments holds other values now."""
         if self.spec is None:
             return False
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        leaves, spec = trees.tree_flatten((self.args, self.kwargs))
         return spec != self.spec or not all(map(operator.is_, leaves, self.leaves))
 
     def detached(self) -> CallArguments:
@@ -48,7 +49,7 @@ class CallArguments:
     def replaced(self, inner: Mapping[int, torch.Tensor]) -> CallArguments:
         """The same arguments with other tensors, by the id of those in their place."""
         leaves = tuple(inner.get(id(leaf), leaf) for leaf in self.leaves)
-        args, kwargs = (leaves, {}) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = (leaves, {}) if self.spec is None else trees.tree_unflatten(leaves, self.spec)
         tensors: list[Any] = [inner.get(id(tensor), tensor) for tensor in self.tensors]
         return CallArguments(args, kwargs, leaves, self.spec, tensors, self.context, self.key, self.autocast)
 
@@ -58,7 +59,7 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
     leaves: Sequence[Any] = args
     spec = None
     if kwargs or not all(arg.__class__ is LazyTensor or _is_leaf(arg) for arg in args):
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = trees.tree_flatten((args, kwargs))
         if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
             return "it got a dict whose keys are not strings"
     key: list[Any] = [spec, *_choices_of_kernels(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
@@ -97,14 +98,14 @@ def _is_string(key: Any) -> bool:
 
 
 def _choices_of_kernels() -> tuple[bool, ...]:
-    """Switches by which PyTorch chooses the operators that a module calls. Internals, checked on 2.13."""
+    """Switches by which PyTorch chooses the operators that a module calls."""
     return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_deterministic_algorithms(),
+        may_use_flash(),
+        may_use_efficient(),
+        may_use_math(),
+        is_deterministic(),
     )
 
 
 def _is_leaf(arg: Any) -> bool:
-    return not isinstance(arg, list | tuple | dict) and type(arg) not in pytree.SUPPORTED_NODES
+    return not isinstance(arg, list | tuple | dict) and type(arg) not in trees.SUPPORTED_NODES

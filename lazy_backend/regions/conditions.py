@@ -6,21 +6,12 @@ In: the state of the thread. Out: why a jump would not do what running the body 
 from __future__ import annotations
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from lazy_backend.execution.sync import executor
+from lazy_backend.ports.autograd_engine import hooks_of_saved, is_forward_differentiating
+from lazy_backend.ports.hooks import HOOKS_OF_ALL_MODULES
 from lazy_backend.settings import config
 from lazy_backend.tensors.thread_state import has_python_modes
-
-# internal, checked on 2.13: the hooks that `saved_tensors_hooks` installs, which act on what a body saves for backward
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
-_GLOBAL_HOOKS = (
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_forward_hooks,
-    torch_module._global_backward_pre_hooks,
-    torch_module._global_backward_hooks,
-)
 
 
 def why_as_written() -> str | None:
@@ -31,12 +22,12 @@ def why_as_written() -> str | None:
         return "config.eager is on"
     if has_python_modes():
         return "a mode is active: a dispatch or function mode, or a transform of torch.func"
-    if _top_hooks(False) is not None:
+    if hooks_of_saved(False) is not None:
         return "saved tensors have hooks, as in checkpointing"
     if torch.is_anomaly_enabled():
         return "autograd's anomaly detection is on"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if is_forward_differentiating():
         return "forward-mode differentiation is on"
-    if any(_GLOBAL_HOOKS):
+    if any(HOOKS_OF_ALL_MODULES):
         return "hooks of all modules are registered"
     return None

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.hooks import REGISTRIES, registered_tensors
 from lazy_backend.tensors.tensor import LazyTensor
 
-# Attributes of a module that hold its registered tensors and submodules, and are walked as such.
-REGISTERED = ("_parameters", "_buffers", "_modules")
 # How deep lists and dicts in a module's attributes are searched for tensors.
 _DEPTH = 3
 
@@ -38,10 +37,10 @@ def members_of(module: torch.nn.Module) -> list[tuple[MemberPlace, LazyTensor]]:
     found: list[tuple[MemberPlace, LazyTensor]] = []
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
-        for registered in (owner._parameters, owner._buffers):
+        for registered in registered_tensors(owner):
             found += _lazy(MemberPlace(registered, name, prefix + name) for name in registered)
         for name, value in owner.__dict__.items():
-            if name in REGISTERED:
+            if name in REGISTRIES:
                 continue
             if type(value) is LazyTensor:
                 found.append((MemberPlace(owner.__dict__, name, prefix + name), value))

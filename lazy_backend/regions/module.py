@@ -28,6 +28,11 @@ from lazy_backend.errors import CaptureError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.program import Token
+from lazy_backend.ports.autograd_engine import backward_hooks_of, keep_versions
+from lazy_backend.ports.hooks import CALL_HOOKS, REGISTRIES, call_of, entry_of, set_entry
+from lazy_backend.ports.table import REGIONS
+from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.thread_modes import is_any_autocast_enabled
 from lazy_backend.precision.autocast import autocast_as
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.regions.accounts import PATIENCE, RETRY, Account
@@ -45,7 +50,7 @@ from lazy_backend.regions.autograd import (
 from lazy_backend.regions.call_arguments import CallArguments, describe
 from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jump, take_jump
-from lazy_backend.regions.members import REGISTERED, MemberPlace, members_of
+from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
 from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
 from lazy_backend.regions.results import (
@@ -65,21 +70,20 @@ from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 _MAX_WAITING = 16
 # States of one module that are remembered: training and evaluation, some layers frozen.
 _MAX_STATES = 8
-# internal, checked on 2.13: writing within it does not count as a write
-_keep_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def capture_module(module: torch.nn.Module, verify: bool = True, warns: bool = True) -> torch.nn.Module:
     """Let `module` replay its calls. Returns it; its parameters, its `state_dict` and its class stay as they are."""
-    known = module._compiled_call_impl
+    if not REGIONS.fits():
+        return module
+    known = entry_of(module)
     if known is not None and not isinstance(known, _ModuleEntry):
         raise CaptureError(
             f"{type(module).__name__} was compiled with .compile(), and cannot be captured too\n  at {user_site()}\n"
             "  capture it instead: what it records is compiled as part of its step"
         )
     # where `Module.compile` puts its function: copies and pickles of the module leave it out
-    module._compiled_call_impl = _ModuleEntry(CapturedModule(module, verify, warns))  # type: ignore[assignment]
+    set_entry(module, _ModuleEntry(CapturedModule(module, verify, warns)))
     return module
 
 
@@ -261,7 +265,7 @@ class CapturedModule:
             torch.default_generator.set_state(now)
         if written:
             # the graph that was just made refers to the buffers at this version
-            with torch.no_grad(), _keep_versions(tuple(written)):
+            with torch.no_grad(), keep_versions(tuple(written)):
                 for tensor, value in zip(written, before, strict=True):
                     tensor.copy_(value)
         results = [
@@ -292,7 +296,7 @@ class CapturedModule:
         given = arguments.detached() if has_node else arguments
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
-        followed = [(tensor, tensor._version if tensor.requires_grad else -1) for tensor in arguments.tensors]
+        followed = [(tensor, version_of(tensor) if tensor.requires_grad else -1) for tensor in arguments.tensors]
         with context.lock:
             start = StretchStart(context, _random_state(module))
         held = [_run_body(module, given.args, given.kwargs)]
@@ -362,7 +366,7 @@ class CapturedModule:
     def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool) -> None:
         """Raise `CaptureError` if a call wrote to the arguments that its body was given in place of the user's."""
         what = "a list or dict among its arguments" if is_changed else ""
-        if any(tensor.requires_grad and tensor._version != version for tensor, version in followed):
+        if any(tensor.requires_grad and version_of(tensor) != version for tensor, version in followed):
             what = "an argument that autograd follows"
         if what:
             raise CaptureError(
@@ -391,7 +395,7 @@ class CapturedModule:
                 self.account.warn(f"a call changes what it is made of: {state.why()}")
             raise NotReplayable(f"a call changes what it is made of: {state.why()}")
         for path, inner in module.named_modules():
-            if any(getattr(inner, name) for name in _HOOKS):
+            if any(getattr(inner, name) for name in CALL_HOOKS):
                 raise NotReplayable(f"{path or self._name} has hooks, which a replay would not call")
         hooked = _hooked(members_of(module))
         if hooked is not None:
@@ -479,10 +483,10 @@ class CapturedModule:
 
 def _run_body(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Call the module as written. Its casts of weights are its own: it records the same wherever it is called."""
-    if not torch._C._is_any_autocast_enabled():
-        return module._call_impl(*args, **kwargs)
+    if not is_any_autocast_enabled():
+        return call_of(module)(*args, **kwargs)
     with autocast_state.own_casts():
-        return module._call_impl(*args, **kwargs)
+        return call_of(module)(*args, **kwargs)
 
 
 def _run_again(module: torch.nn.Module, arguments: CallArguments, gate: Gate) -> tuple[list[Any], dict[int, Any]]:
@@ -490,7 +494,7 @@ def _run_again(module: torch.nn.Module, arguments: CallArguments, gate: Gate) ->
     behind = {id(one): gated(gate, one) for one in arguments.tensors if one.requires_grad}
     given = arguments.replaced(behind)
     with torch.enable_grad(), autocast_as(arguments.autocast):
-        leaves, _ = flatten_result(module._call_impl(*given.args, **given.kwargs))
+        leaves, _ = flatten_result(call_of(module)(*given.args, **given.kwargs))
     return leaves, behind
 
 
@@ -501,7 +505,7 @@ def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.T
 def _random_state(module: torch.nn.Module) -> RandomState:
     """The states of the random number generators that the module's code can name."""
     modules = list(module.modules())
-    values = [value for one in modules for name, value in one.__dict__.items() if name not in REGISTERED]
+    values = [value for one in modules for name, value in one.__dict__.items() if name not in REGISTRIES]
     reach = Reachable([*(one.forward for one in modules), *values])
     return RandomState(reach.generators, reach.random_states)
 
@@ -519,7 +523,7 @@ def _are_leaves_without_hooks(members: Sequence[tuple[MemberPlace, LazyTensor]])
 
 def _hooked(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> str | None:
     """The name of a member that has hooks on its gradient: the engine would call them for the body's graph too."""
-    return next((member.name for member, tensor in members if tensor._backward_hooks), None)
+    return next((member.name for member, tensor in members if backward_hooks_of(tensor)), None)
 
 
 def _differentiable(leaves: Sequence[Any]) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.hooks import REGISTRIES
+from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.regions.accounts import FIRST_CHECK
 from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.programs import Program
@@ -18,7 +20,7 @@ from lazy_backend.replay.structure import StructureGuard
 from lazy_backend.tensors.tensor import LazyTensor
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
-_IN_ATTRIBUTES = re.compile(r"^dict(?:\['_(?:modules|parameters|buffers)'\])?\['(\w+)'\]")
+_IN_ATTRIBUTES = re.compile(rf"^dict(?:\['(?:{'|'.join(REGISTRIES)})'\])?\['(\w+)'\]")
 # Argument signatures that one module remembers.
 _MAX_SIGNATURES = 64
 
@@ -46,7 +48,7 @@ class ModuleState:
         self._type = type(module)
         self._guard = StructureGuard([module.__dict__])
         # tensors on the CPU, whose values Python may read, with their versions
-        self._host = [(one, one._version) for one in self._guard.tensors if type(one) is not LazyTensor]
+        self._host = [(one, version_of(one)) for one in self._guard.tensors if type(one) is not LazyTensor]
 
     def is_untouched(self, module: torch.nn.Module) -> bool:
         return type(module) is self._type and self._guard.is_untouched() and self._host_holds()
@@ -67,7 +69,7 @@ class ModuleState:
         return True
 
     def _host_holds(self) -> bool:
-        return not self._host or all(one._version == version for one, version in self._host)
+        return not self._host or all(version_of(one) == version for one, version in self._host)
 
     def why(self) -> str:
         text = self._guard.why() or "a tensor on the CPU was written"

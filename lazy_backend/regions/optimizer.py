@@ -20,7 +20,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
@@ -33,6 +32,15 @@ from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, Pro
 from lazy_backend.floats.hyperparameters import OptimizerGuard
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.ir.ranges import is_profiling
+from lazy_backend.ports.hooks import (
+    HOOKS_AFTER_ALL_STEPS,
+    HOOKS_BEFORE_ALL_STEPS,
+    SCHEDULED,
+    pass_on_schedule,
+    step_hooks_of,
+)
+from lazy_backend.ports.table import REGIONS
+from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.regions.accounts import FIRST_CHECK, PATIENCE, RETRY, Account
 from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, key_of, learn_jump, make_jump, take_jump
@@ -133,12 +141,11 @@ def capture_optimizer(
     optimizer: torch.optim.Optimizer, verify: bool = True, warns: bool = True
 ) -> torch.optim.Optimizer:
     """Let `optimizer` replay its steps. Returns it; its state, its groups and its `state_dict` stay as they are."""
-    if isinstance(optimizer.__dict__.get("step"), _StepEntry):
+    if isinstance(optimizer.__dict__.get("step"), _StepEntry) or not REGIONS.fits():
         return optimizer
     before = optimizer.step
     optimizer.step = _StepEntry(CapturedOptimizer(optimizer, verify, warns))  # type: ignore[method-assign, assignment]
-    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler warns unless it sees that its wrapper is called
-        optimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    pass_on_schedule(before, optimizer.step)  # a scheduler warns unless it sees that its wrapper is called
     if getattr(optimizer.zero_grad, "__func__", None) is _ZERO_GRAD:
         optimizer.zero_grad = _ZeroGradEntry(optimizer)  # type: ignore[method-assign, assignment]
     return optimizer
@@ -147,7 +154,7 @@ def capture_optimizer(
 class _StepEntry:
     """Stands for the method `step` of a captured optimizer."""
 
-    __slots__ = ("_captured", "_wrapped_by_lr_sched")
+    __slots__ = ("_captured", SCHEDULED)
     __name__ = "step"
 
     def __init__(self, captured: CapturedOptimizer) -> None:
@@ -189,7 +196,7 @@ class _ZeroGradEntry:
         if not set_to_none or is_profiling() or type(optimizer).zero_grad is not _ZERO_GRAD:
             type(optimizer).zero_grad(optimizer, set_to_none)
             return
-        with torch._C.DisableTorchFunctionSubclass():  # 70 ns for each attribute of a tensor instead of 150
+        with WithoutSubclasses():  # 70 ns for each attribute of a tensor instead of 150
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -283,16 +290,15 @@ class CapturedOptimizer:
     def _why_as_written(self, optimizer: Any, args: Any, kwargs: Any) -> str | None:
         if any(value is not None for value in (*args, *kwargs.values())):
             return "step() was given a closure"
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if any(step_hooks_of(optimizer)):
             return "it has hooks"
         if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
             return "a GradScaler has it unscale its gradients"
-        if torch_optimizer._global_optimizer_pre_hooks:
+        if HOOKS_BEFORE_ALL_STEPS:
             return "hooks of all optimizers are registered"
         if any(group.get("differentiable") for group in optimizer.param_groups):
             return "it is differentiable"
-        hooks = torch_optimizer._global_optimizer_post_hooks
-        if len(hooks) > forgotten_steps.is_watching + step_ends.is_watching:
+        if len(HOOKS_AFTER_ALL_STEPS) > forgotten_steps.is_watching + step_ends.is_watching:
             return "hooks of all optimizers are registered"
         return None
 

@@ -16,15 +16,15 @@ returned itself, and the call is not replayed.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from lazy_backend.ports import trees
+from lazy_backend.ports.cpython import UNHELD, counts_of
 from lazy_backend.replay.plain_values import value_key
 
 # Modules of libraries whose classes are records. Checked on transformers 5.23.
@@ -44,7 +44,7 @@ class _Record:
 class ResultStructure:
     """How leaves make up a result. `records`: for each leaf of `spec`, the record that stands there, if it is one."""
 
-    spec: pytree.TreeSpec
+    spec: trees.TreeSpec
     records: tuple[_Record | None, ...] = ()  # empty if there is none
 
     def kept_record(self) -> str | None:
@@ -64,7 +64,7 @@ def flatten_result(result: Any) -> tuple[list[Any], ResultStructure | None]:
     try:
         return _flatten(result, set())
     except _OccursTwice:
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, spec = trees.tree_flatten(result)
         return leaves, ResultStructure(spec)
 
 
@@ -94,7 +94,7 @@ def kept_container(held: list[Any]) -> str | None:
         if isinstance(value, list | dict):
             # an ordered dict of transformers has its values as attributes, too
             is_attribute = isinstance(key, str) and getattr(parent, "__dict__", {}).get(key) is value
-            if sys.getrefcount(value) > _REFERENCES + is_attribute:
+            if counts_of([value])[0] - UNHELD > _REFERENCES + is_attribute:
                 return type(value).__name__
         if isinstance(value, list | tuple):
             pending += [(value, place) for place in range(len(value))]
@@ -119,10 +119,8 @@ def why_not_made_anew(leaves: Iterable[Any], structure: ResultStructure | None, 
     return None
 
 
-# What refers to a container in `kept_container` if nothing else does: its parent, a variable, the call that counts.
-# Not more, as values that are passed on to functions of Python may be counted once or twice, which CPython changes as
-# it runs.
-_REFERENCES = 3
+# What refers to a container in `kept_container` if nothing else does: its parent and a variable.
+_REFERENCES = 2
 
 
 class _OccursTwice(Exception):
@@ -130,7 +128,7 @@ class _OccursTwice(Exception):
 
 
 def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
-    found, spec = pytree.tree_flatten(result)
+    found, spec = trees.tree_flatten(result)
     leaves: list[Any] = []
     records: list[_Record | None] = []
     for leaf in found:
@@ -171,4 +169,4 @@ def _unflatten(given: Any, structure: ResultStructure) -> Any:
                 made = object.__new__(record.kind)
             vars(made).update(_unflatten(given, record.attributes))
             own.append(made)
-    return pytree.tree_unflatten(own, structure.spec)
+    return trees.tree_unflatten(own, structure.spec)

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend import metrics
 from lazy_backend.diagnostics.history import history
@@ -36,6 +35,8 @@ from lazy_backend.execution.run import Async, RunPlace, SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.floats.float_recorder import FloatRecorder, call_traced
 from lazy_backend.floats.formula_program import Stale
+from lazy_backend.ports import trees
+from lazy_backend.ports.table import REPLAYS
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import GradsAtStart, Watch, watches, young_objects_stay_young
@@ -100,7 +101,7 @@ _NO_OBJECTS: tuple[Any, ...] = ()
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
     if not kwargs and not any(isinstance(arg, list | tuple | dict) for arg in args):
         return args, len(args)  # 0.5 µs instead of 10
-    return pytree.tree_flatten((args, kwargs))
+    return trees.tree_flatten((args, kwargs))
 
 
 def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Arguments, tuple[Any, ...]]:
@@ -216,6 +217,7 @@ class Captured(Generic[P, R]):
         self._max_different_graphs = max_different_graphs
         self._limit = GraphLimit("max_different_graphs")
         self._verify_every = verify_every
+        self._replays = REPLAYS.fits()
         self._name = getattr(function, "__qualname__", repr(function))
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._warned = False
@@ -235,7 +237,7 @@ class Captured(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if executor.rules.is_refusing():  # within another captured function: part of its program
             return self._function(*args, **kwargs)
-        if config.eager:
+        if config.eager or not self._replays:
             return unflatten_result(*flatten_result(self._function(*args, **kwargs)))  # type: ignore[no-any-return]
         executor.rules.check_allowed("a captured call")
         leaves, spec = _flatten(args, kwargs)

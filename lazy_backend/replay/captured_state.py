@@ -29,6 +29,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
 from lazy_backend.floats.torch_hooks import FloatSeer, TorchHooks
+from lazy_backend.ports.cpython import UNHELD, counts_of, young_objects
+from lazy_backend.ports.hooks import HOOKS_AFTER_ALL_STEPS, HOOKS_BEFORE_ALL_STEPS, HOOKS_OF_ALL_MODULES
+from lazy_backend.ports.tensor_types import base_of, use_count, version_of
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 
@@ -79,7 +82,7 @@ class Watch:
 
     def host_versions(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors in the optimizers' state that are not lazy, each with its version counter."""
-        return [(tensor, tensor._version) for optimizer in self.optimizers for tensor in host_state(optimizer)]
+        return [(tensor, version_of(tensor)) for optimizer in self.optimizers for tensor in host_state(optimizer)]
 
 
 def host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -118,7 +121,8 @@ class GradsAtStart:
 
 def _is_inner(tensor: LazyTensor) -> bool:
     """Whether a tensor without a `grad_fn` is a view made without gradients, as backward transposes saved tensors."""
-    return tensor._base is not None and tensor._base.requires_grad
+    base = base_of(tensor)
+    return base is not None and base.requires_grad
 
 
 class _Watches:
@@ -205,15 +209,8 @@ def _wait_for_body(operands: Sequence[Any]) -> None:
             return
 
 
-# internal, checked on 2.13: what `register_module_forward_hook` and its like fill, besides our own hooks
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    modules._global_forward_pre_hooks,
-    modules._global_forward_hooks,
-    modules._global_backward_pre_hooks,
-    modules._global_backward_hooks,
-    optimizers._global_optimizer_pre_hooks,
-    optimizers._global_optimizer_post_hooks,
-)
+# What `register_module_forward_hook` and its like fill, besides our own hooks.
+_GLOBAL_HOOKS = (*HOOKS_OF_ALL_MODULES, HOOKS_BEFORE_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 
 
 class GlobalHookGuard:
@@ -246,7 +243,7 @@ watches = _Watches()
 
 def _count_references(tensor: torch.Tensor) -> tuple[int, int]:
     """The numbers of references from Python and from C++, as counted inside this function."""
-    return getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
+    return getrefcount(tensor), use_count(tensor)
 
 
 def _count_of_a_grad() -> tuple[int, int]:
@@ -363,7 +360,7 @@ def find_tensors(
     process. Raises `Unaccounted` if anything besides tensors, the caller's list and `pending`, the trace's list, refers
     to the storages.
     """
-    objects = [*gc.get_objects(generation=0), *old]
+    objects = [*young_objects(), *old]
     places = {id(storage): place for place, storage in enumerate(storages)}
     # type(), not __class__: a foreign object may return anything for that, or warn
     tensors = {id(item): item for item in [*objects, *known] if type(item) is LazyTensor}
@@ -390,7 +387,6 @@ def _account(
     references.update(map(id, pending))
     references.update(id(view._storage) for view in views)
     for of in (storages, views):
-        for place in range(len(of)):
-            # less the references of the sequence and of the argument
-            if getrefcount(of[place]) - 2 != references[id(of[place])]:
+        for one, count in zip(of, counts_of(of), strict=True):
+            if count - UNHELD != references[id(one)]:
                 raise Unaccounted

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.hooks import REGISTRIES
 from lazy_backend.replay.plain_values import is_a, is_plain
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -47,7 +48,7 @@ _NO_CONTAINERS = (
     types.FunctionType | types.MethodType | types.ModuleType | type | torch.nn.Module | torch.optim.Optimizer
 )
 # What `StructureGuard` sees of a module or an optimizer.
-_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "state", "param_groups", "defaults"))
+_REGISTRIES = frozenset((*REGISTRIES, "state", "param_groups", "defaults"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.computations import current_environment
@@ -26,6 +25,8 @@ from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
+from lazy_backend.ports import trees
+from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.captured_state import (
     GradHolder,
     Holder,
@@ -115,7 +116,7 @@ class RecordedCall:
     outputs: list[weakref.ref[LazyStorage]]
     metas: list[TensorMeta]
     returned: list[ReturnedTensor | ReturnedValue]
-    spec: pytree.TreeSpec | None
+    spec: trees.TreeSpec | None
     watch: Watch
     guards: tuple[OptimizerGuard, ...]
     floats: tuple[float, ...]  # of the arguments, then of the optimizers
@@ -181,16 +182,16 @@ class RecordedCall:
         return {leaf.place for leaf in self.returned if isinstance(leaf, ReturnedTensor) and leaf.kind == "output"}
 
 
-def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
+def flatten_result(result: Any) -> tuple[list[Any], trees.TreeSpec | None]:
     """The leaves of what a body returned, detached: a replay has no autograd graph of the body."""
     if isinstance(result, LazyTensor):
         return [result.detach()], None
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = trees.tree_flatten(result)
     return [leaf.detach() if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], spec
 
 
-def unflatten_result(leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Any:
-    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+def unflatten_result(leaves: Sequence[Any], spec: trees.TreeSpec | None) -> Any:
+    return leaves[0] if spec is None else trees.tree_unflatten(leaves, spec)
 
 
 # ----- what a body finds
@@ -293,7 +294,8 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
     if record.formulas.problem is not None:
         raise NotCapturable(record.formulas.problem)
     if any(
-        tensor._version != version and id(tensor) not in record.formulas.seen for tensor, version in start.host_versions
+        version_of(tensor) != version and id(tensor) not in record.formulas.seen
+        for tensor, version in start.host_versions
     ):
         raise NotCapturable("it changes an optimizer's state on the CPU unseen, which a replay would not do")
     if record.host_generators != start.host_generators or not all(
@@ -327,7 +329,7 @@ def record_call(
     watch: Watch,
     made_outside: Collection[LazyStorage],
     leaves: Sequence[Any],
-    spec: pytree.TreeSpec | None,
+    spec: trees.TreeSpec | None,
     recorder: FloatRecorder,
 ) -> tuple[RecordedCall, list[LazyStorage]]:
     """The record of a call, made before its trace is synced; and the storages that it made and that are alive."""

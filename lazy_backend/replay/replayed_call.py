@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lazy_backend import metrics
 from lazy_backend.execution.computations import current_environment
@@ -29,6 +28,7 @@ from lazy_backend.floats.hyperparameters import OptimizerGuard
 from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
+from lazy_backend.ports import trees
 from lazy_backend.precision.grad_scaler import UnsettledStep
 from lazy_backend.replay.captured_state import ClearedGrad, Holder, TensorHolder
 from lazy_backend.replay.state_guard import StateGuard
@@ -231,7 +231,7 @@ class Returned:
     """What a call returns. `spec` is None for a single leaf."""
 
     leaves: tuple[Leaf, ...]
-    spec: pytree.TreeSpec | None
+    spec: trees.TreeSpec | None
 
 
 @dataclass(slots=True, eq=False)
@@ -315,7 +315,7 @@ class CapturedProgram:
     def _result(self, storages: Sequence[LazyStorage], inputs: Sequence[TensorData]) -> Any:
         leaves = [_returned(leaf, storages, inputs) for leaf in self.returned.leaves]
         spec = self.returned.spec
-        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+        return leaves[0] if spec is None else trees.tree_unflatten(leaves, spec)
 
     def settle(self) -> None:
         """Note the reference counts of what holds the state, after the caller has dropped its own references."""

@@ -5,7 +5,6 @@ In: what the function reaches and used, as found after a recorded call. Out: `St
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter, is_
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.cpython import young_objects
 from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable, StatePlace
 from lazy_backend.replay.structure import Root, StructureGuard, hooks_of
@@ -61,7 +61,7 @@ class Found:
         self.reach = reach
         self.leaves = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
         # made during the call, as the garbage collector has not run since; by id
-        self.young = set(map(id, gc.get_objects(generation=0)))
+        self.young = set(map(id, young_objects()))
         all_modules, all_optimizers = (
             dict.fromkeys((*modules, *reach.modules)),
             dict.fromkeys((*optimizers, *reach.optimizers)),

@@ -36,6 +36,7 @@ from weakref import ref
 import torch
 
 from lazy_backend.lowering.ir.graph import TensorMeta
+from lazy_backend.ports.hooks import REGISTRIES
 from lazy_backend.replay.plain_values import is_a
 from lazy_backend.replay.reachable import Reachable, name_of_key
 from lazy_backend.replay.structure import Structure
@@ -180,7 +181,7 @@ def _grad_of(read: Callable[[], Any]) -> Any:
 def _text(step: Hashable) -> str:
     """A step of a way as part of an expression; empty if users do not write it."""
     if isinstance(step, str):  # within a module or an optimizer
-        return "" if step in ("_modules", "_parameters", "_buffers") else step if step == ".grad" else f".{step}"
+        return "" if step in REGISTRIES else step if step == ".grad" else f".{step}"
     if isinstance(step, tuple) and len(step) == 4:
         is_entry, _, _, key = step
         return f"[{key!r}]" if is_entry else f".{key}"

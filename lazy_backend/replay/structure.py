@@ -21,8 +21,8 @@ parameter: 1.5 µs for a small module. Only if that fails, everything is walked 
 
 from __future__ import annotations
 
-import _thread
 import enum
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -32,6 +32,10 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.autograd_engine import TENSOR_HOOKS, accumulate_hooks_of, backward_hooks_of
+from lazy_backend.ports.cpython import has_only_a_dict
+from lazy_backend.ports.hooks import REGISTRIES, UNREAD
+from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.replay.plain_values import is_a, is_plain, same_plain
 
 # What is looked at: a dict stands for the module whose attributes it holds, which is not kept alive then.
@@ -40,40 +44,28 @@ Root = torch.nn.Module | torch.optim.Optimizer | dict[str, Any]
 # Of a container with more values, such as a vocabulary, only the length is seen: else each check would take 40 µs.
 _LARGEST_CONTAINER = 1000
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
-# Containers of each module and optimizer that neither forward nor backward nor a step reads by itself: those for
-# `state_dict`, and the options of hooks, which change with the hooks. Internal, checked on 2.13.
-_UNREAD = frozenset(
-    (
-        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-        "_non_persistent_buffers_set", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-        "_forward_pre_hooks_with_kwargs", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
-    )
-)  # fmt: skip
 # An object that refers to more than this is no configuration.
 _LARGEST_CONFIGURATION = 5000
-# The size of an instance that has a `__dict__` and nothing else: larger ones have state in C, or slots.
-_SIZE_OF_PLAIN_INSTANCE = type("_Plain", (), {}).__basicsize__
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType)
 _IDENTITIES = (torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
 
 # Beside attributes they say nothing of them, unlike an iterator.
-_LOCKS = (_thread.LockType, _thread.RLock)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
-_FACTS = tuple(map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
+_FACTS = tuple(map(attrgetter, ("requires_grad", *TENSOR_HOOKS)))
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """What a tensor says about itself besides its value: all answers to the first question, then those to the next."""
     # 70 ns for each attribute instead of 150: a getter need not ask whether a subclass overrides it
-    with torch._C.DisableTorchFunctionSubclass():
+    with WithoutSubclasses():
         return [answer for ask in _FACTS for answer in map(ask, tensors)]
 
 
 def hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The hooks that are called when a tensor gets its gradient."""
     found: list[Any] = []
-    for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
+    for hooks in (backward_hooks_of(tensor), accumulate_hooks_of(tensor)):
         if hooks:
             found += hooks.values()
     return tuple(found)
@@ -141,7 +133,7 @@ class Structure:
         self.tensors.append(tensor)
         if tensor.is_leaf:
             self.entries.append((place, "requires_grad", tensor.requires_grad))
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        for name in TENSOR_HOOKS:
             self._add(place, name, getattr(tensor, name))
 
     def _note(self, container: Any, among: list[Any]) -> None:
@@ -175,7 +167,7 @@ class Structure:
             self._expand_dict(place, _attributes_of(value))
 
     def _skip_unread(self, attributes: dict[str, Any]) -> None:
-        self._seen.update(id(attributes[name]) for name in _UNREAD & attributes.keys())
+        self._seen.update(id(attributes[name]) for name in UNREAD & attributes.keys())
 
     def _expand_dict(self, place: int, values: dict[Any, Any]) -> None:
         has_plain_keys = all(type(key) in (str, int) for key in dict.keys(values))
@@ -216,7 +208,7 @@ class Structure:
         if owner < 0:
             return owner, type(value).__name__
         of = self.entries[owner][2]
-        if key in ("_modules", "_parameters", "_buffers") and is_a(of, torch.nn.Module):
+        if key in REGISTRIES and is_a(of, torch.nn.Module):
             return owner, ""  # m._modules["0"] is written m.0
         if self._is_registry(owner) or not is_a(of, dict | list | tuple | deque):
             return owner, f".{key}"
@@ -225,7 +217,7 @@ class Structure:
     def _is_registry(self, place: int) -> bool:
         owner, key, _ = self.entries[place]
         is_of_module = owner >= 0 and is_a(self.entries[owner][2], torch.nn.Module)
-        return is_of_module and key in ("_modules", "_parameters", "_buffers")
+        return is_of_module and key in REGISTRIES
 
     def difference(self, now: Structure) -> str:
         """What first changed from this walk to the walk `now`; empty if nothing did."""
@@ -307,12 +299,7 @@ def _is_configuration(value: Any) -> bool:
 
 
 def _has_only_attributes(value: Any) -> bool:
-    kind = type(value)
-    return (
-        not is_a(value, _OPAQUE + _IDENTITIES)
-        and kind.__dictoffset__ != 0
-        and kind.__basicsize__ <= _SIZE_OF_PLAIN_INSTANCE
-    )
+    return not is_a(value, _OPAQUE + _IDENTITIES) and has_only_a_dict(type(value))
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
