@@ -119,10 +119,21 @@ def _first_kernel(name: str) -> Callable[..., Any]:
         found = _kernels.get(name)
         if found is None:
             load()
+            _refuse_uninitialized()
             found = _kernels[name]
         return found(*args, **kwargs)
 
     return kernel
+
+
+def _refuse_uninitialized() -> None:
+    """Raise if the first use is a parameter without a shape: PyTorch's constructor goes on, which is replaced since."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name == "__new__" and frame.f_globals.get("__name__") == "torch.nn.parameter":
+        raise RuntimeError(
+            'a parameter without a shape, as of nn.LazyLinear, cannot be what uses device="lazy" first\n'
+            "  import lazy_backend before"
+        )
 
 
 def _location(storage: Any) -> str | None:

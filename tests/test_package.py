@@ -161,7 +161,6 @@ print([str(one.message) for one in caught])
         "torch.ones(2).to('lazy')",
         "torch.tensor([1.0], device='lazy')",
         "torch.nn.Linear(2, 2).to('lazy').weight",
-        "torch.nn.LazyLinear(2, device='lazy').weight",
         "torch.lazy.device_count() and torch.empty(1, device='lazy')",
     ],
 )
@@ -178,6 +177,20 @@ assert swap_tensors is torch.utils.swap_tensors
 print(x.device)
 """
     assert run_python(code, tmp_path) == "lazy:0\n"
+
+
+def test_a_parameter_without_a_shape_cannot_come_first(tmp_path: Path) -> None:
+    code = """
+import torch
+try:
+    torch.nn.LazyLinear(2, device="lazy")
+except RuntimeError as error:
+    print(error)
+print(torch.nn.LazyLinear(2, device="lazy")(torch.ones(1, 3, device="lazy")).shape)
+"""
+    printed = run_python(code, tmp_path)
+    assert "import lazy_backend before" in printed
+    assert printed.endswith("torch.Size([1, 2])\n")
 
 
 def test_threads_may_use_the_device_first_together(tmp_path: Path) -> None:
