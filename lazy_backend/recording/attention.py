@@ -68,10 +68,28 @@ def scaled_dot_product_attention(
     if 0 in (query.numel(), key.numel(), value.numel()):
         return _of_nothing(query, key, value)
     backend = SDPBackend.MATH
-    if (
-        dropout_p == 0
-    ):  # fused kernels draw their dropout from the default generator, not from a seed that we could give
+    if dropout_p == 0:  # fused kernels draw their dropout from the default generator, not from a seed that we give
         backend = _choice(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if backend == SDPBackend.MATH or query.dim() == 4:
+        return _run(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # since 2.14 fused kernels are chosen for three dimensions, too, and PyTorch calls them with a batch of one
+    batch = (query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))
+    mask = None if attn_mask is None else attn_mask.view((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+    return _run(backend, *batch, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
+
+
+def _run(
+    backend: SDPBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention by the kernel that was chosen, or written out if it is one that we do not call."""
     mask = _additive(attn_mask, query.dtype)
     on_cpu = isinstance(query, LazyTensor) and query._data.context.backing.type == "cpu"
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -193,3 +194,33 @@ def encoded(device: str, norm: bool, aligned: bool, grad: bool) -> torch.Tensor:
 @pytest.mark.parametrize(("aligned", "grad"), [(True, False), (False, False), (True, True)])
 def test_padded_positions_of_an_encoder_are_eagers(norm: bool, aligned: bool, grad: bool) -> None:
     torch.testing.assert_close(encoded("lazy", norm, aligned, grad), encoded("cpu", norm, aligned, grad))
+
+
+MASKS: dict[tuple[int, ...], list[tuple[int, ...] | None]] = {
+    (6, 8): [None, (6, 6)],
+    (4, 6, 8): [None, (6, 6), (1, 6, 6), (4, 6, 6)],
+    (3, 4, 6, 8): [None, (6, 6), (4, 6, 6), (3, 1, 6, 6), (3, 4, 6, 6)],
+}
+
+
+@pytest.mark.parametrize(("shape", "mask"), [(shape, mask) for shape, masks in MASKS.items() for mask in masks])
+def test_attention_of_any_number_of_dimensions(shape: tuple[int, ...], mask: tuple[int, ...] | None) -> None:
+    """PyTorch 2.14 and later choose fused kernels for three dimensions, earlier ones for four alone."""
+
+    def attend(device: str, is_boolean: bool, inference: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        operands = [torch.randn(shape).to(device).requires_grad_(not inference) for _ in range(3)]
+        scores = None if mask is None else torch.randn(mask).to(device)
+        with torch.inference_mode(inference):
+            attended = F.scaled_dot_product_attention(
+                *operands, scores > 0 if is_boolean and scores is not None else scores, is_causal=mask is None
+            )
+        if inference:
+            return [attended]
+        attended.pow(2).sum().backward()
+        return [attended, *(operand.grad for operand in operands if operand.grad is not None)]
+
+    for is_boolean, inference in itertools.product((False, True), (False, True)):
+        found, expected = (attend(device, is_boolean, inference) for device in ("lazy", "cpu"))
+        assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
+        assert all(torch.equal(a.detach().cpu(), b) for a, b in zip(found, expected, strict=True))
