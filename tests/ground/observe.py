@@ -52,10 +52,14 @@ def encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             return {"meta": list(value.shape), "dtype": str(value.dtype)}
+        if value.is_nested or value.is_quantized:
+            return str(value)
+        if value.layout is not torch.strided:
+            return [str(value.layout), encode(value.to_dense())]
         plain = value.detach().as_subclass(torch.Tensor)
-        size = plain.element_size()
-        flat = plain.to_dense().resolve_conj().resolve_neg().contiguous().reshape(-1).clone()
-        bits = flat.view(torch.uint8).numpy().tobytes() if size else b""
+        # clone: one element of odd strides counts as contiguous, and then cannot be seen as bytes
+        flat = plain.resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
+        bits = flat.view(torch.uint8).numpy().tobytes()
         return {
             "dtype": str(value.dtype),
             "shape": list(value.shape),
