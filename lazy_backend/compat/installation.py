@@ -40,7 +40,7 @@ from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.ir.passes import watch_passes
-from lazy_backend.ports.port import check_version, renew_imported_names
+from lazy_backend.ports.port import check_version, ports_off, renew_imported_names
 from lazy_backend.ports.replacements import bundles, collectives, functions, mixed_precision, moving, optimizing
 from lazy_backend.precision import autocast
 from lazy_backend.precision.casts import custom_casts
@@ -156,6 +156,7 @@ def _wire() -> None:
     history.sources["disk cache"] = disk_cache.describe
     history.sources["captured"] = accounts.describe
     history.sources["runtime"] = listed
+    history.sources["ports off"] = ports_off
     watch_passes(print_pass)
 
 

@@ -35,6 +35,7 @@ class Explanation:
     memory: MemorySeries
     waits: Sequence[WaitRecord] = ()
     captured: Sequence[dict[str, Any]] = ()  # what became of the calls of captured modules and optimizers
+    ports_off: Sequence[str] = ()  # what this PyTorch cannot offer, and what that costs
 
     def misses(self) -> list[SyncRecord]:
         """The syncs that have something to explain: all but hits on known paths and replays without advice."""
@@ -47,6 +48,7 @@ class Explanation:
             "compiles": [compiled.to_dict() for compiled in self.compiles],
             "programs": [program.to_dict() for program in self.programs],
             "captured": list(self.captured),
+            "ports_off": list(self.ports_off),
         }
 
     def save(self, path: str | Path) -> None:
@@ -90,6 +92,8 @@ class Explanation:
             yield _printed(list(group))
         for row in self.captured:
             yield _captured(row)
+        for text in self.ports_off:
+            yield text.splitlines()
 
     def _summary(self) -> str:
         outcomes = Counter(record.outcome for record in self.records)
@@ -113,7 +117,8 @@ def explain(last: int | None = None) -> Explanation:
     records, compiles, programs = history.snapshot()
     chosen = records if last is None else records[-last:]
     captured = history.sources.get("captured", list)()
-    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits), captured)
+    off = history.sources.get("ports off", list)()
+    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits), captured, off)
 
 
 def explain_record(record: SyncRecord) -> str:

@@ -96,7 +96,7 @@ def find(run: Run) -> list[Finding]:
     ]
     least = _SHOWN_SHARE * run_seconds(run)
     ranked = sorted((f for f in found if f.seconds >= least and f.seconds > 0.0), key=lambda f: -f.seconds)
-    told = [*ranked, *_failures(run), *_never_replayed(run), *_growth(run)]
+    told = [*ranked, *_failures(run), *_never_replayed(run), *_ports_off(run), *_growth(run)]
     return sorted(told, key=lambda finding: (not finding.is_fault, -finding.seconds))
 
 
@@ -264,6 +264,20 @@ def _recording(syncs: Sequence[Line]) -> Iterable[Finding]:
             recording,
             len(hits),
             max(hits, key=lambda sync: sync["trace_seconds"])["site"],
+            "steps",
+        )
+
+
+def _ports_off(run: Run) -> Iterable[Finding]:
+    for text in run.state.get("ports off", ()):
+        fact, _, loss = text.partition("\n")
+        yield Finding(
+            "A port does not fit this PyTorch",
+            f"{fact.removeprefix('lazy_backend: ')}.",
+            f"{loss.strip()}; `python -m lazy_backend` lists all ports",
+            0.0,
+            1,
+            "",
             "steps",
         )
 

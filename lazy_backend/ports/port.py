@@ -248,6 +248,11 @@ def check_version() -> None:
         )
 
 
+def ports_off() -> list[str]:
+    """A text for each port that was asked for and is off."""
+    return [str(port) for port in ports.values() if port.state == "off"]
+
+
 def check_all() -> Iterator[Port]:
     """All ports, each checked now. Imports what they reach, among it PyTorch's compiler: seconds."""
     for port in ports.values():
