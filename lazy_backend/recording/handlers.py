@@ -28,6 +28,7 @@ from lazy_backend.ports.dispatcher import (
     overload_name,
 )
 from lazy_backend.recording.at_once import run_at_once
+from lazy_backend.recording.inference import channels_last
 from lazy_backend.recording.operators import learn
 from lazy_backend.recording.record import add_handler, record, record_factory
 from lazy_backend.recording.storage import LazyUntypedStorage
@@ -567,7 +568,7 @@ def _group_norm(
 ) -> torch.Tensor:
     """`aten::group_norm` on the AutogradLazy key: the composite kernel keeps channels-last for CPU tensors only."""
     composite = kernel_caller(aten.group_norm.default)
-    last = _channels_last(input) if _backing_of(input).type == "cpu" and input.dim() > 1 else None
+    last = channels_last(input) if _backing_of(input).type == "cpu" and input.dim() > 1 else None
     if last is None or input.shape[1] % num_groups or not input.numel():
         key = DispatchKey.CompositeImplicitAutograd
         made: torch.Tensor = composite(key, input, num_groups, weight, bias, eps, cudnn_enabled)
@@ -577,13 +578,6 @@ def _group_norm(
     source = input.contiguous(memory_format=last)
     weight, bias = (None if given is None else given.contiguous() for given in (weight, bias))
     return torch.native_group_norm(source, weight, bias, batch, channels, size, num_groups, eps)[0]
-
-
-def _channels_last(x: torch.Tensor) -> torch.memory_format | None:
-    """The channels-last format that `x` suggests to a kernel, if any."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    made = formats.get(x.dim())
-    return made if made is not None and x.is_contiguous(memory_format=made) and not x.is_contiguous() else None
 
 
 def _backing_of(x: torch.Tensor) -> torch.device:
