@@ -25,6 +25,7 @@ from lazy_backend.floats.hyperparameters import float_places
 from lazy_backend.floats.mirrors import Mirrors
 from lazy_backend.floats.torch_hooks import FloatSeer
 from lazy_backend.ports import trees
+from lazy_backend.ports.tensor_types import IS_VIEW
 from lazy_backend.ports.thread_modes import WithoutTorchFunction
 from lazy_backend.tensors.state import DeviceContext, LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
@@ -33,7 +34,7 @@ from lazy_backend.tensors.tensor import LazyTensor
 _METADATA = frozenset((
     "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "is_floating_point",
     "is_complex", "is_contiguous", "is_signed", "is_same_size", "is_pinned", "is_conj", "is_neg", "is_inference",
-    "get_device", "__len__", "__hash__", "has_names", "is_tensor", "result_type", "can_cast", "_is_view",
+    "get_device", "__len__", "__hash__", "has_names", "is_tensor", "result_type", "can_cast", IS_VIEW,
     "is_set_to", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_",
 ))  # fmt: skip
 _TENSOR_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))

@@ -31,7 +31,8 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = optional("torch._neg_view", t
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-is_view: Callable[[torch.Tensor], bool] = methodcaller("_is_view")
+IS_VIEW = "_is_view"  # as function modes see it
+is_view: Callable[[torch.Tensor], bool] = methodcaller(IS_VIEW)
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")  # references from C++
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_indices")
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_values")

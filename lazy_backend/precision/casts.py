@@ -13,8 +13,9 @@ import torch
 
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.ports.dispatcher import OpOverload
+from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.ports.replacements.mixed_precision import AUTOCAST_KEY, without_autocast_key
+from lazy_backend.ports.tensor_types import is_view
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.precision.cast_rules import Rule, rules_for
 from lazy_backend.tensors.contexts import contexts
@@ -68,7 +69,8 @@ class CustomCasts:
         if op not in self._dtypes:
             self._dtypes[op] = {}
             library = torch.library.Library(op.namespace, "IMPL")
-            library.impl(op._schema.name.partition("::")[2], hide_internals(self._kernel(op)), AUTOCAST_KEY.name)
+            name = function_schema(op).name.partition("::")[2]
+            library.impl(name, hide_internals(self._kernel(op)), AUTOCAST_KEY.name)
             self._libraries.append(library)
         self._dtypes[op][device_type] = dtype
 
@@ -105,7 +107,7 @@ def _cast(arg: Any, dtype: torch.dtype) -> Any:
         arg.dtype == torch.float32
         and arg.requires_grad
         and arg.is_leaf
-        and not arg._is_view()
+        and not is_view(arg)
         and torch.is_autocast_cache_enabled()
         and not torch.is_inference_mode_enabled()  # its tensors could not serve a later use that wants gradients
         and dtype == autocast_state.lower_dtype()
@@ -171,7 +173,7 @@ def _widest_of(op: OpOverload) -> Kernel:
 
 def _float32_result(op: OpOverload) -> Kernel:
     """The kernel of an operator with an argument `dtype`, which is set unless the call sets it."""
-    names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    names = [argument.name for argument in function_schema(op).arguments if not argument.kwarg_only]
     place = names.index("dtype") if "dtype" in names else len(names)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
