@@ -36,7 +36,7 @@ class DoesNotFit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KnownSource:
     """A function whose source must be one that was read: what replaces it repeats or relies on its inside.
 
     `hashes` are those of `source_hash`, one for each source that is known.
@@ -86,7 +86,7 @@ class Name:
             raise DoesNotFit(f"{path} takes ({', '.join(taken)}), expected ({', '.join(expected)})")
 
 
-Expectation = Name | Source | Probe
+Expectation = Name | KnownSource | Probe
 
 
 class Port:
@@ -246,6 +246,13 @@ def check_version() -> None:
             f"lazy_backend was not run on PyTorch {torch.__version__}, but on {VERSIONS[0]} to {VERSIONS[-1]}\n"
             "  `python -m lazy_backend` shows what of it fits this version"
         )
+
+
+def check_essential() -> None:
+    """Raise `ImportError`, which says what is missing, if a port does not fit without which there is no lazy tensor."""
+    for port in ports.values():
+        if port.essential and port.obstacle() is not None:
+            raise ImportError(str(port))
 
 
 def ports_off() -> list[str]:
