@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx
 
 from lazy_backend.ports.table import BACKENDS, BOXED_CODE, TRACING_ERRORS
@@ -46,26 +47,32 @@ def only_looks_for_fakes(frame: FrameType) -> bool:
     return compiler_at(frame) is None
 
 
-def shortened_error() -> type[Exception] | None:
-    """Dynamo's class of errors whose frames it drops, while Dynamo traces a function on this thread.
+def shortened_error() -> Any:
+    """Dynamo's class of errors whose frames it drops, while Dynamo traces a function on this thread; else None.
 
     It puts 200 lines of frames below the user's line, and drops them only from errors of this class.
     """
-    errors, translators = (sys.modules.get(f"torch._dynamo.{name}") for name in ("exc", "symbolic_convert"))
+    errors: Any = sys.modules.get("torch._dynamo.exc")
+    translators = sys.modules.get("torch._dynamo.symbolic_convert")
     translator = getattr(getattr(translators, "tls", None), "current_tx", None)
     return None if translator is None or not TRACING_ERRORS.fits() else errors.ShortenTraceback
 
 
 def registered_backend(name: str) -> Callable[..., Any] | None:
-    """A backend of `torch.compile`, by name; None if there is none. The public way to it leads through Dynamo."""
+    """A backend of `torch.compile`, by name; None if there is none."""
     if not BACKENDS.fits():
-        return None
+        return _through_dynamo(name) if name in torch.compiler.list_backends(exclude_tags=()) else None
     import torch._dynamo as dynamo  # over a second
 
     try:
         return dynamo.lookup_backend(name)  # type: ignore[no-any-return]
     except dynamo.exc.InvalidBackend:
         return None
+
+
+def _through_dynamo(name: str) -> Callable[..., Any]:
+    """The public way to a backend: Dynamo traces the module at its first call, and looks at its arguments at each."""
+    return lambda module, examples: torch.compile(module, backend=name, fullgraph=True, dynamic=False)
 
 
 def for_threads(count: int) -> AbstractContextManager[Any]:

@@ -232,7 +232,7 @@ def _restores_gradients() -> bool:
 def _wraps() -> bool:
     class Wrapped(torch.Tensor):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
             return NotImplemented
 
     make: Any = torch.Tensor._make_wrapper_subclass
@@ -401,7 +401,7 @@ BACKENDS = Port(
     "table of torch.compile's backends",
     "torch._dynamo.lookup_backend(compiler_fn)",
     "torch._dynamo.exc.InvalidBackend",
-    without="config.backend takes functions only, and no names",
+    without="graphs are traced again before a backend other than Inductor gets them, at their first run",
 )
 BOXED_CODE = Port(
     "arguments in one list",

@@ -597,7 +597,7 @@ def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 def install_factories(library: torch.library.Library) -> None:
     """Register the factories, for which hooks stand on the Lazy key, and other kernels, which `library` keeps there."""
-    own = {
+    own: dict[str, Callable[..., Any]] = {
         "empty.memory_format": hide_internals(_empty_memory_format),
         "empty_strided": hide_internals(_empty_strided),
         # zeros that autograd fills in; a lazy tensor of zeros costs nothing until it is used
