@@ -42,13 +42,25 @@ READS = {
 }
 
 
+def has_known_shape(name: str) -> bool:
+    """Whether PyTorch can say the shape without values: since 2.14 it counts the combinations by a formula."""
+    try:
+        READS[name]("meta")
+    except (NotImplementedError, RuntimeError):
+        return False
+    assert name == "combinations"
+    return True
+
+
 @pytest.mark.parametrize("name", READS)
 def test_a_shape_that_depends_on_values_cuts_once_and_goes_on(name: str) -> None:
     with count("GraphCut") as cuts:
         made = READS[name]("lazy") + 1
-        assert cuts() == 1
+        needed = 0 if has_known_shape(name) else 1
+        assert cuts() == needed
     assert_same(made, READS[name]("cpu") + 1)
-    assert any("depends on values" in name and __file__ in name for name in metrics.counter_names())
+    told = [name for name in metrics.counter_names() if "depends on values" in name and __file__ in name]
+    assert bool(told) == bool(needed)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -289,7 +301,8 @@ def test_a_model_trains_in_every_dtype(dtype: torch.dtype, backend: str) -> None
     def program(device, sync):
         torch.manual_seed(0)
         model = Mixed().to(dtype).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-4)
+        # as CPU parameters are updated by default: foreach, the default for lazy ones, rounds elsewhere to float16
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-4, foreach=False)
         tokens, losses = (torch.arange(12) % 7).view(2, 6).to(device), []
         for _ in range(3):
             optimizer.zero_grad()
