@@ -83,6 +83,8 @@ class CompileReports:
             metrics.observe("LoadTime", report.seconds)
         if report.plan is not None and report.plan.why_python:
             metrics.increment(f"RunFromPython: {report.plan.why_python}")
+        for check in () if report.plan is None else report.plan.left_out:
+            metrics.increment(f"CheckLeftOut: {check}")
         shown = sys.stderr.isatty() if config.progress is None else config.progress
         if shown and not config.debug:
             print(f"lazy_backend: {describe_report(report)}", file=sys.stderr)

@@ -51,6 +51,11 @@ COUNTERS = (
         "compiled graphs whose kernels are called by Inductor's Python code, by what C++ could not do",
         exported="run_from_python",
     ),
+    Meaning(
+        "CheckLeftOut: <check>",
+        "checks in Inductor's Python code that C++ does not know and leaves out: of what operators return",
+        exported="check_left_out",
+    ),
     Meaning("ShapeLimitPassed", "programs with more shapes than the settings give plans to"),
     Meaning("ExecuteComputation", "graphs that ran, steps and replays; a first step too, which runs as it is recorded"),
     Meaning("ExecuteBeside", "those of them that took place beside recording, on a thread that needs no Python"),

@@ -103,6 +103,7 @@ class Loaded:
 
     `may_be_slower`: whether it is in blocks, and nobody has seen yet that this is faster than the whole graph.
     `find_starter`: finds what begins runs beside recording, if such runs need no Python; for blocks after a first run.
+    `left_out`: checks that its runs leave out.
     """
 
     call: Call
@@ -110,6 +111,7 @@ class Loaded:
     why_python: str = ""
     may_be_slower: bool = False
     find_starter: Callable[[], RunStarter | None] = _no_starter
+    left_out: tuple[str, ...] = ()
 
 
 def load(data: bytes, graph: Graph) -> Loaded:
@@ -127,7 +129,8 @@ def _load(data: bytes) -> Loaded:
     if header["kind"] == "native":
         runners = _load_runners(header["kernels"], [header["block"]], blobs)
         starter = runners.starter(runners.extension.begin0)
-        return Loaded(runners.calls[0], header["guards"], find_starter=lambda: starter)
+        left_out = tuple(header["block"]["left_out"])
+        return Loaded(runners.calls[0], header["guards"], find_starter=lambda: starter, left_out=left_out)
     if header["kind"] == "blocks":
         return _load_blocks(header, blobs)
     with scratch_folder() as folder:
@@ -151,7 +154,8 @@ def _load_blocks(header: dict[str, Any], blobs: Sequence[bytes]) -> Loaded:
     sequence = None if count or runners is None else _NativeSequence(runners)
     make, find = (None, _no_starter) if sequence is None else (sequence.make, sequence.starter)
     runner = BlockRunner(BlockSequence.from_json(header["sequence"]), blocks, make)
-    return Loaded(runner.call, header["guards"], ", ".join(reasons), "is_faster" not in header, find)
+    left_out = tuple(name for block in native for name in block["left_out"])
+    return Loaded(runner.call, header["guards"], ", ".join(reasons), "is_faster" not in header, find, left_out)
 
 
 @dataclass(frozen=True, slots=True)

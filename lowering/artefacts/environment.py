@@ -37,7 +37,7 @@ import torch
 from lazy_backend.cache.computation_cache import Key
 
 # Raise it when the contents of artefacts change.
-FORMAT = 4
+FORMAT = 5
 
 
 class Scope(enum.Flag):

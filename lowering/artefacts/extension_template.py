@@ -47,6 +47,7 @@ AOTITorchError aoti_torch_get_dim(AtenTensorHandle, int64_t*);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle, int32_t*);
+AOTITorchError aoti_torch_is_defined(AtenTensorHandle, bool*);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle, AtenTensorHandle, int32_t);
 {declarations}
 }}
@@ -88,15 +89,22 @@ static void* data(AtenTensorHandle tensor) {{
     check(aoti_torch_get_data_ptr(tensor, &found));
     return found;
 }}
-static void expect(AtenTensorHandle tensor, int64_t dim, const int64_t* size, const int64_t* stride) {{
+// `dtype`: -1 for any.
+static void expect(
+    AtenTensorHandle tensor, int64_t dim, const int64_t* size, const int64_t* stride, int32_t dtype) {{
+    bool is_defined;
+    int32_t has_dtype;
     int64_t has, *sizes, *strides;
+    check(aoti_torch_is_defined(tensor, &is_defined));
+    if (!is_defined) return;  // an operator's flags said that it need not compute this result
+    check(aoti_torch_get_dtype(tensor, &has_dtype));
     check(aoti_torch_get_dim(tensor, &has));
     check(aoti_torch_get_sizes(tensor, &sizes));
     check(aoti_torch_get_strides(tensor, &strides));
-    bool agrees = has == dim;
+    bool agrees = has == dim && (dtype == -1 || dtype == has_dtype);
     for (int64_t i = 0; agrees && i < dim; i++)
         agrees = sizes[i] == size[i] && (size[i] == 1 || strides[i] == stride[i]);
-    if (!agrees) throw std::runtime_error("an operator returned another geometry than its fake version");
+    if (!agrees) throw std::runtime_error("an operator returned another geometry or dtype than its fake version");
 }}
 
 // Tensors cross between Python and C++ as capsules of owned handles. Steals `list`.

@@ -20,6 +20,7 @@ import ast
 import copy
 import functools
 import hashlib
+import json
 import math
 import operator
 import re
@@ -32,15 +33,13 @@ import torch
 
 from lazy_backend.lowering.artefacts import native_calls
 from lazy_backend.lowering.artefacts.extension_template import EXTENSION, METHODS, RUNNER
+from lazy_backend.lowering.artefacts.inductor_module import NotExpressible, check_name, checked_geometries
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
+from lazy_backend.ports.dispatcher import OpOverload, base_name, function_schema, overload_name
 
 # The text of the latest exception, from 2.13 on.
 _MESSAGE = "torch_exception_get_what_without_backtrace"
 SHIMS = "torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h"
-
-
-class NotExpressible(Exception):
-    """Why a wrapper stays in Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,8 @@ class Wrapper:
 class Runner:
     """What runs a wrapper, and what it leaves to Python: expressions of functions on lists of tensors.
 
-    `kernels`: those whose addresses it takes, in this order.
+    `kernels`: those whose addresses it takes, in this order. `left_out`: checks that are not known. See Note [What a
+    version of Inductor may add].
     """
 
     text: str
@@ -73,6 +73,7 @@ class Runner:
     multiplies: bool  # by oneDNN
     native_calls: frozenset[str]  # definitions of `native_calls.py` that it needs
     num_threads: int | None
+    left_out: tuple[str, ...] = ()
 
 
 def runner_of(wrapper: Wrapper) -> Runner:
@@ -100,6 +101,7 @@ def runner_of(wrapper: Wrapper) -> Runner:
         writer.multiplies,
         frozenset(writer.native_calls),
         wrapper.num_threads,
+        tuple(writer.left_out),
     )
 
 
@@ -143,13 +145,19 @@ class _RunnerWriter:
         self.num_results = 0
         self.multiplies = False
         self.native_calls: set[str] = set()
+        self.left_out: list[str] = []
         self._wrapper = wrapper
         self._kernels = {name: (place, types) for place, (name, types) in enumerate(wrapper.kernels.items())}
         self._layouts: dict[str, TensorLayout | None] = {}  # of tensors by name
         self._examples: dict[str, int] = {}  # of integers by name
         self._values: dict[str, int | str | _Results] = {}  # a tensor's slot, an integer's name in C++, results
+        self._arguments: set[str] = set()
 
     def write(self, statement: ast.stmt, following: ast.stmt | None) -> None:
+        name = check_name(statement)
+        if name is not None and name not in self._kernels:
+            self._check(name, statement)
+            return
         match statement:
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
                 self._take_arguments([_name_of(name) for name in names])
@@ -173,6 +181,7 @@ class _RunnerWriter:
 
     def _take_arguments(self, names: Sequence[str]) -> None:
         symbols, layouts = self._wrapper.symbols, self._wrapper.layouts
+        self._arguments.update(names)
         for place, name in enumerate(names):
             if place < len(symbols):
                 self._values[name], self._examples[name] = f"symbols[{place}]", symbols[place]
@@ -210,17 +219,25 @@ class _RunnerWriter:
 
     def _call(self, called: ast.Call) -> None:
         match called:
-            case ast.Call(func=ast.Name(id="assert_size_stride"), args=[tensor, size, stride, *_]):
-                if not self._is_argument(tensor):  # a graph's inputs are as its key says
-                    self._in_block(f"expect({self._tensor(tensor)}, {{0}}, {{1}});", size, stride)
-            case ast.Call(func=ast.Name(id="assert_alignment")):
-                pass  # kernels for the CPU load and store at any address
             case ast.Call(func=ast.Name(id=name)) if name in self._kernels:
                 self._kernel(name, called)
             case ast.Call(func=ast.Attribute()):
                 self._operator(called, None)
             case _:
                 raise NotExpressible(f"a call of {ast.unparse(called.func)[:80]}")
+
+    def _check(self, name: str, statement: ast.stmt) -> None:
+        """Write a check, or leave it out if it is not known: it computes nothing."""
+        written = len(self.lines)
+        try:
+            for expected in checked_geometries(statement):
+                if not self._is_argument(expected.tensor):  # a graph's inputs are as its key says
+                    dtype = "-1" if expected.dtype is None else self._dtype(expected.dtype)
+                    line = f"expect({self._tensor(expected.tensor)}, {{0}}, {{1}}, {dtype});"
+                    self._in_block(line, expected.size, expected.stride)
+        except NotExpressible:
+            del self.lines[written:]
+            self.left_out.append(name)
 
     def _delete(self, name: str) -> None:
         value = self._values.pop(name, None)
@@ -266,6 +283,9 @@ class _RunnerWriter:
             return
         if self._are_norms(overload, called, name):
             return
+        if function not in _shims() and name is None:
+            overload, called = _returning_nothing(overload, called)
+            function = _shim_of(overload)
         if function in _shims():
             try:
                 self._shim(function, overload, called, name)
@@ -274,7 +294,7 @@ class _RunnerWriter:
                 del self.lines[written:]
         self._python(overload, called, name)
 
-    def _is_multiplied(self, overload: torch._ops.OpOverload, called: ast.Call) -> bool:
+    def _is_multiplied(self, overload: OpOverload, called: ast.Call) -> bool:
         """Write a product that oneDNN computes. See Note [Which library multiplies]."""
         places = _PRODUCTS.get(str(overload))
         given = {keyword.arg: keyword.value for keyword in called.keywords}
@@ -294,9 +314,9 @@ class _RunnerWriter:
         self.multiplies = True
         return True
 
-    def _is_mask(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> bool:
+    def _is_mask(self, overload: OpOverload, called: ast.Call, name: str | None) -> bool:
         """Write the drawing of a dropout's mask."""
-        if overload._schema.name != "lazy_backend::dropout_mask" or name is None or not native_calls.has_masks():
+        if str(overload) != "lazy_backend.dropout_mask.default" or name is None or not native_calls.has_masks():
             return False
         size, stride, p, _, seeds, place = called.args
         drawn = f"{self._number(p)}, {self._tensor(seeds)}, {self._integer(place)}"
@@ -307,7 +327,7 @@ class _RunnerWriter:
         self._in_block(f"draw_mask({{0}}, {lies}, {drawn}, {self._target(name)});", size, steps)
         return True
 
-    def _are_norms(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> bool:
+    def _are_norms(self, overload: OpOverload, called: ast.Call, name: str | None) -> bool:
         """Write the norms of a list, as of the gradients that a program clips."""
         if str(overload) != "aten._foreach_norm.Scalar" or called.keywords or not native_calls.has_norms():
             return False
@@ -328,9 +348,9 @@ class _RunnerWriter:
         self.native_calls.add(native_calls.NORMS)
         return True
 
-    def _shim(self, function: str, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:
+    def _shim(self, function: str, overload: OpOverload, called: ast.Call, name: str | None) -> None:
         """An operator by its shim, whose parameters have the names of the operator's schema."""
-        parameters, schema = _shims()[function], overload._schema
+        parameters, schema = _shims()[function], function_schema(overload)
         given: dict[str, ast.expr] = {keyword.arg or "": keyword.value for keyword in called.keywords}
         self.declarations.add(f"AOTITorchError {function}({', '.join(kind for kind, _ in parameters)});")
         positional = [argument for argument in schema.arguments if not argument.kwarg_only]
@@ -372,9 +392,9 @@ class _RunnerWriter:
             if str(argument.type) == "number" and isinstance(value, ast.Constant) and isinstance(value.value, int):
                 raise NotExpressible(f"the integer {argument.name}")
 
-    def _python(self, overload: torch._ops.OpOverload, called: ast.Call, name: str | None) -> None:
+    def _python(self, overload: OpOverload, called: ast.Call, name: str | None) -> None:
         """An operator without a shim, or one of Python's, such as those that take a seed: Python calls it."""
-        returns = overload._schema.returns
+        returns = function_schema(overload).returns
         if any(str(result.type) != "Tensor" for result in returns):
             raise NotExpressible(f"the operator {overload}, which returns more than tensors")
         temporaries = self.num_slots
@@ -408,7 +428,7 @@ class _RunnerWriter:
 
     def _declared(self, kind: str, value: ast.expr, name: str) -> list[str]:
         """Declarations for an argument that is passed by address. `name`: of what they declare."""
-        if not kind.endswith("*") or _is_none(value):
+        if not kind.endswith("*") or _is_none(value) or kind == "const char*":
             return []
         element = kind.removesuffix("*").removeprefix("const ").removesuffix("*").strip()
         if isinstance(value, ast.List | ast.Tuple):
@@ -420,6 +440,8 @@ class _RunnerWriter:
     def _passed(self, kind: str, value: ast.expr, name: str) -> list[str]:
         if not kind.endswith("*"):
             return [self._item(kind, value)]
+        if kind == "const char*" and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return [json.dumps(value.value)]
         is_list = kind.startswith("const ")
         if _is_none(value):
             return ["nullptr", "0"] if is_list else ["nullptr"]
@@ -456,7 +478,7 @@ class _RunnerWriter:
         return f"t[{slot}]"
 
     def _is_argument(self, value: ast.expr) -> bool:
-        return isinstance(value, ast.Name) and value.id.startswith("arg")
+        return isinstance(value, ast.Name) and value.id in self._arguments
 
     def _number(self, value: ast.expr) -> str:
         if isinstance(value, ast.Constant) and isinstance(value.value, float):
@@ -609,7 +631,7 @@ _DTYPES = frozenset(
 )
 
 
-def _overload_of(called: ast.Call) -> torch._ops.OpOverload:
+def _overload_of(called: ast.Call) -> OpOverload:
     """The operator that `extern_kernels.NAME`, `aten.NAME.OVERLOAD` or `torch.ops.SPACE.NAME.OVERLOAD` calls."""
     match ast.unparse(called.func).removeprefix("torch.ops.").split("."):
         case ["extern_kernels", name] if hasattr(torch.ops.aten, name):
@@ -622,14 +644,27 @@ def _overload_of(called: ast.Call) -> torch._ops.OpOverload:
         case _:
             raise NotExpressible(f"a call of {ast.unparse(called.func)[:80]}")
     found = getattr(getattr(getattr(torch.ops, space, None), name, None), overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         raise NotExpressible(f"a call of {ast.unparse(called.func)[:80]}")
     return found
 
 
-def _shim_of(overload: torch._ops.OpOverload) -> str:
-    space, name = overload._schema.name.split("::")
-    suffix = "" if overload._overloadname == "default" else f"_{overload._overloadname}"
+def _returning_nothing(overload: OpOverload, called: ast.Call) -> tuple[OpOverload, ast.Call]:
+    """A call of an operator that writes its first operand, such as `scatter_reduce_`, as one that writes into `out`.
+
+    Shims have only the latter.
+    """
+    base, name = base_name(overload), overload_name(overload)
+    packet = getattr(torch.ops.aten, base.rstrip("_"), None) if base.endswith("_") else None
+    found = getattr(packet, "out" if name == "default" else f"{name}_out", None)
+    if not isinstance(found, OpOverload) or not called.args or not isinstance(called.args[0], ast.Name):
+        return overload, called
+    return found, ast.Call(called.func, called.args, [*called.keywords, ast.keyword("out", called.args[0])])
+
+
+def _shim_of(overload: OpOverload) -> str:
+    space, name = function_schema(overload).name.split("::")
+    suffix = f"_{overload_name(overload)}".removesuffix("_default")
     return f"aoti_torch_cpu_{name}{suffix}" if space == "aten" else ""
 
 

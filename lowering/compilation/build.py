@@ -12,10 +12,9 @@ takes 4 s instead of 28 s. The kernels of all blocks of a graph are built togeth
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
 import marshal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,7 +22,15 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import pack
-from lazy_backend.lowering.artefacts.runner_source import NotExpressible, Runner, Wrapper, runner_of, runner_source
+from lazy_backend.lowering.artefacts.inductor_module import (
+    InductorModule,
+    Kernel,
+    NotExpressible,
+    NotLight,
+    extern_names,
+    inductor_module,
+)
+from lazy_backend.lowering.artefacts.runner_source import Runner, Wrapper, runner_of, runner_source
 from lazy_backend.lowering.blocks.block_program import MIN_SAVED, BlockProgram, in_blocks
 from lazy_backend.lowering.compilation.cpp_units import RUNNER, build_units
 from lazy_backend.lowering.compilation.examples import Examples
@@ -32,29 +39,21 @@ from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.products.product_timing import prefers_onednn
 from lazy_backend.lowering.products.thread_choice import num_threads_for
 
-Kernel = tuple[tuple[str, ...], str]  # the C++ types of its arguments, its source
-
-
 _OTHER_DEVICES = "devices beside the CPU"
-
-
-class NotLight(Exception):
-    """Why a compiled graph needs PyTorch's own loader. See Note [Light and bundled artefacts]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lowered:
-    """What inductor made of a module, for the CPU: Python without kernels, and the kernels by name."""
+    """What inductor made of a module, for the CPU."""
 
-    module: list[ast.stmt]
-    kernels: dict[str, Kernel]
+    module: InductorModule
     examples: Examples
     num_threads: int | None  # if not as many as operators use
 
     def runner(self) -> Runner:
-        types = {name: kinds for name, (kinds, _) in self.kernels.items()}
+        types = {name: kinds for name, (kinds, _) in self.module.kernels.items()}
         symbols, layouts = self.examples.sizes(), self.examples.layouts()
-        return runner_of(Wrapper(_call_of(self.module), types, symbols, layouts, prefers_onednn, self.num_threads))
+        return runner_of(Wrapper(self.module.call, types, symbols, layouts, prefers_onednn, self.num_threads))
 
 
 def compile_request(request: CompileRequest) -> bytes:
@@ -98,7 +97,7 @@ def _compile_blocks(request: CompileRequest, program: BlockProgram) -> bytes:
         else:
             parts.append(_described(len(runners), runner))
             runners.append(runner)
-            kernels |= lowered.kernels
+            kernels |= lowered.module.kernels
     header = {"kind": "blocks", "guards": None, "sequence": program.sequence.to_json(), "blocks": parts}
     units, built = _build_native(kernels, runners)
     return pack({**header, "kernels": units, "artefacts": len(artefacts)}, [*artefacts, *built])
@@ -111,6 +110,7 @@ def _described(place: int, runner: Runner) -> dict[str, Any]:
         "kernels": runner.kernels,
         "functions": runner.functions,
         "num_threads": runner.num_threads,
+        "left_out": runner.left_out,
     }
 
 
@@ -122,17 +122,26 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
         try:
             runner = lowered.runner()
         except NotExpressible as reason:
-            units = _units(lowered.kernels)
-            externs = {name: _path_of_extern(name) for name in _extern_names(lowered.module)}
-            code = compile(ast.Module(lowered.module, []), "<compiled graph>", "exec", dont_inherit=True)
-            header |= {"kind": "light", "externs": externs, "reason": str(reason), "kernels": list(map(list, units))}
-            return pack(header, [marshal.dumps(code), *build_units(_sources(units))])
-        header["kernels"], built = _build_native(lowered.kernels, [runner])
+            return _light(lowered.module, header, str(reason))
+        header["kernels"], built = _build_native(lowered.module.kernels, [runner])
         block = _described(0, runner)
         return pack({**header, "kind": "native", "block": block}, built)
     except NotLight as reason:
         bundled = _compile(make_module(), examples).serialize()
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
+
+
+def _light(module: InductorModule, header: dict[str, Any], reason: str) -> bytes:
+    """A light artefact. Raises `NotLight`."""
+    try:
+        statements = module.light()
+        externs = {name: _path_of_extern(name) for name in extern_names(statements)}
+    except NotLight as too:
+        raise NotLight(f"{reason}; {too}") from None
+    units = _units(module.kernels)
+    code = compile(ast.fix_missing_locations(ast.Module(statements, [])), "<compiled graph>", "exec", dont_inherit=True)
+    header |= {"kind": "light", "externs": externs, "reason": reason, "kernels": list(map(list, units))}
+    return pack(header, [marshal.dumps(code), *build_units(_sources(units))])
 
 
 def _lower(module: fx.GraphModule, examples: Examples, prefix: str = "") -> _Lowered:
@@ -146,23 +155,13 @@ def _lower(module: fx.GraphModule, examples: Examples, prefix: str = "") -> _Low
     # internal, checked on 2.13: the AOTAutograd cache entry, which contains inductor's result
     entry = compiled.inner_fn.compiled_fn.serialize()
     _require_no_wrappers(entry)
-    statements, kernels = _light_module(entry.compiled_fw.result.source_code)
-    if prefix:
-        renamed = _Renamed({name: prefix + name for name in kernels})
-        statements = [renamed.visit(statement) for statement in statements]
-        kernels = {prefix + name: kernel for name, kernel in kernels.items()}
+    try:
+        found = inductor_module(entry.compiled_fw.result.source_code)
+    except NotExpressible as reason:
+        raise NotLight(str(reason)) from None
     threads = inductor_config.cpp.threads
-    return _Lowered(statements, kernels, examples, threads if 0 < threads != torch.get_num_threads() else None)
-
-
-class _Renamed(ast.NodeTransformer):
-    """Gives names other names."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.copy_location(ast.Name(self._names.get(node.id, node.id), node.ctx), node)
+    num_threads = threads if 0 < threads != torch.get_num_threads() else None
+    return _Lowered(found.with_prefix(prefix) if prefix else found, examples, num_threads)
 
 
 def _build_native(kernels: dict[str, Kernel], runners: Sequence[Runner]) -> tuple[list[list[str]], list[bytes]]:
@@ -230,104 +229,6 @@ def _require_no_wrappers(entry: Any) -> None:
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
         raise NotLight(", ".join(found))
-
-
-# ----- inductor's module without its kernels
-
-# Parts of inductor's module that are not needed to run it.
-_DROPPED = frozenset(("async_compile", "get_args", "benchmark_compiled_module"))
-
-
-def _light_module(source: str) -> tuple[list[ast.stmt], dict[str, Kernel]]:
-    """Inductor's module without its kernels; the kernels by name."""
-    kept: list[ast.stmt] = []
-    kernels: dict[str, Kernel] = {}
-    for statement in ast.parse(source).body:
-        name = _assigned_name(statement)
-        call = statement.value if isinstance(statement, ast.Assign) else None
-        if name is not None and isinstance(call, ast.Call) and _is_kernel(call):
-            types, text = map(ast.literal_eval, call.args)
-            kernels[name] = (tuple(types), text)
-        elif not _is_dropped(statement, name):
-            kept.append(statement)
-    kept, used = _without_unused(kept)
-    missing = used - set(kernels) - {"extern_kernels"} - set(dir(builtins)) - {"__name__"} - _bound(kept)
-    if missing:
-        raise NotLight(f"names of torch._inductor: {', '.join(sorted(missing))}")
-    return kept, {name: kernel for name, kernel in kernels.items() if name in used}
-
-
-def _call_of(module: Sequence[ast.stmt]) -> ast.FunctionDef:
-    """The function in which inductor's module computes. Internal, checked on 2.13: a method of the class `Runner`."""
-    for statement in module:
-        if isinstance(statement, ast.ClassDef) and statement.name == "Runner":
-            for member in statement.body:
-                if isinstance(member, ast.FunctionDef) and member.name == "call":
-                    return member
-    raise NotExpressible("a module without the class Runner")
-
-
-def _assigned_name(statement: ast.stmt) -> str | None:
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    return target.id if isinstance(target, ast.Name) else None
-
-
-def _is_kernel(call: ast.Call) -> bool:
-    """`async_compile.cpp_pybinding(...)`."""
-    function = call.func
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and (function.value.id, function.attr) == ("async_compile", "cpp_pybinding")
-    )
-
-
-def _is_dropped(statement: ast.stmt, name: str | None) -> bool:
-    if isinstance(statement, ast.ImportFrom):
-        # `_light_module` raises NotLight if a name bound here is used
-        return (statement.module or "").startswith("torch._")
-    if isinstance(statement, ast.FunctionDef):
-        return statement.name in _DROPPED
-    # string literals, `async_compile.wait(globals())`, the benchmark
-    return isinstance(statement, ast.Expr | ast.If | ast.Delete) or name in _DROPPED
-
-
-def _bound(statements: Sequence[ast.stmt]) -> set[str]:
-    """Names bound anywhere in `statements`: globals, arguments and locals alike."""
-    names: set[str] = set()
-    for node in ast.walk(ast.Module(list(statements), [])):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
-    return names
-
-
-def _loaded(statements: Sequence[ast.stmt]) -> set[str]:
-    nodes = ast.walk(ast.Module(list(statements), []))
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-
-
-def _without_unused(statements: list[ast.stmt]) -> tuple[list[ast.stmt], set[str]]:
-    """Drop assignments to unread names (`empty_strided_cuda = ...`) until none is left. Also returns the names read."""
-    while True:
-        used = _loaded(statements) | {"call"}
-        kept = [s for s in statements if (name := _assigned_name(s)) is None or name in used]
-        if len(kept) == len(statements):
-            return kept, used
-        statements = kept
-
-
-def _extern_names(statements: Sequence[ast.stmt]) -> set[str]:
-    return {
-        node.attr
-        for node in ast.walk(ast.Module(list(statements), []))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "extern_kernels"
-    }
 
 
 def _path_of_extern(name: str) -> str:

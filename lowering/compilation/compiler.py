@@ -29,8 +29,12 @@ from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.shapes import symbolic_graph
+from lazy_backend.ports import fake_tensors
+from lazy_backend.ports.compilers import for_threads, registered_backend, use_boxed_code
+from lazy_backend.ports.dispatcher import function_schema
+from lazy_backend.ports.thread_modes import WithoutAutocast
 
-_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+_fake_log = logging.getLogger(fake_tensors.LOGGER)
 
 
 @contextlib.contextmanager
@@ -47,17 +51,13 @@ def lookup_backend(backend: Backend) -> Callable[..., Callable[..., Any]]:
     """The backend's entry point. Raises `ValueError` for a name that is not registered."""
     if not isinstance(backend, str):
         return backend
-    # loaded at first use: torch._dynamo takes over a second to import
-    import torch._dynamo as dynamo
-
-    try:
-        # internal, checked on 2.13: the public torch.compile reaches the same table only through Dynamo
-        return dynamo.lookup_backend(backend)  # type: ignore[no-any-return]
-    except dynamo.exc.InvalidBackend as error:
+    found = registered_backend(backend)
+    if found is None:
         known = ", ".join(["eager", *torch.compiler.list_backends()])
         raise ValueError(
             f"unknown backend {backend!r}\n  set lazy_backend.config.backend to a callable or one of: {known}"
-        ) from error
+        )
+    return found
 
 
 def backend_name(backend: Backend) -> str:
@@ -82,7 +82,7 @@ _VALUE_CHECKED = ("index", "embedding", "gather", "scatter", "nll_loss", "choles
 
 
 def may_fail_at_run_time(node: Node) -> bool:
-    namespace, name = node.op._schema.name.split("::")
+    namespace, name = function_schema(node.op).name.split("::")
     return namespace not in ("aten", "prims") or any(word in name for word in _VALUE_CHECKED)
 
 
@@ -97,6 +97,7 @@ class CompiledPlan:
         why_python: str = "",
         may_be_slower: bool = False,
         find_starter: Callable[[], RunStarter | None] = lambda: None,
+        left_out: tuple[str, ...] = (),
     ) -> None:
         self._stored = request.stored
         self._sizes = request.sizes
@@ -105,6 +106,7 @@ class CompiledPlan:
         self.specialised = request.specialised()
         self._bits = _bits_of(self.specialised.values())
         self.why_python = why_python  # why a run from an artefact calls kernels from Python
+        self.left_out = left_out  # checks of the compiler's that runs leave out
         self.may_be_slower = may_be_slower  # than the whole graph, see Note [The whole graph after its blocks]
         self._call = call
         self._find_starter = find_starter
@@ -213,7 +215,7 @@ class CompiledPlan:
         taken = {} if self._aliases.is_known() else watched_storages(arguments)
         # autograd and autocast act in the layers above: nothing here may record, and all casts are in the graph
         try:
-            with _no_grad(), torch._C._DisableAutocast():
+            with _no_grad(), WithoutAutocast():
                 return self._aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
             raise PlanError(self.graph, error) from error
@@ -282,7 +284,7 @@ def compile_graph(request: CompileRequest) -> CompiledPlan:
         return CompiledPlan(request, _run_as_it_is(module))
     examples = request.examples()
     own = _inductor_here() if request.backend == "inductor" else contextlib.nullcontext()
-    with torch.no_grad(), torch._C._DisableAutocast(), quiet_fake_tensors(), examples.tracing(), own:
+    with torch.no_grad(), WithoutAutocast(), quiet_fake_tensors(), examples.tracing(), own:
         call = boxed(lookup_backend(request.backend)(module, examples.arguments))
     return CompiledPlan(request, call, examples.guards())
 
@@ -290,10 +292,7 @@ def compile_graph(request: CompileRequest) -> CompiledPlan:
 @contextlib.contextmanager
 def _inductor_here() -> Iterator[None]:
     """Inductor in this process, with our pass, and with as many threads compiled in as there are: see `worker`."""
-    import torch._inductor.config as inductor_config
-
-    threads = torch.get_num_threads() if inductor_config.cpp.threads < 1 else inductor_config.cpp.threads
-    with without_defects(), inductor_config.patch({"cpp.threads": threads}):
+    with without_defects(), for_threads(torch.get_num_threads()):
         yield
 
 
@@ -303,13 +302,13 @@ def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
     graph = request.stored.get()
     # a look at a tensor's memory has no such bits
     has_bits = any(value.meta.conj or value.meta.neg for value in graph.inputs)
-    further = {} if has_bits else {"find_starter": loaded.find_starter}
+    further: dict[str, Any] = {} if has_bits else {"find_starter": loaded.find_starter}
+    further["left_out"] = loaded.left_out
     return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python, loaded.may_be_slower, **further)
 
 
 def _run_as_it_is(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module's own code as a boxed function: separate arguments would stay alive until it returns."""
-    # internal, checked on 2.13; torch.fx generates every graph's code through such an object
-    module.graph.set_codegen(fx.graph._BoxedCodeGen())
-    module.recompile()
-    return module.forward  # type: ignore[no-any-return]
+    if use_boxed_code(module):
+        return module.forward  # type: ignore[no-any-return]
+    return lambda arguments: module.forward(*arguments)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lazy_backend.lowering.compilation.scalars import emit_promoted
+from lazy_backend.lowering.compilation.scalars import can_promote, emit_promoted
 from lazy_backend.lowering.ir.functional import are_pieces
 from lazy_backend.lowering.ir.graph import (
     Arg,
@@ -46,7 +46,7 @@ from lazy_backend.lowering.ir.optimizers import can_write_out
 from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arguments, seeded_op
 from lazy_backend.lowering.ir.shapes import Size
 from lazy_backend.lowering.ir.windows import Pieces, without_out, written_in_pieces
-from lazy_backend.ports.dispatcher import OpOverload
+from lazy_backend.ports.dispatcher import OpOverload, base_name, overload_name
 
 aten = torch.ops.aten
 
@@ -67,6 +67,8 @@ _STRIDED = frozenset(
         aten._reshape_alias.default,
     )
 )  # fmt: skip
+# Operators on lists whose formulas take numbers, too.
+_ARITHMETIC = frozenset(f"_foreach_{name}" for name in ("add", "sub", "mul", "div", "addcmul", "addcdiv"))
 # Operators that put their third operand into the first one, by places.
 _PUTS = frozenset(
     (
@@ -138,7 +140,7 @@ class _FxWriter:
     def add(self, node: Node) -> None:
         promoted = not self.promotes.isdisjoint(constants_of(node))
         # AOTAutograd of 2.13 cannot functionalise fused optimizers: it takes an empty tensor list as non-functional
-        if promoted or (can_write_out(node) and not self.signature.numbers):
+        if promoted or (not self.signature.numbers and (can_write_out(node) or _has_list_of_numbers(node))):
             self._add_promoted(node)
         elif node.op is aten.native_dropout.default and not self.signature.numbers and self._drops(node):
             self._add_dropout(node)
@@ -338,6 +340,12 @@ class _FxWriter:
     def finish(self) -> fx.GraphModule:
         self.fx_graph.output(tuple(self.values[value] for value in self.graph.outputs))
         return fx.GraphModule(torch.nn.Module(), self.fx_graph)
+
+
+def _has_list_of_numbers(node: Node) -> bool:
+    """Whether `node` is an operator that inductor has no code for, and would call."""
+    is_known = base_name(node.op).rstrip("_") in _ARITHMETIC and can_promote(node)
+    return is_known and overload_name(node.op) == "ScalarList"
 
 
 def _is_mixed_norm(node: Node) -> bool:

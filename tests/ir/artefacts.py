@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lazy_backend.lowering.artefacts import artefact
-from lazy_backend.lowering.artefacts.runner_source import NotExpressible
+from lazy_backend.lowering.artefacts.inductor_module import NotExpressible
 from lazy_backend.lowering.compilation import build
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.graph import Graph

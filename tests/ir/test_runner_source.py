@@ -19,7 +19,8 @@ from lazy_backend import metrics
 from lazy_backend.computation import get_cached_computations
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.artefacts import artefact
-from lazy_backend.lowering.artefacts.runner_source import NotExpressible, Wrapper, runner_of
+from lazy_backend.lowering.artefacts.inductor_module import NotExpressible, NotLight, inductor_module
+from lazy_backend.lowering.artefacts.runner_source import Wrapper, runner_of
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.graph import Graph, empty_of
@@ -225,3 +226,69 @@ def wrapper(*lines: str) -> ast.FunctionDef:
 def test_what_a_runner_cannot_do_is_said(line: str, reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
         runner_of(Wrapper(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}))
+
+
+# ----- what a version of inductor may add
+
+
+def body(*lines: str) -> ast.FunctionDef:
+    return wrapper("arg0_1, = args", "args.clear()", "buf0 = empty_strided_cpu((2,), (1,), torch.int64)", *lines)
+
+
+def test_checks_that_are_not_known_are_left_out() -> None:
+    checks = ("assert_new(arg0_1, 3)", "assert buf0 is not None", "assert_tensor_metadata(buf0, 7)", "_check_new()")
+    runner = runner_of(Wrapper(body(*checks, "return (buf0, )"), {}))
+    assert runner.left_out == ("assert_new", "assert", "assert_tensor_metadata", "_check_new")
+    assert runner.text == runner_of(Wrapper(body("return (buf0, )"), {})).text
+
+
+@pytest.mark.parametrize(
+    ("check", "written"),
+    [
+        ("assert_size_stride(buf0, (2,), (1,), 'op')", ["-1"]),
+        ("assert_tensor_metadata(buf0, (2,), (1,), torch.int64, 'op')", ["aoti_torch_dtype_int64()"]),
+        (
+            "assert_size_stride_grouped((buf0, arg0_1, buf0), ((2,), (3,), (2,)), ((1,), (1,), (1,)), 'op')",
+            ["-1", "-1"],
+        ),
+        ("assert_alignment(buf0, 16, 'op')", []),
+    ],
+)
+def test_checks_that_are_known_are_written(check: str, written: list[str]) -> None:
+    runner = runner_of(Wrapper(body(check, "return (buf0, )"), {}))
+    found = [line.split(", ")[-1].removesuffix("); }") for line in runner.text.splitlines() if "expect(" in line]
+    assert found == written
+    assert runner.left_out == ()
+
+
+MODULE = """
+import torch
+from torch._inductor.new import helper, assert_tensor_metadata, assert_new
+from torch import device
+assert_size_stride = torch._C._dynamo.guards.assert_size_stride
+new_thing = helper.find()
+cpp_fused_0 = async_compile.cpp_pybinding(['float*'], "void kernel(float*) {}")
+cpp_unused_1 = async_compile.cpp_pybinding(['float*'], "void kernel(float*) {}")
+class Runner:
+    def call(self, args):
+        buf0, = args
+        args.clear()
+        assert_tensor_metadata(buf0, (2,), (1,), torch.float32, 'op')
+        assert_new(buf0)
+        cpp_fused_0(buf0)
+        return (buf0, )
+runner = Runner()
+call = runner.call
+"""
+
+
+def test_names_of_inductor_matter_only_where_they_are_used() -> None:
+    module = inductor_module(MODULE)
+    assert list(module.kernels) == ["cpp_fused_0"]
+    light = ast.unparse(ast.Module(module.light(), []))
+    assert "helper" not in light
+    assert "assert_new" not in light
+    assert "if buf0 is not None:\n            assert_size_stride(buf0, (2,), (1,))" in light
+    computing = inductor_module(MODULE.replace("cpp_fused_0(buf0)", "cpp_fused_0(helper(buf0))"))
+    with pytest.raises(NotLight, match=r"names of torch\._inductor: helper"):
+        computing.light()
