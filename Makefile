@@ -10,13 +10,18 @@ BIN := $(VENV)/bin
 # they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint ruff-check ruff-format mypy docs pictures bench conformance soak clean
+# the other versions of PyTorch that are supported: `make matrix` runs all tests on each
+OTHERS := 2.14.1 2.15.0
+
+.PHONY: help demo test ground matrix lint ruff-check ruff-format mypy docs pictures bench conformance soak clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train a convolutional network on handwritten digits, on device=\"lazy\""
 	@echo "make test    run the tests; ARGS are passed to pytest, as in: make test ARGS='-k views'"
+	@echo "make test TORCH=2.15.0  the same with another PyTorch, in an environment of its own"
+	@echo "make matrix  the tests with every supported PyTorch; make ground: those that concern its internals"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the documentation into site/"
 	@echo "make pictures  draw the pictures of the documentation anew, with Graphviz"
@@ -30,6 +35,16 @@ demo: $(VENV)/demo.installed
 
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+# what concerns PyTorch's internals: the self-check, all of tests/ir, and files of tests/cpu that touch ports
+ground: $(VENV)/test.installed
+	$(BIN)/python -m lazy_backend
+	$(BIN)/python -m pytest $(WORKERS) tests/ir tests/ground tests/test_ports.py tests/test_package.py \
+		tests/cpu/test_autocast.py tests/cpu/test_runs_beside.py tests/cpu/test_modules.py \
+		tests/cpu/test_torch_compile.py tests/cpu/test_data_parallel.py tests/cpu/test_torch_lazy.py $(ARGS)
+
+matrix: test
+	for version in $(OTHERS); do $(MAKE) test TORCH=$$version || exit 1; done
 
 lint: ruff-check ruff-format mypy
 

@@ -24,6 +24,10 @@ _project = _folder.parent / "pyproject.toml"
 if not (_folder / "lowering").is_dir() and _project.is_file() and 'name = "lazy_backend"' in _project.read_text():
     __path__.append(str(_folder.parent))
 
+from lazy_backend.ports.table import check_essential as _check_essential
+
+_check_essential()  # before other modules bind names that are missing
+
 from lazy_backend import cache, computation, debug, ir_cache, metrics
 from lazy_backend.api import (
     add_step_closure,

@@ -248,13 +248,6 @@ def check_version() -> None:
         )
 
 
-def check_essential() -> None:
-    """Raise `ImportError`, which says what is missing, if a port does not fit without which there is no lazy tensor."""
-    for port in ports.values():
-        if port.essential and port.obstacle() is not None:
-            raise ImportError(str(port))
-
-
 def ports_off() -> list[str]:
     """A text for each port that was asked for and is off."""
     return [str(port) for port in ports.values() if port.state == "off"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lazy_backend.ports import cpython, hooks, process_groups
-from lazy_backend.ports.port import Port, Probe
+from lazy_backend.ports.port import Port, Probe, ports
 
 # ----- what is replaced, by subsystem (`replacements`)
 
@@ -414,3 +414,10 @@ TRACING_ERRORS = Port(
     "torch._dynamo.symbolic_convert.tls",
     without="the error that torch.compile gives for lazy tensors shows the compiler's frames",
 )
+
+
+def check_essential() -> None:
+    """Raise `ImportError`, which says what is missing, if a port does not fit without which there is no lazy tensor."""
+    for port in ports.values():
+        if port.essential and port.obstacle() is not None:
+            raise ImportError(str(port))
