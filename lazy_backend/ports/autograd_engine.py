@@ -6,6 +6,7 @@ In: `torch._C`, `torch.autograd`. Out: the same under public names. A name that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -35,9 +36,8 @@ accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulat
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def is_forward_differentiating() -> bool:
-    """Whether a level of `torch.autograd.forward_ad` is entered."""
-    return bool(_forward_ad._current_level >= 0)
+# The innermost level of `torch.autograd.forward_ad` that is entered, or -1.
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), _forward_ad)
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Any:
@@ -53,14 +53,9 @@ def plain_apply(function: type[torch.autograd.Function]) -> Any:
 # A range, at a tenth of the 10 µs of `torch.profiler.record_function`.
 ProfilerRange: Any = optional("torch._C._profiler._RecordFunctionFast")
 
-
-def is_profiling() -> bool:
-    """Whether `torch.profiler` or `torch.autograd.profiler` is active. 40 ns."""
-    return _profiler._is_profiler_enabled
-
-
-if not hasattr(_profiler, "_is_profiler_enabled"):
-
-    def is_profiling() -> bool:
-        """False: there is no way to ask that is as fast."""
-        return False
+# Whether `torch.profiler` or `torch.autograd.profiler` is active: 40 ns.
+is_profiling: Callable[[], bool] = (
+    partial(attrgetter("_is_profiler_enabled"), _profiler)
+    if hasattr(_profiler, "_is_profiler_enabled")
+    else lambda: False
+)

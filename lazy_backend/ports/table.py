@@ -317,7 +317,7 @@ FAKE_TENSORS = Port(
     "torch._C._unset_dispatch_mode",
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._library.utils.has_fake_kernel(op)",
-    without='unseen calls run at once also with first_sight="record", and custom operators are never recorded',
+    without='unseen calls run at once also with first_sight="record", custom operators always do, and serve() raises',
 )
 ATTENTION = Port(
     "choice of attention kernels",

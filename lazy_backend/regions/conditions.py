@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lazy_backend.execution.sync import executor
-from lazy_backend.ports.autograd_engine import hooks_of_saved, is_forward_differentiating
+from lazy_backend.ports.autograd_engine import forward_level, hooks_of_saved
 from lazy_backend.ports.hooks import HOOKS_OF_ALL_MODULES
 from lazy_backend.settings import config
 from lazy_backend.tensors.thread_state import has_python_modes
@@ -26,7 +26,7 @@ def why_as_written() -> str | None:
         return "saved tensors have hooks, as in checkpointing"
     if torch.is_anomaly_enabled():
         return "autograd's anomaly detection is on"
-    if is_forward_differentiating():
+    if forward_level() >= 0:
         return "forward-mode differentiation is on"
     if any(HOOKS_OF_ALL_MODULES):
         return "hooks of all modules are registered"
