@@ -54,11 +54,12 @@ ruff-check: $(VENV)/dev.installed
 ruff-format: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
 
-# mypy knows no package-dir: it is shown the three folders as they are installed
+# mypy knows no package-dir: it is shown the files as they are installed
 mypy: $(VENV)/dev.installed
 	rm -rf .typed
 	mkdir -p .typed/lazy_backend
 	cd .typed/lazy_backend && ln -s ../../lazy_backend/* ../../lowering ../../cache .
+	ln -s ../lazy_backend_autoload.py .typed
 	$(BIN)/mypy
 
 # the variable silences the theme's advertisement of its successor

@@ -5,7 +5,7 @@ In: calls of `torch._lazy`. Out: `DeviceError`, or this package's own functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lazy_backend.errors import DeviceError
 from lazy_backend.errors.tracebacks import hide_internals
@@ -37,7 +37,8 @@ def refuse_second_backend() -> None:
 
 def redirect_torch_lazy(mark_step: Callable[..., None], wait_device_ops: Callable[..., None]) -> None:
     """Redirect `torch._lazy.mark_step()` and `wait_device_ops()`, which PyTorch's test helpers call, to ours."""
-    lazy_tensor_core.redirect_torch_lazy(
-        hide_internals(lambda device, devices, wait: mark_step(device, wait=wait)),
-        hide_internals(lambda devices: wait_device_ops(devices)),
-    )
+
+    def mark(device: str, devices: Sequence[str], wait: bool) -> None:
+        mark_step(device, wait=wait)
+
+    lazy_tensor_core.redirect_torch_lazy(hide_internals(mark), hide_internals(wait_device_ops))

@@ -62,13 +62,14 @@ def export_to_dlpack(kind: type) -> None:
     """Let `torch.utils.dlpack.to_dlpack`, a C function that ignores `__dlpack__`, take lazy tensors."""
     if not DLPACK.fits():
         return
-    original = torch.utils.dlpack.to_dlpack
+    module: Any = torch.utils.dlpack
+    original = module.to_dlpack
 
     @functools.wraps(original)
     def to_dlpack(tensor: torch.Tensor) -> Any:
         return tensor.__dlpack__() if isinstance(tensor, kind) else original(tensor)
 
-    DLPACK.put(torch.utils.dlpack, "to_dlpack", to_dlpack)
+    DLPACK.put(module, "to_dlpack", to_dlpack)
 
 
 def norm_as_on_the_cpu(kind: type) -> None:
