@@ -75,7 +75,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Seen]]:
         for kind, process in running.items():
             _, errors = process.communicate(timeout=_TIMEOUT)
             assert process.returncode == 0, f"{kind}: {errors[-4000:]}"
-        yield {kind: json.loads((folder / kind.replace(" ", "_") / "seen.json").read_text()) for kind in _KINDS}
+        yield {kind: _read(folder / kind.replace(" ", "_") / "seen.json") for kind in _KINDS}
+
+
+def _read(file: Path) -> Seen:
+    found: Seen = json.loads(file.read_text())
+    file.unlink()  # 30 MB, which pytest would keep
+    return found
 
 
 def _differences(without: dict[str, str], other: dict[str, str]) -> list[str]:
