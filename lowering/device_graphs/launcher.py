@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef  # internal, see `ir/aliasing.py`
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.cache.weak_table import WeakTable
