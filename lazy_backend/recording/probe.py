@@ -120,7 +120,14 @@ def try_shared(
 
 
 def _ones(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    return empty_of(meta, device).fill_(1)
+    return _fill_with_ones(empty_of(meta, device))
+
+
+def _fill_with_ones(made: torch.Tensor) -> torch.Tensor:
+    try:
+        return made.fill_(1)
+    except NotImplementedError:  # bcomplex32, new in 2.14, can be copied to but not filled
+        return made.copy_(torch.ones(()))
 
 
 # Returns (meta, backing device) for a tensor, and any other argument as it is.
@@ -133,7 +140,8 @@ def _operand(item: Any, make: Callable[[TensorMeta, torch.device], torch.Tensor]
 
 def _tiny(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     shape = [min(size, 2) for size in meta.shape]
-    tiny = torch.ones([1 if step == 0 else n for n, step in zip(shape, meta.stride, strict=True)], dtype=meta.dtype)
+    apart = [1 if step == 0 else n for n, step in zip(shape, meta.stride, strict=True)]
+    tiny = _fill_with_ones(torch.empty(apart, dtype=meta.dtype))
     # dimensions of stride 0 keep that stride: writing to an expanded tensor is an error
     return tiny.to(device).expand(shape)
 
