@@ -2,6 +2,6 @@
 
 import sys
 
-from lazy_backend.diagnostics.self_check import main
+from lazy_backend.self_check import main
 
 sys.exit(main())

@@ -77,17 +77,21 @@ def _to_meta(tensor: LazyTensor) -> torch.Tensor:
         )
 
 
-# Dynamo asks every class that has `__tensor_flatten__` for its inner tensors, and gets none here
-LazyTensor._may_be_traced_by = staticmethod(  # type: ignore[method-assign]
-    lambda compiler: compiler in GUARDS or _traces_for_us()
-)
-let_dynamo_trace(
-    LazyTensor,
-    _traces_for_us,
-    _to_meta,
-    NOT_TRACED,
-    # or Dynamo would trace the recorder after a graph break
-    packages=("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"),
-    # PyTorch's functions that are ours since are still constants to Dynamo, which guards autocast
-    constant_functions=(torch.is_autocast_enabled, torch.get_autocast_dtype),
-)
+def _install() -> None:
+    # Dynamo asks every class that has `__tensor_flatten__` for its inner tensors, and gets none here
+    LazyTensor._may_be_traced_by = staticmethod(  # type: ignore[method-assign]
+        lambda compiler: compiler in GUARDS or _traces_for_us()
+    )
+    let_dynamo_trace(
+        LazyTensor,
+        _traces_for_us,
+        _to_meta,
+        NOT_TRACED,
+        # or Dynamo would trace the recorder after a graph break
+        packages=("lazy_backend", "lazy_backend.lowering", "lazy_backend.cache"),
+        # PyTorch's functions that are ours since are still constants to Dynamo, which guards autocast
+        constant_functions=(torch.is_autocast_enabled, torch.get_autocast_dtype),
+    )
+
+
+_install()

@@ -28,6 +28,8 @@ IMMUTABLE = {
     *("map", "cast", "device", "DispatchKeySet", "SyncTensorsConfig", "_Tensor", "Token", "float", "min", "abspath"),
     *("dirname", "process_lock", "Lock", "getLogger", "getattr", "_count_of_a_grad", "_count_of_a_listed_one"),
     *("_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"),
+    # PyTorch's own objects under public names, and ports, which the table has as `ports`
+    *("optional", "methodcaller", "Port"),
 }
 WRITING = {
     *("append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "discard", "remove"),

@@ -1,8 +1,8 @@
 """What the pages of the documentation take from the code and from the README, and a check of the built site.
 
 In: the pages of docs/, as MkDocs reads them. Out: the same with the sections of the README that they name
-(`<!-- README: Quickstart -->`), the settings page, the modules that mkdocstrings looks at, and an error for a page that
-would load something from elsewhere.
+(`<!-- README: Quickstart -->`), the table of ports (`<!-- ports -->`), the settings page, the modules that mkdocstrings
+looks at, and an error for a page that would load something from elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
+from lazy_backend.ports.port import ports
 from lazy_backend.settings import FLAGS, Flag
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,8 +47,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Put sections of the README where a page names them."""
-    return re.sub(r"<!-- README: (.+?) -->", lambda match: readme_section(match[1]), markdown)
+    """Put sections of the README, and the table of ports, where a page names them."""
+    markdown = re.sub(r"<!-- README: (.+?) -->", lambda match: readme_section(match[1]), markdown)
+    return markdown.replace("<!-- ports -->", ports_table())
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
@@ -110,6 +112,15 @@ def _setting(name: str, flag: Flag) -> str:
     if flag.in_key:
         facts.append("part of the key")
     return f"### {name}\n\n{flag.help}\n\n{', '.join(facts)}."
+
+
+# ----- ports
+
+
+def ports_table() -> str:
+    """The table of all ports, in their order in the code."""
+    rows = [f"| {port.name}{' (essential)' if port.essential else ''} | {port.without} |" for port in ports.values()]
+    return "\n".join(["| port | without it |", "|---|---|", *rows])
 
 
 # ----- the built site

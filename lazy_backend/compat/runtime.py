@@ -102,6 +102,8 @@ PARTS: tuple[Part, ...] = (
     Part("settings", ("config",), Life.PROCESS, "the settings, which are the user's"),
     Part("settings", ("_watchers",), Life.PROCESS, "what is called when a setting changes"),
     Part("compat.installation", ("_library",), Life.PROCESS, "operators registered for the lazy device"),
+    Part("ports.port", ("ports", "version"), Life.FACTS, "which ports fit this PyTorch"),
+    Part("ports.port", ("replaced",), Life.PROCESS, "what was replaced in PyTorch"),
     Part("ports.replacements.collectives", ("_functional",), Life.PROCESS, "collectives in order"),
     Part("compat.torch_lazy", ("_installation",), Life.PROCESS, "what stands in for torch._lazy"),
     Part("ports.replacements.when_imported", ("_finder",), Life.PROCESS, "modules to change when they are imported"),

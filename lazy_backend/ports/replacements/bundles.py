@@ -31,7 +31,7 @@ def join_compiler_bundles(
         return
     from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
-    class Entry(CacheArtifact):
+    class BundledGraph(CacheArtifact):
         """One compiled graph: a whole entry of the disk cache, which has checksums and key of its own."""
 
         def populate_cache(self) -> None:
@@ -41,7 +41,7 @@ def join_compiler_bundles(
         def type() -> str:
             return kind
 
-    CacheArtifactFactory.register(Entry)
+    CacheArtifactFactory.register(BundledGraph)
     original = torch.compiler.save_cache_artifacts
 
     @functools.wraps(original)
