@@ -204,7 +204,7 @@ class _MemoryOfBuckets(TorchDispatchMode):
         self.found: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
-        self.found.append(args[0])  # `zeros_like` of it, checked on 2.13
+        self.found.append(args[0])  # PyTorch asks for `zeros_like` of each
         return torch.empty(0)
 
 

@@ -74,7 +74,7 @@ class ExchangeWork(_Work):  # type: ignore[misc]
         """The rank within the group that is sent to, or received from."""
         return self._peer
 
-    _source_rank = source_rank  # what PyTorch calls it, checked on 2.13
+    _source_rank = source_rank  # what PyTorch calls it
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """What the program waits for is recorded: here."""

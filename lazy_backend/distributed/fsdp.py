@@ -68,7 +68,7 @@ def _by_name(do: Callable[..., Any]) -> Handler:
     return handle
 
 
-# checked on 2.13
+# What `fully_shard` calls, by the names of operators.
 _FSDP: dict[str, Handler] = {
     "all_gather_copy_in": _by_name(_all_gather_copy_in),
     "split_with_sizes_copy": _by_name(_split_with_sizes_copy),
