@@ -184,24 +184,38 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _assemble(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """A sparse tensor that shares the memory of lazy indices and values. Cuts only if those are pending."""
+    """A sparse tensor that shares the memory of lazy indices and values."""
+    return _run_on_parts(op, args, kwargs, GIVES_SPARSE)
+
+
+def _validate(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Raise if indices and values make no sparse tensor. `torch.load` asks since 2.14 where it loads weights alone."""
+    return _run_on_parts(op, args, kwargs, "it reads indices")
+
+
+def _run_on_parts(op: Op, args: Args, kwargs: Kwargs, reason: str) -> Any:
+    """Call `op` on what lazy indices and values stand for. Cuts only if those are pending."""
     tensors = [arg for arg in args if isinstance(arg, LazyTensor)]
     context = tensors[0]._data.context
     for tensor in args:
         if isinstance(tensor, torch.Tensor) and tensor.device != context.device:
             raise mixed_devices(context, op, tensor)
     trace = context.trace
-    reads.compute(context, [tensor._data.storage for tensor in tensors], f"{op}: {GIVES_SPARSE}")
+    reads.compute(context, [tensor._data.storage for tensor in tensors], f"{op}: {reason}")
     if context.trace is not trace:
-        count_fallback(op, GIVES_SPARSE)
+        count_fallback(op, reason)
     call = RealCall(context)
     return call.to_lazy(call.run(op, args, kwargs, None))
 
 
-def _assemble_compressed(*args: Any, **kwargs: Any) -> Any:
-    """`aten::_sparse_compressed_tensor_unsafe` on the AutogradLazy key: its composite kernel takes no lazy device."""
-    with BelowAutograd():
-        return _assemble(aten._sparse_compressed_tensor_unsafe.default, args, kwargs)
+def _below_autograd(op: Op, handler: Callable[[Op, Args, Kwargs], Any]) -> Callable[..., Any]:
+    """A kernel of `op` on the AutogradLazy key, for operators whose composite kernel takes no lazy device."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with BelowAutograd():
+            return handler(op, args, kwargs)
+
+    return kernel
 
 
 def _empty(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -234,6 +248,10 @@ _UNCLAIMED = (
     aten._empty_affine_quantized.default,
     aten._empty_per_channel_affine_quantized.default,
 )
+_VALIDATIONS = tuple(
+    (getattr(aten, f"_validate_sparse_{layout}_tensor_args").default, _validate)
+    for layout in ("coo", "compressed", "csr", "csc", "bsr", "bsc")
+)
 
 
 def install_sparse(library: torch.library.Library) -> None:
@@ -253,6 +271,7 @@ def install_sparse(library: torch.library.Library) -> None:
     _handlers[id(aten._sparse_mm_reduce_impl.default)] = _mm_reduce
     for op in _UNCLAIMED:
         library.impl(op.name(), hide_internals(_unclaimed(op)), "CompositeExplicitAutograd")
-    for op in (aten._sparse_coo_tensor_with_dims_and_tensors.default, aten._sparse_compressed_tensor_unsafe.default):
-        add_handler(op, _assemble)
-    library.impl("_sparse_compressed_tensor_unsafe", hide_internals(_assemble_compressed), "AutogradLazy")
+    add_handler(aten._sparse_coo_tensor_with_dims_and_tensors.default, _assemble)
+    for op, handler in ((aten._sparse_compressed_tensor_unsafe.default, _assemble), *_VALIDATIONS):
+        add_handler(op, handler)  # it arrives undecomposed in inference mode
+        library.impl(op.name(), hide_internals(_below_autograd(op, handler)), "AutogradLazy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -180,13 +181,42 @@ def test_a_sparse_gradient_moves_with_its_module() -> None:
 
 @layouts
 def test_saved_and_loaded(layout: str) -> None:
-    file = io.BytesIO()
-    torch.save({"a": sparse("lazy", layout)}, file)
-    for place in ("cpu", "lazy"):
+    def load(saved: str, place: str) -> tuple[Any, list[str]]:
+        """The tensor, and what PyTorch warns of: since 2.14, that it checks indices where weights alone are loaded."""
+        file = io.BytesIO()
+        torch.save({"a": sparse(saved, layout)}, file)
         file.seek(0)
-        loaded = torch.load(file, map_location=place)["a"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            return torch.load(file, map_location=place)["a"], [str(warning.message) for warning in caught]
+
+    _, expected = load("cpu", "cpu")
+    for place in ("cpu", "lazy"):
+        loaded, warned = load("lazy", place)
         assert loaded.device.type == place
         assert_same_elements(loaded, sparse("cpu", layout))
+        assert warned == expected
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_indices_are_checked_like_eagers(inference: bool) -> None:
+    """What `torch.load` calls for each sparse tensor, since PyTorch 2.14."""
+
+    def check(device: str, largest: int) -> None:
+        values = torch.ones(2, device=device)
+        indices = torch.tensor([0, largest]).to(device)
+        rows = torch.tensor([0, 1, 2]).to(device)
+        torch._validate_sparse_coo_tensor_args(indices[None], values, (3,))
+        torch._validate_sparse_csr_tensor_args(rows, indices, values, (2, 3))
+        torch._validate_sparse_compressed_tensor_args(rows, indices, values, (2, 3), torch.sparse_csr)
+
+    with torch.inference_mode(inference):
+        check("lazy", 2)
+        with pytest.raises(RuntimeError) as expected:
+            check("cpu", 3)
+        with pytest.raises(RuntimeError) as found:
+            check("lazy", 3)
+    assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
 
 
 @layouts
