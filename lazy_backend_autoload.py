@@ -121,7 +121,11 @@ def _first_kernel(name: str) -> Callable[..., Any]:
             load()
             _refuse_uninitialized()
             found = _kernels[name]
-        return found(*args, **kwargs)
+        try:
+            return found(*args, **kwargs)
+        except BaseException as error:
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+            raise
 
     return kernel
 

@@ -17,6 +17,7 @@ from types import FrameType
 import torch
 import typing_extensions
 
+import lazy_backend_autoload
 from lazy_backend.ports.cpython import frame_at
 from lazy_backend.settings import config
 
@@ -27,7 +28,10 @@ _LAYERS = [
     for name in ("lazy_backend.lowering", "lazy_backend.cache")
     if (spec := importlib.util.find_spec(name)) is not None
 ]
-_OURS = tuple(path + os.sep for path in (_PACKAGE, *_LAYERS))
+_OURS = (
+    *(path + os.sep for path in (_PACKAGE, *_LAYERS)),
+    os.path.abspath(str(lazy_backend_autoload.__file__)),  # factories of the device are called from there
+)
 # torch calls deprecated functions of its own through typing_extensions
 _INTERNAL = (
     *_OURS,
