@@ -33,6 +33,7 @@ from lazy_backend.lowering.collectives.groups import group_numbers
 from lazy_backend.lowering.collectives.under_way import Flight, under_way
 from lazy_backend.ports.dispatcher import OpOverload, base_name
 from lazy_backend.ports.process_groups import all_gather_of, reduce_scatter_of
+from lazy_backend.ports.table import PROCESS_GROUPS
 
 # By name: the operator's arguments, and which of them it writes besides the order tensor.
 _SCHEMAS = {
@@ -303,7 +304,9 @@ def _fake_result(ticket: torch.Tensor, order: torch.Tensor, size: Any, dtype: to
 
 @functools.cache
 def collective(name: str) -> OpOverload:
-    """The operator `lazy_backend::<name>`, defined by the first call."""
+    """The operator `lazy_backend::<name>`, defined by the first call. Raises `RuntimeError` if there are none here."""
+    if not PROCESS_GROUPS.fits():
+        raise RuntimeError(f"collectives of lazy tensors cannot be recorded: {PROCESS_GROUPS.obstacle()}")
     with _lock:
         if not _libraries:
             library = torch.library.Library("lazy_backend", "FRAGMENT")
