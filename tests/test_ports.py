@@ -40,19 +40,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 import structure  # noqa: E402
 
 MODULES = {name: file for name, file in structure.modules().items() if not name.startswith("lazy_backend.ports")}
-PENDING = {
-    "lazy_backend.lowering.artefacts.artefact",
-    "lazy_backend.lowering.artefacts.environment",
-    "lazy_backend.lowering.artefacts.runner_source",
-    "lazy_backend.lowering.compilation.build",
-    "lazy_backend.lowering.compilation.cpp_units",
-    "lazy_backend.lowering.compilation.examples",
-    "lazy_backend.lowering.compilation.inductor_defects",
-    "lazy_backend.lowering.compilation.input_copies",
-    "lazy_backend.lowering.compilation.instructions",
-    "lazy_backend.lowering.compilation.worker",
-    "lazy_backend.lowering.products.product_timing",
-}
 
 # Private attributes of PyTorch's and Python's objects, which cannot be told from ours by the way to them.
 ATTRIBUTES = frozenset(
@@ -170,12 +157,12 @@ def is_private(path: str) -> bool:
 ROOMS = {name: Room(file) for name, file in MODULES.items()}
 
 
-@pytest.mark.parametrize("name", ROOMS.keys() - PENDING)
+@pytest.mark.parametrize("name", ROOMS)
 def test_no_other_room_names_what_is_private(name: str) -> None:
     assert sorted(set(ROOMS[name].private_names())) == []
 
 
-@pytest.mark.parametrize("name", ROOMS.keys() - PENDING)
+@pytest.mark.parametrize("name", ROOMS)
 def test_no_other_room_replaces_anything_in_pytorch(name: str) -> None:
     assert sorted(set(ROOMS[name].replacements())) == []
 
