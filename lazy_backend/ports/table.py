@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lazy_backend.ports import cpython, hooks, process_groups
-from lazy_backend.ports.port import Port, Probe, ports
+from lazy_backend.ports import cpython, hooks, native_code, process_groups
+from lazy_backend.ports.port import KnownSource, Port, Probe, ports
 
 # ----- what is replaced, by subsystem (`replacements`)
 
@@ -413,6 +413,106 @@ TRACING_ERRORS = Port(
     "torch._dynamo.exc.ShortenTraceback(args, first_useful_frame)",
     "torch._dynamo.symbolic_convert.tls",
     without="the error that torch.compile gives for lazy tensors shows the compiler's frames",
+)
+
+# ----- the compiler
+
+INDUCTOR = Port(
+    "Inductor",
+    "torch._inductor.config.patch",
+    "torch._functorch.config.patch",
+    "torch._inductor.exc.CppCompileError",
+    "torch._inductor.utils.fresh_cache()",
+    "torch._inductor.fx_utils.get_node_storage(node)",
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "torch._guards.tracing(context)",
+    "torch._guards.TracingContext",
+    "torch._dynamo.source.ConstantSource",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symbol(self, val, source, dynamic_dim, constraint_dim)",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symintnode(self, sym, hint, source)",
+    "torch._inductor.standalone_compile(gm, example_inputs, dynamic_shapes, options, aot)",
+    without='graphs are interpreted: another backend of torch.compile compiles them, as config.backend = "..."',
+)
+ARTEFACTS = Port(
+    "artefacts of PyTorch's own",
+    Probe("artefacts can be read", native_code.has_known_artefacts),
+    without="graphs that C++ alone cannot run, such as a GPU's, are interpreted",
+)
+RUNNERS = Port(
+    "runs without Python",
+    "torch._inductor.async_compile.AsyncCompile.cpp_pybinding(self, argtypes, source_code)",
+    "torch._inductor.cpp_builder.CppBuilder",
+    "torch._inductor.cpp_builder.CppTorchDeviceOptions",
+    "torch._inductor.cpu_vec_isa.pick_vec_isa()",
+    "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
+    "torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors",
+    "torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs",
+    Probe("artefacts have the parts that are known", native_code.has_known_entries),
+    Probe("PyTorch's interface in C has products of matrices", lambda: "aoti_torch_cpu_mm_out" in native_code.shims()),
+    without="compiled graphs run from Python, and none runs beside recording",
+)
+PRODUCTS = Port(
+    "products by oneDNN",
+    Probe("libtorch_cpu has at::native::mkldnn_matmul", lambda: native_code.has_symbols(native_code.PRODUCT)),
+    without="the library that PyTorch takes multiplies matrices, also where oneDNN would be faster",
+)
+MASKS = Port(
+    "masks of dropouts in C++",
+    Probe("libtorch_cpu has its generators and bernoulli_", native_code.has_masks),
+    without="steps with dropout need Python and do not run beside recording",
+)
+NORM_OF_LISTS = Port(
+    "norms of lists in C++",
+    Probe("libtorch_cpu has at::linalg_vector_norm", lambda: native_code.has_symbols(native_code.VECTOR_NORM)),
+    without="steps that clip gradients need Python and do not run beside recording",
+)
+INSTRUCTIONS = Port(
+    "instructions that are not tried",
+    "torch._inductor.cpu_vec_isa.VecISA.check_build(self, code)",
+    "torch._inductor.cpu_vec_isa.supported_vec_isa_list",
+    "torch._inductor.cpu_vec_isa.valid_vec_isa_list.cache_clear()",
+    "torch._inductor.config.cpp.vec_isa_ok",
+    without="the first compile takes seconds more, in which Inductor tries what instructions there are",
+)
+SETTINGS = Port(
+    "settings of Inductor",
+    "torch._inductor.config._config",
+    "torch._inductor.config._is_default",
+    "torch._inductor.config.save_config_portable(ignore_private_configs)",
+    without="what a program sets in torch._inductor.config has no part in how its lazy tensors are compiled",
+)
+
+# Defects of Inductor. Each is one port, as each is mended in another version. See `replacements/inductor_patches.py`.
+
+READS_OF_WHAT_IS_WRITTEN = Port(
+    "Inductor: operands in memory that is written",
+    "torch._inductor.lowering.lowerings",
+    "torch._inductor.lowering.inplace_foreach_ops",
+    "torch._inductor.lowering.clone(x)",
+    "torch._inductor.inductor_prims._unsafe_index_put_",
+    "torch._inductor.ir.TensorBox",
+    "torch._inductor.ir.BaseView",
+    "torch._inductor.ir.ReinterpretView",
+    without="x.index_add_(0, i, x.clone()) and the like may give wrong numbers: write into a copy of x",
+)
+READS_AFTER_WRITES = Port(
+    "Inductor: loops that read what another wrote",
+    KnownSource("torch._inductor.scheduler.Scheduler.fusable_weak_dep", ("9ce5df50", "3f8d5dc9", "79f82c0f")),
+    "torch._inductor.dependencies.MemoryDep",
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode",
+    without="two writes into one tensor in a step, the second of which reads it, may give wrong numbers",
+)
+TRANSPOSED_SUMS = Port(
+    "Inductor: transposed sums into memory",
+    KnownSource("torch._inductor.codegen.cpp.CppTile2DKernel.store", ("55151ced", "c67e6b96")),
+    KnownSource("torch._inductor.codegen.cpp.CppVecKernel.store", ("0716aaac", "9e3dda8a")),
+    without="x.index_add_(0, i, y.t()) and backwards of embeddings may give wrong numbers: make y contiguous",
+)
+LATE_READS = Port(
+    "Inductor: inputs that are read after they are written",
+    "torch._inductor.config.post_grad_custom_post_pass",
+    "torch._inductor.custom_graph_pass.get_hash_for_files(paths)",
+    without="steps that swap tensors in place may give wrong numbers",
 )
 
 

@@ -41,6 +41,7 @@ from lazy_backend.lowering.artefacts.runner_source import PYTHON_NAMES
 from lazy_backend.lowering.blocks.block_sequence import BlockRunner, BlockSequence
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.rng import define_operators_for
+from lazy_backend.ports.replacements import inductor
 
 
 class BadArtefact(ValueError):
@@ -215,7 +216,7 @@ def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
     Inputs are freed during the run only if the backend provides a boxed function itself.
     """
-    # internal, checked on 2.13: AOTAutograd returns a function of *args, whose tuple would keep every input alive in
+    # AOTAutograd returns a function of *args, whose tuple would keep every input alive in
     # the run. That function wraps one that takes a list; functools.wraps copies the attribute `_boxed_call` to every
     # wrapper. The outermost function that takes a list is the right one: deeper ones lack some AOTAutograd wrappers
     inner: Any = compiled
@@ -251,9 +252,7 @@ def _load_extension(blob: bytes, folder: Path) -> ModuleType:
     if module is None:
         file = folder / f"{digest}.so"
         file.write_bytes(blob)
-        # internal, checked on 2.13: the address of the function by which kernels get a tensor's data pointer
-        address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-        os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+        os.environ[inductor.POINTER_VARIABLE] = str(inductor.pointer_function)
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
@@ -264,7 +263,4 @@ def _load_extension(blob: bytes, folder: Path) -> ModuleType:
 
 
 def _load_bundled(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
-    from torch._inductor.standalone_compile import AOTCompiledArtifact
-
-    compiled: Any = AOTCompiledArtifact.deserialize(data)
-    return boxed(compiled.inner_fn.compiled_fn)
+    return boxed(inductor.load_bundled(data))

@@ -26,7 +26,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,8 @@ from typing import Any
 import torch
 
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.ports.port import VARIABLE
+from lazy_backend.ports.replacements import inductor
 
 # Raise it when the contents of artefacts change.
 FORMAT = 5
@@ -89,14 +90,23 @@ def _follow_legacy_precision(value: str | None) -> None:
 
 def _precision(backend: str, operator: str, scope: Scope) -> Dependency:
     """The precision of a library's float32 operators. `set_float32_matmul_precision` and `allow_tf32` set it too."""
-    # internal, checked on 2.13: the getter behind torch.backends.mkldnn.matmul.fp32_precision and its like, 0.1 µs
-    read = functools.partial(torch._C._get_fp32_precision_getter, backend, operator)
+    assert inductor.get_precision is not None
+    read = functools.partial(inductor.get_precision, backend, operator)
 
     def follow(value: str) -> None:
-        if read() != value:
-            torch._C._set_fp32_precision_setter(backend, operator, value)
+        if read() != value and inductor.set_precision is not None:
+            inductor.set_precision(backend, operator, value)
 
     return Dependency(f"{backend} {operator} precision", scope, read, follow)
+
+
+def _precisions(backend: str, scope: Scope) -> tuple[Dependency, ...]:
+    """The precisions that this PyTorch has for a library."""
+    return tuple(
+        _precision(backend, operator, scope)
+        for operator in ("matmul", "conv", "rnn")
+        if inductor.has_precision(backend, operator)
+    )
 
 
 def _attribute(name: str, of: Any, attribute: str, read: Callable[[], Any], scope: Scope) -> Dependency:
@@ -117,7 +127,6 @@ def processor() -> str:
 
 _SWITCHED = Scope.PROCESS | Scope.COMPILE
 
-# internal, checked on 2.13: the functions behind the switches of torch.backends
 _GENERAL = (
     Dependency("deterministic algorithms", Scope.PROCESS, torch.are_deterministic_algorithms_enabled),
     Dependency("deterministic algorithms, or a warning", Scope.COMPILE, _deterministic, _follow_deterministic),
@@ -125,11 +134,9 @@ _GENERAL = (
     Dependency("default dtype by name", Scope.COMPILE, _default_dtype, _follow_default_dtype),
     # compiled kernels have arrays with one element per thread
     Dependency("threads", _SWITCHED | Scope.ARTEFACT, torch.get_num_threads, torch.set_num_threads),
-    _attribute("mkldnn", torch.backends.mkldnn, "enabled", torch._C._get_mkldnn_enabled, _SWITCHED),
+    _attribute("mkldnn", torch.backends.mkldnn, "enabled", inductor.is_mkldnn_enabled, _SWITCHED),
     Dependency("float32 matmul precision", Scope.COMPILE, _legacy_precision, _follow_legacy_precision),
-    _precision("mkldnn", "matmul", _SWITCHED),
-    _precision("mkldnn", "conv", _SWITCHED),
-    _precision("mkldnn", "rnn", _SWITCHED),
+    *_precisions("mkldnn", _SWITCHED),
     Dependency("format", Scope.ARTEFACT, lambda: FORMAT),
     Dependency("torch", Scope.ARTEFACT, lambda: torch.__version__),
     Dependency("python", Scope.ARTEFACT, importlib.util.MAGIC_NUMBER.hex),
@@ -138,21 +145,13 @@ _GENERAL = (
 )
 
 
-def _cuda_driver() -> int:
-    """The version of CUDA that the driver is for; 0 without one."""
-    # internal, checked on 2.13; absent from a PyTorch without CUDA
-    return int(getattr(torch._C, "_cuda_getDriverVersion", int)())
-
-
 _CUDA = (
-    Dependency("cuda driver", Scope.ARTEFACT, _cuda_driver),
-    _precision("cuda", "matmul", _SWITCHED),
-    _precision("cuda", "conv", _SWITCHED),
-    _precision("cuda", "rnn", _SWITCHED),
-    _attribute("cudnn", torch.backends.cudnn, "enabled", torch._C._get_cudnn_enabled, _SWITCHED),
-    _attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", torch._C._get_cudnn_benchmark, _SWITCHED),
+    Dependency("cuda driver", Scope.ARTEFACT, inductor.cuda_driver),
+    *_precisions("cuda", _SWITCHED),
+    _attribute("cudnn", torch.backends.cudnn, "enabled", inductor.is_cudnn_enabled, _SWITCHED),
+    _attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", inductor.benchmarks_cudnn, _SWITCHED),
     _attribute(
-        "cudnn deterministic", torch.backends.cudnn, "deterministic", torch._C._get_cudnn_deterministic, _SWITCHED
+        "cudnn deterministic", torch.backends.cudnn, "deterministic", inductor.is_cudnn_deterministic, _SWITCHED
     ),
 )
 TABLE: tuple[Dependency, ...] = _GENERAL + (_CUDA if torch.backends.cuda.is_built() else ())
@@ -263,10 +262,10 @@ def _parts_of(key: Key) -> dict[str, Any] | None:
 @functools.cache
 def lowering_code() -> str:
     """A hash of the code that lowers graphs, since other code may lower them differently. 5 ms."""
-    digest = hashlib.blake2b(digest_size=8)
-    folder = Path(__file__).parent.parent
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    digest = hashlib.blake2b(os.environ.get(VARIABLE, "").encode(), digest_size=8)
+    for folder in (Path(__file__).parent.parent, Path(inductor.__file__).parent.parent):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -283,8 +282,7 @@ _HARMLESS_VARIABLES = {
 }
 
 # Variables that switch inductor's caches, each with the value that switches its cache off. They override every setting,
-# and without caches there are no artefacts, so the worker process does not get these variables. Internal, checked on
-# 2.13: `env_name_force` in inductor.
+# and without caches there are no artefacts, so the worker process does not get these variables.
 CACHE_VARIABLES = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     "TORCH_COMPILE_FORCE_DISABLE_CACHES": "1",
@@ -312,31 +310,18 @@ def wants_compiler_caches() -> bool:
         return False
     if torch.compiler.config.force_disable_caches:
         return False
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    functorch: Any = sys.modules.get("torch._functorch.config")
-    return (inductor is None or inductor.fx_graph_cache) and (functorch is None or functorch.enable_autograd_cache)
+    compiler, autograd = inductor.loaded_settings().values()
+    return (compiler is None or compiler.fx_graph_cache) and (autograd is None or autograd.enable_autograd_cache)
 
 
 def compiler_settings() -> dict[str, dict[str, Any]]:
     """The compiler settings that this process changed. Imports nothing: whatever changed one imported its module."""
-    return {
-        "inductor": _changed_settings("torch._inductor.config"),
-        "functorch": _changed_settings("torch._functorch.config"),
-    }
+    return {name: _changed_settings(module) for name, module in inductor.loaded_settings().items()}
 
 
-def _changed_settings(module_name: str) -> dict[str, Any]:
-    module: Any = sys.modules.get(module_name)
-    if module is None:
-        return {}
-    # internal, checked on 2.13: torch.utils._config_module has no public function for what was changed
-    changed = [name for name in module._config if not module._is_default(name)]
-    if not changed:  # almost always, and `save_config_portable` takes 1 ms
-        return {}
-    portable = module.save_config_portable(ignore_private_configs=True)
-    found = {name: portable[name] for name in changed if name in portable and _has_text(portable[name])}
-    # a setting at its default is unchanged, even if assigned: torch.use_deterministic_algorithms(False) assigns one
-    return {name: value for name, value in found.items() if value != module._config[name].default}
+def _changed_settings(module: Any) -> dict[str, Any]:
+    changed = {} if module is None else inductor.changed_settings(module)
+    return {name: value for name, value in changed.items() if _has_text(value)}
 
 
 def _has_text(value: Any) -> bool:

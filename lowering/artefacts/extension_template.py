@@ -648,7 +648,7 @@ static PyMethodDef methods[] = {{
     {{NULL, NULL, 0, NULL}}}};
 static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", "{identity}", -1, methods}};
 PyMODINIT_FUNC PyInit_compiled(void) {{
-    PyObject* conversions = PyImport_ImportModule("torch._C._aoti");
+    PyObject* conversions = PyImport_ImportModule("{conversions}");
     if (!conversions) return nullptr;
     to_handles = PyObject_GetAttrString(conversions, "unsafe_alloc_void_ptrs_from_tensors");
     to_tensors = PyObject_GetAttrString(conversions, "alloc_tensors_by_stealing_from_void_ptrs");

@@ -4,33 +4,20 @@ In: nothing. Out: the C++ that draws a dropout's mask as `lazy_backend::dropout_
 same seed (Note [Dropout in compiled graphs]), and the C++ of a tensor's norm, as `_foreach_norm` computes each of its
 list; and whether this PyTorch has what they call. Otherwise Python calls these operators, and runs need it.
 
-Internal, checked on 2.13: the names of the functions; that a tensor and a generator are pointers; how a `Scalar` lies
-in memory. How they are called is the convention of x86-64.
+Their ports say whether PyTorch has these functions. That a tensor and a generator are pointers, and how a `Scalar` lies
+in memory, the first call of each is compared with (`tests/ir/test_runner_source.py`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import platform
-from pathlib import Path
-
-import torch
-
-_MAKE_GENERATOR = "_ZN2at6detail18createCPUGeneratorEm"
-_SET_SEED = "_ZN2at16CPUGeneratorImpl16set_current_seedEm"
-_BERNOULLI = "_ZN2at4_ops16bernoulli__float4callERNS_6TensorEdSt8optionalINS_9GeneratorEE"
-_VECTOR_NORM = (
-    "_ZN2at4_ops18linalg_vector_norm4callERKNS_6TensorERKN3c106ScalarENS5_16OptionalArrayRefIlEEb"
-    "St8optionalINS5_10ScalarTypeEE"
-)
+from lazy_backend.ports.native_code import BERNOULLI, MAKE_GENERATOR, SET_SEED, VECTOR_NORM
 
 MASKS = f"""
 struct OptionalGenerator {{ void* generator; bool has_value; }};
 extern "C" {{
-void* make_generator(void** made, uint64_t seed) __asm__("{_MAKE_GENERATOR}");
-void set_seed(void* generator, uint64_t seed) __asm__("{_SET_SEED}");
-void* bernoulli(AtenTensorHandle* tensor, double p, const OptionalGenerator*) __asm__("{_BERNOULLI}");
+void* make_generator(void** made, uint64_t seed) __asm__("{MAKE_GENERATOR}");
+void set_seed(void* generator, uint64_t seed) __asm__("{SET_SEED}");
+void* bernoulli(AtenTensorHandle* tensor, double p, const OptionalGenerator*) __asm__("{BERNOULLI}");
 }}
 // `stride`: null if the mask is contiguous.
 static void draw_mask(
@@ -57,7 +44,7 @@ struct OptionalDimensions {{ const int64_t* first; size_t count; bool has_value;
 struct OptionalDtype {{ int8_t dtype; bool has_value; }};
 extern "C" void* vector_norm(
     void** made, AtenTensorHandle tensor, const NumberOfPyTorch* order, OptionalDimensions, bool keeps_dimensions,
-    OptionalDtype) __asm__("{_VECTOR_NORM}");
+    OptionalDtype) __asm__("{VECTOR_NORM}");
 static void norm(AtenTensorHandle tensor, double order, AtenTensorHandle& made) {{
     const NumberOfPyTorch given = {{0, order, 0}};
     void** const whole = new void*(nullptr);  // a handle is a pointer to a tensor, which is a pointer
@@ -70,26 +57,3 @@ static void norm(AtenTensorHandle tensor, double order, AtenTensorHandle& made) 
     made = reinterpret_cast<AtenTensorHandle>(whole);
 }}
 """
-
-
-@functools.cache
-def has_masks() -> bool:
-    """Whether runners may draw masks."""
-    return _has(_MAKE_GENERATOR, _SET_SEED, _BERNOULLI)
-
-
-@functools.cache
-def has_norms() -> bool:
-    """Whether runners may compute norms."""
-    return _has(_VECTOR_NORM)
-
-
-def _has(*symbols: str) -> bool:
-    """Whether this PyTorch has these functions, where they are called as here."""
-    if platform.machine() != "x86_64":
-        return False
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    except OSError:
-        return False
-    return all(hasattr(library, symbol) for symbol in symbols)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 import hashlib
 import json
 import math
@@ -26,7 +25,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +34,10 @@ from lazy_backend.lowering.artefacts.extension_template import EXTENSION, METHOD
 from lazy_backend.lowering.artefacts.inductor_module import NotExpressible, check_name, checked_geometries
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 from lazy_backend.ports.dispatcher import OpOverload, base_name, function_schema, overload_name
+from lazy_backend.ports.replacements import inductor
+from lazy_backend.ports.table import MASKS, NORM_OF_LISTS
 
-# The text of the latest exception, from 2.13 on.
-_MESSAGE = "torch_exception_get_what_without_backtrace"
-SHIMS = "torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h"
+_NO_MESSAGE = '"an operator failed, and PyTorch has printed why"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,8 @@ def runner_source(runners: Sequence[Runner], identity: str) -> str:
         declarations="\n".join(sorted(declarations)),
         products=DEFINITION if any(runner.multiplies for runner in runners) else "",
         native_calls="".join(sorted(set().union(*(runner.native_calls for runner in runners)))),
-        message=f"{_MESSAGE}()" if _has_messages() else '"an operator failed, and PyTorch has printed why"',
+        conversions=inductor.CONVERSIONS,
+        message=f"{inductor.MESSAGE}()" if inductor.has_message() else _NO_MESSAGE,
         runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
         computations=", ".join(f"&runner{place}::computation" for place in places),
         methods="\n".join(METHODS.format(place=place) for place in places),
@@ -138,7 +137,7 @@ class _RunnerWriter:
 
     def __init__(self, wrapper: Wrapper) -> None:
         self.lines: list[str] = []
-        self.declarations = {f"const char* {_MESSAGE}();"}
+        self.declarations = {f"const char* {inductor.MESSAGE}();"}
         self.functions: list[str] = []
         self.num_slots = 0
         self.num_tensors = 0
@@ -194,7 +193,7 @@ class _RunnerWriter:
         match value:
             case ast.Name(id=other) if isinstance(self._values.get(other), int):
                 self._layouts[name] = self._layouts.get(other)
-                # internal, checked on 2.13: a buffer is used again under another name, and the first name ends
+                # a buffer is used again under another name, and the first name ends
                 if isinstance(following, ast.Delete) and [_name_of(one) for one in following.targets] == [other]:
                     self._say(f"move({self._tensor(value)}, {self._target(name)});")
                 else:
@@ -283,10 +282,10 @@ class _RunnerWriter:
             return
         if self._are_norms(overload, called, name):
             return
-        if function not in _shims() and name is None:
+        if function not in inductor.shims() and name is None:
             overload, called = _returning_nothing(overload, called)
             function = _shim_of(overload)
-        if function in _shims():
+        if function in inductor.shims():
             try:
                 self._shim(function, overload, called, name)
                 return
@@ -316,7 +315,7 @@ class _RunnerWriter:
 
     def _is_mask(self, overload: OpOverload, called: ast.Call, name: str | None) -> bool:
         """Write the drawing of a dropout's mask."""
-        if str(overload) != "lazy_backend.dropout_mask.default" or name is None or not native_calls.has_masks():
+        if str(overload) != "lazy_backend.dropout_mask.default" or name is None or not MASKS.fits():
             return False
         size, stride, p, _, seeds, place = called.args
         drawn = f"{self._number(p)}, {self._tensor(seeds)}, {self._integer(place)}"
@@ -329,7 +328,7 @@ class _RunnerWriter:
 
     def _are_norms(self, overload: OpOverload, called: ast.Call, name: str | None) -> bool:
         """Write the norms of a list, as of the gradients that a program clips."""
-        if str(overload) != "aten._foreach_norm.Scalar" or called.keywords or not native_calls.has_norms():
+        if str(overload) != "aten._foreach_norm.Scalar" or called.keywords or not NORM_OF_LISTS.fits():
             return False
         match called.args:
             case [ast.List(elts=tensors), order] if name is not None and tensors:
@@ -350,7 +349,7 @@ class _RunnerWriter:
 
     def _shim(self, function: str, overload: OpOverload, called: ast.Call, name: str | None) -> None:
         """An operator by its shim, whose parameters have the names of the operator's schema."""
-        parameters, schema = _shims()[function], function_schema(overload)
+        parameters, schema = inductor.shims()[function], function_schema(overload)
         given: dict[str, ast.expr] = {keyword.arg or "": keyword.value for keyword in called.keywords}
         self.declarations.add(f"AOTITorchError {function}({', '.join(kind for kind, _ in parameters)});")
         positional = [argument for argument in schema.arguments if not argument.kwarg_only]
@@ -666,19 +665,3 @@ def _shim_of(overload: OpOverload) -> str:
     space, name = function_schema(overload).name.split("::")
     suffix = f"_{overload_name(overload)}".removesuffix("_default")
     return f"aoti_torch_cpu_{name}{suffix}" if space == "aten" else ""
-
-
-@functools.cache
-def _has_messages() -> bool:
-    header = Path(torch.__file__).parent / "include/torch/csrc/stable/c/shim.h"
-    return header.exists() and _MESSAGE in header.read_text()
-
-
-@functools.cache
-def _shims() -> dict[str, list[tuple[str, str]]]:
-    """Type and name of the parameters of each shim, by its name. Internal, checked on 2.13."""
-    text = (Path(torch.__file__).parent / "include" / SHIMS).read_text()
-    found = {}
-    for name, parameters in re.findall(r"AOTITorchError (aoti_torch_cpu_\w+)\(([^)]*)\);", text):
-        found[name] = [(kind.strip(), of) for kind, of in (p.strip().rsplit(" ", 1) for p in parameters.split(", "))]
-    return found

@@ -12,11 +12,10 @@ takes 4 s instead of 28 s. The kernels of all blocks of a graph are built togeth
 from __future__ import annotations
 
 import ast
-import contextlib
 import marshal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,8 +37,8 @@ from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.products.product_timing import prefers_onednn
 from lazy_backend.lowering.products.thread_choice import num_threads_for
-
-_OTHER_DEVICES = "devices beside the CPU"
+from lazy_backend.ports.dispatcher import OpOverload
+from lazy_backend.ports.replacements import inductor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,11 @@ class _Lowered:
 
 def compile_request(request: CompileRequest) -> bytes:
     """Compile what is requested, equal blocks once if that is worth it. Raises whatever inductor raises."""
-    import torch._inductor.config as inductor_config
-
     blocks = _blocks_of(request)
     # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
     # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
     # this process, which compiles it
-    with inductor_config.patch({"cpp.threads": num_threads_for(request.stored.get()) or torch.get_num_threads()}):
+    with inductor.settings().patch({"cpp.threads": num_threads_for(request.stored.get()) or torch.get_num_threads()}):
         if blocks is not None:
             return _compile_blocks(request, blocks)
         return compile_to_bytes(request.module, request.examples())
@@ -127,7 +124,7 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
         block = _described(0, runner)
         return pack({**header, "kind": "native", "block": block}, built)
     except NotLight as reason:
-        bundled = _compile(make_module(), examples).serialize()
+        bundled = inductor.to_bytes(_compile(make_module(), examples))
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
 
 
@@ -146,20 +143,18 @@ def _light(module: InductorModule, header: dict[str, Any], reason: str) -> bytes
 
 def _lower(module: fx.GraphModule, examples: Examples, prefix: str = "") -> _Lowered:
     """Have inductor compile the module, but build nothing. `prefix`: of the kernels' names. Raises `NotLight`."""
-    import torch._inductor.config as inductor_config
-
     if not _is_for_cpu(examples):  # kernels are Triton's, which PyTorch's own artefacts have in them
-        raise NotLight(_OTHER_DEVICES)
-    with _kernels_not_built():
+        raise NotLight(inductor.OTHER_DEVICES)
+    with inductor.kernels_not_built():
         compiled = _compile(module, examples)
-    # internal, checked on 2.13: the AOTAutograd cache entry, which contains inductor's result
-    entry = compiled.inner_fn.compiled_fn.serialize()
-    _require_no_wrappers(entry)
+    text, parts = inductor.python_of(compiled)
+    if parts:
+        raise NotLight(", ".join(parts))
     try:
-        found = inductor_module(entry.compiled_fw.result.source_code)
+        found = inductor_module(text)
     except NotExpressible as reason:
         raise NotLight(str(reason)) from None
-    threads = inductor_config.cpp.threads
+    threads = inductor.settings().cpp.threads
     num_threads = threads if 0 < threads != torch.get_num_threads() else None
     return _Lowered(found.with_prefix(prefix) if prefix else found, examples, num_threads)
 
@@ -179,65 +174,15 @@ def _is_for_cpu(examples: Examples) -> bool:
 
 
 def _compile(module: fx.GraphModule, examples: Examples) -> Any:
-    from torch._inductor.standalone_compile import standalone_compile
-
-    shapes: Any = "from_tracing_context" if examples.symbols else "from_graph"
     with torch.no_grad(), examples.tracing(), without_defects():
-        return standalone_compile(
-            module, examples.arguments, dynamic_shapes=shapes, options={}, aot=True, donate_graph_module=True
-        )
-
-
-@contextlib.contextmanager
-def _kernels_not_built() -> Iterator[None]:
-    """See Note [One extension per graph]. Internal, checked on 2.13."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    def refuse(*arguments: Any) -> NoReturn:
-        raise AssertionError("a kernel that was not built was called")
-
-    original = AsyncCompile.cpp_pybinding
-    AsyncCompile.cpp_pybinding = lambda *arguments: refuse  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        AsyncCompile.cpp_pybinding = original  # type: ignore[method-assign]
-
-
-def _require_no_wrappers(entry: Any) -> None:
-    """Raise `NotLight` unless inductor's function can be called as it is.
-
-    Internal, checked on 2.13: AOTAutogradCacheEntry.
-    """
-    meta, result = entry.runtime_metadata, entry.compiled_fw.result
-    aliases = meta.aliased_out_indices or meta.num_intermediate_bases or meta.unsafe_view_out_indices
-    reasons = {
-        "a backward": entry.compiled_bw is not None,
-        "tensor subclasses": entry.maybe_subclass_meta is not None,
-        "wrappers": any(wrapper.needs_post_compile for wrapper in entry.dispatch_wrappers),
-        "detached inputs": entry.indices_of_inps_to_detach,
-        "mutations outside the graph": meta.mutated_inp_runtime_indices,
-        "outputs that alias": aliases,
-        "effect tokens": meta.tokens,
-        "functionalised random numbers": meta.is_rng_op_functionalized,
-        "constants": result.constants or result.torchbind_constants or result.frozen_param_names,
-        "inputs to align": result.inputs_to_check,
-        _OTHER_DEVICES: not set(result.device_types) <= {"cpu"},
-        "partitions": result.partition_maps,
-        "wrapped regions": result._wrap_compiled_regions,
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise NotLight(", ".join(found))
+        return inductor.compile_ahead(module, examples.arguments, bool(examples.symbols))
 
 
 def _path_of_extern(name: str) -> str:
-    from torch._inductor.select_algorithm import extern_kernels
-
-    kernel = getattr(extern_kernels, name)
+    kernel = inductor.extern_kernel(name)
     if getattr(torch, name, None) is kernel:
         return f"torch.{name}"
-    if isinstance(kernel, torch._ops.OpOverload):
+    if isinstance(kernel, OpOverload):
         return str(kernel)
     raise NotLight(f"extern kernel {name}")
 
@@ -290,7 +235,7 @@ static PyMethodDef methods[] = {{
     {{NULL, NULL, 0, NULL}}}};
 static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", NULL, -1, methods}};
 PyMODINIT_FUNC PyInit_compiled(void) {{
-    const char* address = std::getenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR");
+    const char* address = std::getenv("{pointer_variable}");
     if (!address) {{ PyErr_SetString(PyExc_RuntimeError, "no address of tensors' data"); return nullptr; }}
     data_of = reinterpret_cast<decltype(data_of)>(std::strtoull(address, nullptr, 10));
     return PyModule_Create(&definition);
@@ -328,7 +273,8 @@ def _source_of(unit: dict[str, Kernel]) -> str:
         functions.append(_KERNEL.format(name=name, body=body, count=len(types), arguments=arguments))
         methods.append(f'    {{"{name}", (PyCFunction)(void(*)(void))py_{name}, METH_FASTCALL, ""}},')
     pointers = ", ".join(f"reinterpret_cast<void*>({name})" for name in unit)
-    module = _MODULE.format(pointers=pointers, count=len(unit), methods="\n".join(methods))
+    variable = inductor.POINTER_VARIABLE
+    module = _MODULE.format(pointers=pointers, count=len(unit), methods="\n".join(methods), pointer_variable=variable)
     return "\n".join([*includes, _PROLOGUE, *functions, module])
 
 

@@ -32,9 +32,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from lazy_backend.ports.replacements import inductor
 
 RUNNER = "runner"  # the name of a runner's source
 
@@ -55,49 +56,33 @@ _parsed_lock = threading.Lock()
 
 def build_units(sources: Mapping[str, str]) -> list[bytes]:
     """One shared object per source. Raises whatever inductor raises if there is no C++ compiler."""
-    from torch._inductor.config import decide_compile_threads
-
     folders = tempfile.TemporaryDirectory()  # in this process's scratch folder
-    with folders as folder, ThreadPoolExecutor(decide_compile_threads()) as pool:
+    with folders as folder, ThreadPoolExecutor(inductor.compile_threads()) as pool:
         return list(pool.map(lambda name: _build_unit(Path(folder), name, sources[name]), sources))
 
 
 def _build_unit(folder: Path, name: str, text: str) -> bytes:
-    from torch._inductor.exc import CppCompileError
-
     source = folder / f"{name}.cpp"
     source.write_text(text)
     flags = _RUNNER_FLAGS if name == RUNNER else ()
     header = _precompiled_header(text, flags)
     try:
         return _build(source, flags, header)
-    except CppCompileError:
+    except inductor.cpp_error():
         # retry: the compiler may have been killed for lack of memory; if its front end was, the message does not say so
         return _build(source, flags, None)
 
 
 def _build(source: Path, flags: Sequence[str], header: Path | None) -> bytes:
-    from torch._inductor.cpp_builder import CppBuilder
-
     is_linux = sys.platform == "linux"
-    options = _options((*flags, *(_LINK_TORCH if is_linux else ())))
+    options = inductor.cpp_options((*flags, *(_LINK_TORCH if is_linux else ())))
     options.precompiled_header = None if header is None else str(header)
     if is_linux:
         libraries = options.get_libraries()
         libraries[:] = [library for library in libraries if library not in _OF_TORCH]
-    builder = CppBuilder(source.stem, str(source), options, str(source.parent))
+    builder = inductor.cpp_builder(source.stem, str(source), options, str(source.parent))
     builder.build()
     return Path(builder.get_target_file_path()).read_bytes()
-
-
-def _options(flags: Sequence[str], precompiling: bool = False) -> Any:
-    """The compiler's options. Internal, checked on 2.13: those that `CppPythonBindingsCodeCache` asks for."""
-    from torch._inductor.cpp_builder import CppTorchDeviceOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return CppTorchDeviceOptions(
-        vec_isa=pick_vec_isa(), device_type="cpu", extra_flags=flags, precompiling=precompiling
-    )
 
 
 # ----- precompiled headers
@@ -105,10 +90,8 @@ def _options(flags: Sequence[str], precompiling: bool = False) -> Any:
 
 def _precompiled_header(text: str, flags: Sequence[str]) -> Path | None:
     """The header with which `text` begins, if it is precompiled. See Note [Precompiled headers]."""
-    import torch._inductor.config as inductor_config
-
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if folder is None or sys.platform == "win32" or not inductor_config.cpp_cache_precompile_headers:
+    if folder is None or sys.platform == "win32" or not inductor.settings().cpp_cache_precompile_headers:
         return None
     headers = _headers_of(text)
     path = _header_path(Path(folder), headers, flags)
@@ -133,24 +116,21 @@ def _header_path(folder: Path, headers: str, flags: Sequence[str]) -> Path:
 
     The C++ compiler itself checks that its own version is the same.
     """
-    from torch._inductor.cpp_builder import CppBuilder
-
-    command = CppBuilder("", "", _options(flags, precompiling=True)).get_command_line()
+    command = inductor.cpp_builder("", "", inductor.cpp_options(flags, precompiling=True)).get_command_line()
     depends_on = (headers, command, torch.__version__, torch.version.git_version)
     name = hashlib.blake2b("\0".join(depends_on).encode(), digest_size=16).hexdigest()
     return folder / "lazy_backend_headers" / f"{name}.h"
 
 
 def _precompile(path: Path, headers: str, flags: Sequence[str]) -> None:
-    from torch._inductor.cpp_builder import CppBuilder
-    from torch._inductor.exc import CppCompileError
-
-    with contextlib.suppress(OSError, CppCompileError):  # then units parse their headers as before
+    with contextlib.suppress(OSError, inductor.cpp_error()):  # then units parse their headers as before
         path.parent.mkdir(parents=True, exist_ok=True)
         if not _claim(path, headers) or shutil.disk_usage(path.parent).free < _SPARE:
             return
         name = f"{path.name}.{os.getpid()}"
-        builder = CppBuilder(name, str(path), _options(flags, precompiling=True), str(path.parent))
+        builder = inductor.cpp_builder(
+            name, str(path), inductor.cpp_options(flags, precompiling=True), str(path.parent)
+        )
         made = Path(builder.get_target_file_path())
         try:
             builder.build()

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazy_backend.lowering.compilation.fx import Signature
 from lazy_backend.lowering.ir.graph import Graph, empty_of
 from lazy_backend.lowering.ir.shapes import Geometry, SymbolicGraph
 from lazy_backend.lowering.products.product import TensorLayout
+from lazy_backend.ports.fake_tensors import FakeTensorMode
+from lazy_backend.ports.replacements import inductor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +26,18 @@ class Examples:
     """What a module is compiled for: SymInts for the symbols of a symbolic graph, then fake tensors."""
 
     arguments: list[Any]
-    mode: FakeTensorMode
+    mode: Any  # a fake mode
     symbols: list[Any]  # SymInts
 
     def tracing(self) -> AbstractContextManager[object]:
         """A context in which a compiler keeps the symbols symbolic."""
         if not self.symbols:
             return contextlib.nullcontext()
-        from torch._guards import TracingContext, tracing
-
-        return tracing(TracingContext(self.mode))
+        return inductor.tracing(self.mode)
 
     def sizes(self) -> list[int]:
         """What the symbols are in the graph that the examples were made for."""
-        return [symbol.node.hint for symbol in self.symbols]  # internal, checked on 2.13
+        return list(map(inductor.hint, self.symbols))
 
     def layouts(self) -> list[TensorLayout]:
         """Of the tensors, for these sizes."""
@@ -52,7 +51,7 @@ class Examples:
 
 
 def _hints(numbers: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(number if isinstance(number, int) else number.node.hint for number in numbers)
+    return tuple(map(inductor.hint, numbers))
 
 
 def static_examples(graph: Graph, signature: Signature) -> Examples:
@@ -65,15 +64,7 @@ def static_examples(graph: Graph, signature: Signature) -> Examples:
 
 def symbolic_examples(symbolic: SymbolicGraph, signature: Signature) -> Examples:
     """Fake inputs whose sizes are expressions of the symbols. All occurrences of a symbol share one SymInt."""
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
-    shape_env = ShapeEnv()
-    symbols: list[Any] = []
-    for place, hint in enumerate(symbolic.hints):
-        source = ConstantSource(f"s{place}")
-        symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        symbols.append(shape_env.create_symintnode(symbol, hint=hint, source=source))
+    shape_env, symbols = inductor.symbols_with(symbolic.hints)
     mode = FakeTensorMode(shape_env=shape_env)
     with mode:
         tensors = [

@@ -1,7 +1,7 @@
 """An inductor pass that copies what is needed after its memory is overwritten.
 
 In: the graph that inductor is about to lower. Out: the same graph, with a `clone` where one is needed.
-Inductor 2.13 drops `clone`s, since its graphs are functional, and later turns functional ops back into in-place writes.
+Inductor drops `clone`s, since its graphs are functional, and later turns functional ops back into in-place writes.
 So this pass runs after the one that drops `clone`s, and puts them back in three cases:
 
   a new value in the memory of an input   `new = x.clone(); x.add_(1); new[0] = 5` becomes `new = scatter(x)` and
@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from lazy_backend.ports.dispatcher import HigherOrderOperator, OpOverload, function_schema
+from lazy_backend.ports.replacements.inductor import node_storage
 
 aten = torch.ops.aten
 
@@ -87,7 +90,7 @@ def _copy_operands_that_kernels_overwrite(graph: fx.Graph) -> None:
 
 
 def _written_by_kernel(node: fx.Node) -> set[int | str]:
-    """The places and keywords of the operands that `node` may write, if a kernel does it. Internal, checked on 2.13."""
+    """The places and keywords of the operands that `node` may write, if a kernel does it."""
     if node.target is torch.ops.higher_order.auto_functionalized_v2:  # calls a custom operator that writes
         return {"_all_bases"}
     if node.target in _WRITERS and node.meta["val"].is_complex():  # inductor has no code for complex numbers
@@ -105,7 +108,7 @@ def _writes(node: fx.Node, of: fx.Node) -> bool:
     """Whether inductor may turn `node` into a write to `of`."""
     if node.target in _WRITERS or _namespace(node) == "_c10d_functional":
         return bool(node.args) and node.args[0] is of
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, HigherOrderOperator)
 
 
 def _outlives(node: fx.Node, place: fx.Node, last: Any) -> bool:
@@ -124,20 +127,18 @@ def _outlives(node: fx.Node, place: fx.Node, last: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return node.op == "call_function"  # getitem
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return any(result.alias_info is not None for result in function_schema(node.target).returns)
 
 
 def _namespace(node: fx.Node) -> str:
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+    return node.target.namespace if isinstance(node.target, OpOverload) else ""
 
 
 def _storage(node: fx.Node) -> int | None:
     """The identity of the memory that the graph gives `node`; None if `node` is not one tensor."""
-    from torch._inductor.fx_utils import get_node_storage
-
-    return get_node_storage(node)
+    return node_storage(node)
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:

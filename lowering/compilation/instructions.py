@@ -20,7 +20,6 @@ import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from lazy_backend.cache.disk import DiskCache
 from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.artefacts.environment import processor
 from lazy_backend.lowering.compilation.lifeline import OWN_INDUCTOR_FOLDER
+from lazy_backend.ports.replacements import inductor
 
 _MAX_BYTES = 1 << 24
 
@@ -48,43 +48,18 @@ def assumed_instructions() -> Iterator[None]:
     Raises `NotAssumed` if they were refused before, if the user's settings say something about them, or if PyTorch was
     built without them. If the C++ compiler raises within the block, they are refused from then on.
     """
-    import torch._inductor.config as inductor_config
-    from torch._inductor import cpu_vec_isa  # internal, checked on 2.13
-    from torch._inductor.exc import CppCompileError
-
-    if _refused or inductor_config.cpp.vec_isa_ok is not None:
+    if _refused or not inductor.may_assume_instructions():
         raise NotAssumed
-    kinds: Any = cpu_vec_isa.VecISA
-    check = kinds.check_build
-    kinds.check_build = lambda self, code: True
     try:
-        with inductor_config.patch({"cpp.vec_isa_ok": True}):
-            chosen = cpu_vec_isa.pick_vec_isa()
+        with inductor.untried_instructions() as macros:
             # the same capability, which ATEN_CPU_CAPABILITY limits for both
-            if chosen and f"CPU_CAPABILITY_{torch.backends.cpu.get_cpu_capability()}" not in chosen.build_macro():
+            if macros and f"CPU_CAPABILITY_{torch.backends.cpu.get_cpu_capability()}" not in macros:
                 raise NotAssumed
             yield
-    except (CppCompileError, NotAssumed) as error:
+    except (inductor.cpp_error(), NotAssumed) as error:
         _refused.append(type(error).__name__)
-        _forget()
+        inductor.forget_instructions()
         raise
-    finally:
-        kinds.check_build = check
-
-
-def _forget() -> None:
-    """Have inductor ask for the instructions again. Internal, checked on 2.13."""
-    from torch._inductor import cpu_vec_isa
-
-    kinds = cpu_vec_isa.supported_vec_isa_list
-    found_by: list[Any] = [cpu_vec_isa.valid_vec_isa_list, *(type(one).__bool__ for one in kinds)]
-    for one in kinds:
-        for name in ("is_avx512_bf16_supported", "is_amx_fp16_supported"):
-            vars(one).pop(f"_{name}", None)
-            found_by.append(getattr(type(one), name, None))
-    for cached in found_by:
-        if hasattr(cached, "cache_clear"):
-            cached.cache_clear()
 
 
 @functools.cache
@@ -93,9 +68,7 @@ def try_instructions(directory: str) -> None:
 
     Does nothing if the user chose inductor's folder, which persists.
     """
-    # internal, checked on 2.13: the function caches its result, and finds libraries by a hash of their build inputs
-    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-
+    # inductor keeps what it found, and finds libraries by a hash of their build inputs
     own = os.environ.get(OWN_INDUCTOR_FOLDER)
     if own is None:
         return
@@ -107,7 +80,7 @@ def try_instructions(directory: str) -> None:
         kept = cache.get(key)
         if kept is not None:
             _unpack(kept, folder)
-        elif valid_vec_isa_list():
+        elif inductor.tried_instructions():
             cache.put(key, _packed(folder))
 
 

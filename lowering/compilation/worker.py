@@ -23,6 +23,7 @@ from lazy_backend.lowering.compilation.instructions import NotAssumed, assumed_i
 from lazy_backend.lowering.compilation.lifeline import Lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import from_bytes
+from lazy_backend.ports.replacements import inductor
 
 # Compiled graphs are serialised by the code behind inductor's caches, so the caches are always on. If the user switched
 # them off, each compile gets temporary caches of its own.
@@ -59,20 +60,14 @@ def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
 
 def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
     """The artefact for one request."""
-    # imported here: the first import of the compiler takes seconds, and the requesting process may be gone by then
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-    from torch._inductor.exc import CppCompileError
-    from torch._inductor.utils import fresh_cache  # internal, checked on 2.13
-
     follow_state(data["state"])
     request = CompileRequest.from_json(data["request"], from_bytes(graph_bytes), "inductor")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(inductor_config.patch(data["settings"]["inductor"] | _CACHES_ON["inductor"]))
-        stack.enter_context(functorch_config.patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
+        stack.enter_context(inductor.settings().patch(data["settings"]["inductor"] | _CACHES_ON["inductor"]))
+        stack.enter_context(inductor.autograd_settings().patch(data["settings"]["functorch"] | _CACHES_ON["functorch"]))
         if not data["caches"]:
-            stack.enter_context(fresh_cache())
-        with contextlib.suppress(CppCompileError, NotAssumed), assumed_instructions():
+            stack.enter_context(inductor.fresh_cache())
+        with contextlib.suppress(inductor.cpp_error(), NotAssumed), assumed_instructions():
             return compile_request(request)
         if data["keep"] is not None:
             try_instructions(data["keep"]["directory"])

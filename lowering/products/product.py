@@ -17,11 +17,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Internal, checked on 2.13: what ATen calls for products of bfloat16, which takes float32 and any layout as well.
-FUNCTION = "at::native::mkldnn_matmul"
-SYMBOL = "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"
-
-# An operator's handles are pointers to its tensors.
+# What ATen calls for products of bfloat16, which takes float32 and any layout as well. An operator's handles are
+# pointers to its tensors.
 DEFINITION = """
 namespace at {
 class Tensor;

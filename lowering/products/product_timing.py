@@ -11,13 +11,15 @@ import functools
 import math
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from lazy_backend.lowering.products.product import SYMBOL, MatrixProduct, TensorLayout
+from lazy_backend.lowering.products.product import MatrixProduct, TensorLayout
+from lazy_backend.ports.native_code import PRODUCT, library
+from lazy_backend.ports.replacements import inductor
+from lazy_backend.ports.table import PRODUCTS
 
 # Multiplications. A smaller product is over before oneDNN has found its kernel.
 _SMALLEST = 1 << 20
@@ -41,12 +43,13 @@ def prefers_onednn(product: MatrixProduct) -> bool:
 
 
 def _may_choose() -> bool:
-    """Whether the user's settings leave the choice. Internal, checked on 2.13: the getter of the precision."""
+    """Whether the user's settings leave the choice."""
     return (
         not torch.are_deterministic_algorithms_enabled()
         and torch.backends.mkldnn.is_available()
-        and torch._C._get_mkldnn_enabled()
-        and torch._C._get_fp32_precision_getter("mkldnn", "matmul") in ("none", "ieee")
+        and inductor.is_mkldnn_enabled()
+        and inductor.get_precision is not None
+        and inductor.get_precision("mkldnn", "matmul") in ("none", "ieee")
         and _onednn() is not None
     )
 
@@ -54,24 +57,20 @@ def _may_choose() -> bool:
 @functools.cache
 def _onednn() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None] | None:
     """oneDNN's product: left, right, out, and what to multiply the values in out with before they are added."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None  # ATen calls oneDNN there by itself
-    try:
-        function: Any = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))[SYMBOL]
-    except (OSError, AttributeError):
-        return None
+    if platform.machine() not in ("x86_64", "AMD64") or not PRODUCTS.fits():
+        return None  # on other machines ATen calls oneDNN by itself
+    function: Any = library()[PRODUCT]
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_float] * 2
     function.restype = None
     pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_in.argtypes, pointer_in.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-    conversions: Any = torch._C._aoti  # type: ignore[attr-defined]  # internal, checked on 2.13: as runners use them
 
     def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, beta: float) -> None:
-        capsules = conversions.unsafe_alloc_void_ptrs_from_tensors([left, right, out])
+        capsules = inductor.to_handles([left, right, out])
         try:
             function(*[pointer_in(capsule, None) for capsule in capsules], beta, 1.0)
         finally:  # or the references in the capsules would stay
-            conversions.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+            inductor.from_handles(capsules)
 
     return multiply
 

@@ -22,6 +22,7 @@ from lazy_backend import metrics
 from lazy_backend.lowering.compilation import build
 from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
+from lazy_backend.ports.replacements import inductor
 
 aten = torch.ops.aten
 # longer than what one vector holds: within it, all reads come before all writes
@@ -283,7 +284,7 @@ def test_what_needs_no_copy_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, "without_defects", context)
         module = make_fx(step)(*arguments)
         module.graph.output_node().args = ((),)
-        with build._kernels_not_built():
+        with inductor.kernels_not_built():
             build._compile(module, Examples(arguments, mode, []))
     ours, inductors = (source.split("def call")[1].count("empty_strided_cpu(") for source in sources)
     assert ours == inductors
