@@ -56,7 +56,8 @@ def autoload() -> None:
     """Put the hooks in place, or warn why there is no device "lazy"."""
     try:
         put_hooks()
-        if any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _AT_ONCE):
+        is_asked_for = any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _AT_ONCE)
+        if is_asked_for and "lazy_backend" not in sys.modules:  # or the package is being imported, and imports torch
             load()
     except Exception as error:
         warnings.warn(

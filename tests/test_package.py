@@ -193,6 +193,12 @@ print(torch.nn.LazyLinear(2, device="lazy")(torch.ones(1, 3, device="lazy")).sha
     assert printed.endswith("torch.Size([1, 2])\n")
 
 
+@pytest.mark.parametrize("imported", ["lazy_backend", "torch", "torch, lazy_backend"])
+def test_a_variable_asks_for_the_package_at_once(tmp_path: Path, imported: str) -> None:
+    code = f"import {imported}, sys; print('lazy_backend' in sys.modules)"
+    assert run_python(code, tmp_path, LAZY_BACKEND_LOAD="1") == "True\n"
+
+
 def test_threads_may_use_the_device_first_together(tmp_path: Path) -> None:
     code = """
 import threading, torch
