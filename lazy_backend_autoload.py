@@ -33,8 +33,8 @@ FACTORIES = (
 # Variables that ask for the package with the import of torch: it replaces functions that no hook stands for.
 _AT_ONCE = ("LAZY_BACKEND_TORCH_LAZY", "LAZY_BACKEND_LOAD")
 
-# What the hooks call: a name of `FACTORIES` -> its kernel; "location" and "restore". Empty until the package is whole:
-# another thread may use the device while this one imports it.
+# What the hooks call: a name of `FACTORIES` -> its kernel. Empty until the package is whole: another thread may use the
+# device while this one imports it.
 _kernels: dict[str, Callable[..., Any]] = {}
 _offered: dict[str, Callable[..., Any]] = {}
 
@@ -76,9 +76,9 @@ def put_hooks() -> None:
     for name in FACTORIES:
         _library[0].impl(name, _first_kernel(name), "Lazy")
     torch._register_device_module("lazy", DeviceModuleUntilUsed("torch.lazy"))  # type: ignore[no-untyped-call]
-    # before CPU (10) and CUDA (20), whose functions would take our storages for CPU storages; a number that no other
-    # package gives, as PyTorch would compare the functions of both
-    torch.serialization.register_package(-7259, _location, _restore)
+    # after all others, so that nobody else's storage comes here. A number that no other package gives, or PyTorch would
+    # compare the functions of both
+    torch.serialization.register_package(7259, _no_location, _restore)
 
 
 def offer(name: str, kernel: Callable[..., Any]) -> None:
@@ -141,16 +141,13 @@ def _refuse_uninitialized() -> None:
         )
 
 
-def _location(storage: Any) -> str | None:
-    """The location of a storage in a file, as "lazy:0"; None for those of other devices."""
-    location = _kernels.get("location")
-    return None if location is None else location(storage)
+def _no_location(storage: Any) -> None:
+    """The location of a storage in a file: none, as there is none of this device before the package is loaded."""
 
 
 def _restore(storage: Any, location: str) -> Any:
     """A storage that was read, on the lazy device if `location` says so; else None."""
-    if not location.startswith("lazy"):
+    if _kernels or not location.startswith("lazy"):
         return None
-    if "restore" not in _kernels:
-        load()
-    return _kernels["restore"](storage, location)
+    load()  # it registers before this function
+    return torch.serialization.default_restore_location(storage, location)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
-import lazy_backend_autoload as first_use
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
@@ -118,5 +117,5 @@ def install_serialization() -> None:
     LazyTensor.__reduce_ex__ = reduce_lazy if fits else _refuse  # type: ignore[method-assign, assignment]
     LazyTensor._backing_tensor = property(_read_backing_tensor)  # type: ignore[assignment]
     LazySparseTensor.__reduce_ex__ = reduce_sparse if fits else _refuse  # type: ignore[method-assign, assignment]
-    first_use.offer("location", _location)
-    first_use.offer("restore", _restore)
+    # before CPU (10) and CUDA (20), whose functions would take our storages for CPU storages
+    torch.serialization.register_package(-7259, _location, _restore)

@@ -44,3 +44,13 @@ def runs_python(op: OpOverload, device_type: str) -> bool:
     name = schema.name.replace("::", "/") + (f".{schema.overload_name}" if schema.overload_name else "")
     keys = (_key_of_device(device_type), "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
     return any(f"{name}/{key}" in _registered for key in keys)
+
+
+def no_kernel_text(op: OpOverload, device_type: str) -> str:
+    """The error of PyTorch's dispatcher for an operator that has no kernel for a device, as far as it is the same."""
+    return (
+        f"Could not run '{op.name()}' with arguments from the '{_key_of_device(device_type)}' backend. This could be "
+        "because the operator doesn't exist for this backend, or was omitted during the selective/custom build process "
+        "(if using custom build). If you are a Facebook employee using PyTorch on mobile, please visit "
+        "https://fburl.com/ptmfixes for possible resolutions."
+    )

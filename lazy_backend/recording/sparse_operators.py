@@ -16,7 +16,7 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_frames, hide_internals
 from lazy_backend.execution import reads
 from lazy_backend.ports.autograd_engine import current_node
-from lazy_backend.ports.dispatcher import BelowAutograd, OpOverload
+from lazy_backend.ports.dispatcher import BelowAutograd, OpOverload, no_kernel_text
 from lazy_backend.ports.tensor_types import mark_uncoalesced
 from lazy_backend.recording.arguments import flat
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, run_at_once
@@ -230,7 +230,7 @@ def _unclaimed(op: Op) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         device, layout = kwargs.get("device"), kwargs.get("layout")
         if device is None or device.type != "lazy":
-            raise NotImplementedError(f"{op} is not implemented for {kwargs.get('dtype')}, {layout} on {device}")
+            raise NotImplementedError(no_kernel_text(op, "cpu" if device is None else device.type))
         if layout not in SPARSE_LAYOUTS:
             raise quantized_error()
         return _empty(op, args, {name: value for name, value in kwargs.items() if name != "pin_memory"})
