@@ -12,6 +12,7 @@ takes 4 s instead of 28 s. The kernels of all blocks of a graph are built togeth
 from __future__ import annotations
 
 import ast
+import contextlib
 import marshal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def compile_request(request: CompileRequest) -> bytes:
     # this process, which compiles it
     with inductor.settings().patch({"cpp.threads": num_threads_for(request.stored.get()) or torch.get_num_threads()}):
         if blocks is not None:
-            return _compile_blocks(request, blocks)
+            with contextlib.suppress(inductor.cpp_error()):  # then the whole graph may do without such C++
+                return _compile_blocks(request, blocks)
         return compile_to_bytes(request.module, request.examples())
 
 
@@ -123,7 +125,9 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
         header["kernels"], built = _build_native(lowered.module.kernels, [runner])
         block = _described(0, runner)
         return pack({**header, "kind": "native", "block": block}, built)
-    except NotLight as reason:
+    except (NotLight, inductor.cpp_error()) as error:
+        # if the C++ compiler refuses what inductor writes, too, that is the error of the next line
+        reason = error if isinstance(error, NotLight) else "C++ that the compiler refuses"
         bundled = inductor.to_bytes(_compile(make_module(), examples))
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
 

@@ -7,7 +7,9 @@ that many cases cost one compile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -19,10 +21,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lazy_backend
 from lazy_backend import metrics
-from lazy_backend.lowering.compilation import build
+from lazy_backend.lowering.artefacts import artefact
+from lazy_backend.lowering.artefacts.artefact import Loaded
+from lazy_backend.lowering.compilation import build, inductor_defects
 from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
+from lazy_backend.ports.port import Port, version
 from lazy_backend.ports.replacements import inductor
+from lazy_backend.ports.table import LATE_READS, READS_AFTER_WRITES, READS_OF_WHAT_IS_WRITTEN, TRANSPOSED_SUMS
 
 aten = torch.ops.aten
 # longer than what one vector holds: within it, all reads come before all writes
@@ -288,3 +294,83 @@ def test_what_needs_no_copy_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
             build._compile(module, Examples(arguments, mode, []))
     ours, inductors = (source.split("def call")[1].count("empty_strided_cpu(") for source in sources)
     assert ours == inductors
+
+
+# ----- each defect by itself
+
+# Operators that show a defect where nothing is put in place.
+SHOWN_BY: dict[Port, dict[str, Case]] = {
+    READS_OF_WHAT_IS_WRITTEN: {name: BY_LISTS[name] for name in ("copies, crossed", "functions, crossed")},
+    READS_AFTER_WRITES: {name: BY_COPIES[name] for name in ("fill, then flip", "fill, then transpose")},
+    LATE_READS: {name: BY_COPIES[name] for name in ("swap", "rotate", "part")},
+}
+# Versions of PyTorch that have mended a defect.
+MENDED_IN = {READS_AFTER_WRITES: {"2.15"}, TRANSPOSED_SUMS: {"2.14", "2.15"}, LATE_READS: {"2.15"}}
+
+
+def compiled_here(cases: dict[str, Case]) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """The tensors that the cases write, as compiled in this process, and the C++ of the kernels."""
+    made = {name: make() for name, (make, _) in cases.items()}
+    flat = [tensor for tensors in made.values() for tensor in tensors]
+
+    def step(*tensors: Tensor) -> tuple[()]:
+        given = iter(tensors)
+        for name, (_, write) in cases.items():
+            write(*itertools.islice(given, len(made[name])))
+        return ()
+
+    with FakeTensorMode() as mode:
+        arguments = [mode.from_tensor(tensor) for tensor in flat]
+
+    def module() -> torch.fx.GraphModule:
+        with mode:
+            found = make_fx(step)(*arguments)
+        for node in found.graph.nodes:
+            node.meta.clear()
+        found.graph.output_node().args = ((),)
+        return found
+
+    sources: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, as_in_the_compilers_process():
+        patch.setattr(GraphLowering, "save_output_code", sources.append)
+        data = build.compile_to_bytes(module, Examples(arguments, mode, []))
+    with torch.no_grad():
+        artefact._load(data).call(list(flat))
+    return made, re.findall("r'''(.*?)'''", sources[0], flags=re.DOTALL)
+
+
+@contextlib.contextmanager
+def as_in_the_compilers_process() -> Iterator[None]:
+    settings = {"cpp.threads": 2, "cpp.vec_isa_ok": True}
+    with inductor.settings().patch(settings), inductor.autograd_settings().patch("enable_autograd_cache", True):
+        yield
+
+
+@pytest.fixture
+def port_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[Port], None]:
+    """Turns a port off that was put in place."""
+    with inductor_defects.without_defects():
+        pass
+    return lambda port: monkeypatch.setattr(port, "_obstacle", "a test")
+
+
+@pytest.mark.parametrize("port", SHOWN_BY, ids=lambda port: port.name)
+def test_the_defect_is_there_or_mended(port: Port, port_off: Callable[[Port], None]) -> None:
+    cases = SHOWN_BY[port]
+    expected = {name: make() for name, (make, _) in cases.items()}
+    for name, (_, write) in cases.items():
+        write(*expected[name])
+    assert differing(compiled_here(cases)[0], expected) == []
+    port_off(port)
+    assert bool(differing(compiled_here(cases)[0], expected)) is (version() not in MENDED_IN.get(port, ()))
+
+
+def test_transposed_sums_are_wrong_or_mended(port_off: Callable[[Port], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By inductor's code: what it does wrong writes past the end of memory."""
+    monkeypatch.setattr(artefact, "_load", lambda data: Loaded(list, None))
+    cases = {"index_add_": BY_TRANSPOSED_SUMS["index_add_"]}
+    _, ours = compiled_here(cases)
+    port_off(TRANSPOSED_SUMS)
+    _, inductors = compiled_here(cases)
+    assert "atomic_add_vec" in "".join(ours)
+    assert (ours != inductors) is (version() not in MENDED_IN[TRANSPOSED_SUMS])

@@ -21,6 +21,7 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.artefacts import artefact
 from lazy_backend.lowering.artefacts.inductor_module import NotExpressible, NotLight, inductor_module
 from lazy_backend.lowering.artefacts.runner_source import Wrapper, runner_of
+from lazy_backend.lowering.compilation import build
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.graph import Graph, empty_of
@@ -226,6 +227,14 @@ def wrapper(*lines: str) -> ast.FunctionDef:
 def test_what_a_runner_cannot_do_is_said(line: str, reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
         runner_of(Wrapper(wrapper("arg0_1, = args", "args.clear()", line, "return (arg0_1, )"), {}))
+
+
+def test_a_runner_that_the_compiler_refuses_costs_only_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program()
+    graph = program.graph(program.call(aten.exp.default, program.input(torch.ones(5))))
+    monkeypatch.setattr(build, "runner_source", lambda *arguments: "no C++")
+    call = compiled(graph, "bundled", monkeypatch, because="C++ that the compiler refuses")
+    assert_same(call([torch.ones(5)])[0], torch.ones(5).exp())
 
 
 # ----- what a version of inductor may add
