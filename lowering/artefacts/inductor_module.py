@@ -199,7 +199,7 @@ class _WithoutChecks(ast.NodeTransformer):
     def __init__(self, missing: set[str]) -> None:
         self._missing = missing
 
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | list[ast.stmt]:
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
         if check_name(node) not in self._missing:
             return node
         try:

@@ -144,7 +144,7 @@ def python_of(compiled: Any) -> tuple[str, list[str]]:
     The text is empty if what inductor made is not known.
     """
     if not RUNNERS.fits():
-        return "", [RUNNERS.name]
+        return "", [f"the port {RUNNERS.name!r} is off: {RUNNERS.obstacle()}"]
     try:
         entry = call_of(compiled).serialize()  # type: ignore[attr-defined]
         return entry.compiled_fw.result.source_code, parts_of(entry)

@@ -204,13 +204,16 @@ def _reads_where_it_writes(scheduler: Any, written: str, reader: Any, writer: An
 def _store_once(store: Callable[..., None]) -> Callable[..., None]:
     """See Note [Transposed sums into memory]."""
     from torch._inductor import config
-    from torch._inductor.codegen.cpp import CppVecKernel
+    from torch._inductor.codegen import cpp
+
+    vectorised: Any = cpp.CppVecKernel
 
     @functools.wraps(store)
     def store_once(kernel: Any, name: str, index: Any, value: Any, mode: str | None = None) -> None:
         is_atomic = mode == "atomic_add" and (config.cpp.dynamic_threads or kernel.num_threads != 1)
         if not (_is_ours(TRANSPOSED_SUMS) and is_atomic) or kernel.need_vec_transpose(kernel.rename_indexing(index)):
-            return store(kernel, name, index, value, mode)
-        return CppVecKernel.store(kernel, name, index, value, mode)  # its `ops.index_expr` adds the offset
+            store(kernel, name, index, value, mode)
+            return
+        vectorised.store(kernel, name, index, value, mode)  # its `ops.index_expr` adds the offset
 
     return store_once
