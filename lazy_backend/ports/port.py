@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +56,7 @@ class Probe:
     """A call that takes microseconds, and must return True. `says` is what was expected."""
 
     says: str
-    run: Callable[[], bool]
+    run: Callable[[], bool] = field(repr=False)
 
     def check(self) -> None:
         if not self.run():

@@ -127,9 +127,9 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
         return pack({**header, "kind": "native", "block": block}, built)
     except (NotLight, inductor.cpp_error()) as error:
         # if the C++ compiler refuses what inductor writes, too, that is the error of the next line
-        reason = error if isinstance(error, NotLight) else "C++ that the compiler refuses"
+        why = str(error) if isinstance(error, NotLight) else "C++ that the compiler refuses"
         bundled = inductor.to_bytes(_compile(make_module(), examples))
-        return pack({"kind": "bundled", "guards": examples.guards(), "reason": str(reason)}, [bundled])
+        return pack({"kind": "bundled", "guards": examples.guards(), "reason": why}, [bundled])
 
 
 def _light(module: InductorModule, header: dict[str, Any], reason: str) -> bytes:
