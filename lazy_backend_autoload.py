@@ -11,6 +11,7 @@ no program go on whose entry point raises.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -58,7 +59,8 @@ def autoload() -> None:
         put_hooks()
         is_asked_for = any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _AT_ONCE)
         if is_asked_for and "lazy_backend" not in sys.modules:  # or the package is being imported, and imports torch
-            load()
+            # not on another thread, which would wait for the import of torch to end
+            importlib.import_module("lazy_backend")
     except Exception as error:
         warnings.warn(
             f'device="lazy" is not there: {type(error).__name__}: {error}\n'
