@@ -43,12 +43,20 @@ _offered: dict[str, Callable[..., Any]] = {}
 _library: list[torch.library.Library] = []
 
 
+# What `torch.lazy` has. No other name is a use of the device: some programs ask all modules, or all objects, for names.
+DEVICE_MODULE_NAMES = frozenset((
+    "Event", "Stream", "current_device", "current_stream", "device", "device_count", "get_rng_state", "initial_seed",
+    "is_available", "is_in_bad_fork", "is_initialized", "manual_seed", "manual_seed_all", "seed", "set_device",
+    "set_rng_state", "stream", "synchronize",
+))  # fmt: skip
+
+
 class DeviceModuleUntilUsed(types.ModuleType):
-    """`torch.lazy` until the device is used. Any public attribute that is asked for is a use."""
+    """`torch.lazy` until the device is used. An attribute of it that is asked for is a use."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # whoever looks at all modules asks for such names
+        if name not in DEVICE_MODULE_NAMES:
+            raise AttributeError(f"module 'torch.lazy' has no attribute {name!r}")
         load()
         return getattr(sys.modules["torch.lazy"], name)
 

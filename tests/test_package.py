@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lazy_backend
+import lazy_backend_autoload as first_use
 from lazy_backend.diagnostics import page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,6 +198,19 @@ print(torch.nn.LazyLinear(2, device="lazy")(torch.ones(1, 3, device="lazy")).sha
 def test_a_variable_asks_for_the_package_at_once(tmp_path: Path, imported: str) -> None:
     code = f"import {imported}, sys; print('lazy_backend' in sys.modules)"
     assert run_python(code, tmp_path, LAZY_BACKEND_LOAD="1") == "True\n"
+
+
+def test_looking_at_all_modules_is_no_use_of_the_device(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+found = [getattr(module, name, None) for module in list(sys.modules.values()) for name in ("data", "foo", "__file__")]
+print("lazy_backend" in sys.modules, hasattr(torch.lazy, "no_such_name"))
+"""
+    assert run_python(code, tmp_path) == "False False\n"
+
+
+def test_the_hook_knows_the_names_of_the_device_module() -> None:
+    assert {name for name in dir(torch.lazy) if not name.startswith("_")} == first_use.DEVICE_MODULE_NAMES
 
 
 def test_threads_may_use_the_device_first_together(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
+import subprocess
 import sys
 import types
 import warnings
@@ -262,6 +264,34 @@ def test_a_port_is_off_where_an_expectation_is_not_met(expected: Any, obstacle: 
     assert str(one) == (
         f"lazy_backend: a feature is off with PyTorch {torch.__version__}: {obstacle}\n  without it, it is slower"
     )
+
+
+def test_a_public_function_that_is_missing_turns_a_port_off(tmp_path: Path) -> None:
+    code = """
+import multiprocessing.util, warnings
+import torch
+del torch.is_autocast_enabled, torch.norm
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(torch.ones(3, device="lazy").sum().item(), multiprocessing.util._logger)
+print(sorted(str(one.message).split(" is off")[0] for one in caught))
+"""
+    off = "['lazy_backend: autocast', 'lazy_backend: torch.norm']"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"3.0 None\n{off}\n", done.stderr
+
+
+def test_a_name_that_is_no_port_is_told(tmp_path: Path) -> None:
+    code = "import torch, warnings; warnings.simplefilter('error'); torch.ones(1, device='lazy')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, VARIABLE: "no such port"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert "names what is no port: no such port" in done.stderr
+    assert done.returncode == 0
 
 
 def test_an_expectation_is_checked_once(library: types.ModuleType) -> None:

@@ -27,9 +27,8 @@ IMMUTABLE = {
     *("TypeVar", "ParamSpec", "Struct", "attrgetter", "timedelta", "nullcontext", "frozenset", "tuple", "compile"),
     *("map", "cast", "device", "DispatchKeySet", "SyncTensorsConfig", "_Tensor", "Token", "float", "min", "abspath"),
     *("dirname", "process_lock", "Lock", "getLogger", "getattr", "_count_of_a_grad", "_count_of_a_listed_one"),
-    *("_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"),
     # PyTorch's own objects under public names, and ports, which the table has as `ports`
-    *("optional", "methodcaller", "Port"),
+    *("optional", "methodcaller", "Port", "partial", "plain_apply", "included_keys", "excluded_keys"),
 }
 WRITING = {
     *("append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "discard", "remove"),

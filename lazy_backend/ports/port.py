@@ -127,7 +127,9 @@ class Port:
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of a module or class of PyTorch, if the port fits. See `replaced`."""
-        if self.fits():
+        if self.fits() and not hasattr(owner, name):
+            self.turn_off(f"there is no {getattr(owner, '__name__', owner)}.{name}")
+        elif self.fits():
             replaced.append(Replaced(self, owner, name, getattr(owner, name, None), value))
             setattr(owner, name, value)
 
@@ -222,7 +224,9 @@ def renew_imported_names() -> None:
     A program may import such names before it uses the device. Not to PyTorch's own modules, of which each port replaces
     the names that it means. Looks at every module once: 5 ms for 2,000 of them.
     """
-    functions = {id(one.original): one for one in replaced if isinstance(one.owner, ModuleType) and callable(one.value)}
+    functions = {
+        id(one.original): one for one in replaced if isinstance(one.owner, ModuleType) and callable(one.original)
+    }
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if not isinstance(module, ModuleType) or names is None:
@@ -240,7 +244,13 @@ def version() -> str:
 
 
 def check_version() -> None:
-    """Say once that the package was not run on this PyTorch, if so. The ports that fit are used all the same."""
+    """Say once that the package was not run on this PyTorch, if so. The ports that fit are used all the same.
+
+    And that `VARIABLE` names what is no port.
+    """
+    unknown = [name for name in os.environ.get(VARIABLE, "").split(",") if name and name not in ports]
+    if unknown:
+        say(f"{VARIABLE} names what is no port: {', '.join(unknown)}\n  `python -m lazy_backend` lists all ports")
     if version() not in VERSIONS:
         say(
             f"lazy_backend was not run on PyTorch {torch.__version__}, but on {VERSIONS[0]} to {VERSIONS[-1]}\n"

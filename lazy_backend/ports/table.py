@@ -65,6 +65,7 @@ DLPACK = Port(
 NORMS = Port(
     "torch.norm",
     "torch.functional.norm(input, p, dim, keepdim, out, dtype)",
+    "torch.norm",
     without="torch.norm of lazy tensors raises other errors than on the CPU; torch.linalg has all norms",
 )
 ENCODERS = Port(
@@ -97,6 +98,11 @@ AUTOCAST = Port(
     "autocast",
     "torch.amp.autocast_mode.autocast.__enter__(self)",
     "torch.amp.autocast_mode.autocast.__exit__(self)",
+    "torch.is_autocast_enabled",
+    "torch.set_autocast_enabled",
+    "torch.get_autocast_dtype",
+    "torch.set_autocast_dtype",
+    "torch.clear_autocast_cache",
     "torch._C._is_autocast_available",
     "torch._C.is_autocast_enabled",
     "torch._C.set_autocast_enabled",
@@ -121,6 +127,8 @@ CASTS_OF_CUSTOM_FUNCTIONS = Port(
     "custom_fwd and custom_bwd",
     "torch.amp.autocast_mode.custom_fwd(fwd)",
     "torch.amp.autocast_mode.custom_bwd(bwd)",
+    "torch.amp.custom_fwd",
+    "torch.amp.custom_bwd",
     "torch.amp.autocast_mode._cast(value, device_type, dtype)",
     without="torch.amp.custom_fwd casts no lazy tensors unless its device_type is 'lazy'",
 )
