@@ -126,9 +126,13 @@ def compile_to_bytes(make_module: Callable[[], fx.GraphModule], examples: Exampl
         block = _described(0, runner)
         return pack({**header, "kind": "native", "block": block}, built)
     except (NotLight, inductor.cpp_error()) as error:
-        # if the C++ compiler refuses what inductor writes, too, that is the error of the next line
         why = str(error) if isinstance(error, NotLight) else "C++ that the compiler refuses"
-        bundled = inductor.to_bytes(_compile(make_module(), examples))
+        try:
+            bundled = inductor.to_bytes(_compile(make_module(), examples))
+        except Exception:
+            if isinstance(error, NotLight):
+                raise
+            raise error from None  # it refuses what inductor writes, too: for instructions that it does not know?
         return pack({"kind": "bundled", "guards": examples.guards(), "reason": why}, [bundled])
 
 
