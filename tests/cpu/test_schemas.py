@@ -75,7 +75,18 @@ def made_on(*args: Any) -> Callable[[str], Arguments]:
 
 
 # The arguments without a default, by operator.
+def compressed(device: str, shape: tuple[int, ...] = (1,)) -> tuple[torch.Tensor, ...]:
+    """The parts of a compressed sparse tensor of two rows with one element, a number or a block."""
+    return torch.tensor([0, 1, 1]).to(device), torch.tensor([1]).to(device), grid(device, *shape)
+
+
 CALLS: dict[str, Callable[[str], Arguments]] = {
+    "_validate_sparse_bsc_tensor_args.default": lambda d: ((*compressed(d, (1, 1, 1)), [2, 2]), {}),
+    "_validate_sparse_bsr_tensor_args.default": lambda d: ((*compressed(d, (1, 1, 1)), [2, 2]), {}),
+    "_validate_sparse_compressed_tensor_args.default": lambda d: ((*compressed(d), [2, 2], torch.sparse_csr), {}),
+    "_validate_sparse_coo_tensor_args.default": lambda d: ((torch.tensor([[0, 1]]).to(d), grid(d, 2), [3]), {}),
+    "_validate_sparse_csc_tensor_args.default": lambda d: ((*compressed(d), [2, 2]), {}),
+    "_validate_sparse_csr_tensor_args.default": lambda d: ((*compressed(d), [2, 2]), {}),
     "_scaled_dot_product_flash_attention_for_cpu.default": lambda d: (attention(d), {}),
     "_sparse_coo_tensor_with_dims_and_tensors.default": lambda d: (
         (1, 0, [4], torch.tensor([[0, 2]]).to(d), torch.ones(2, device=d)),
