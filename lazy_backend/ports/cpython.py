@@ -5,6 +5,7 @@ In: `sys`, `gc`. Out: what holds on every version: counts less what the counting
 
 from __future__ import annotations
 
+import _thread
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ from typing import Any
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
 frame_at: Callable[[int], FrameType] = getattr(sys, "_getframe", None)  # type: ignore[assignment]
 frames_of_threads: Callable[[], dict[int, FrameType]] = getattr(sys, "_current_frames", None)  # type: ignore[assignment]
+
+# The classes of `threading.Lock` and `threading.RLock`, which are functions before Python 3.13.
+LOCK_TYPES: tuple[type, ...] = (_thread.LockType, _thread.RLock)
 
 # Whether the calling thread holds a `threading.RLock`, as `threading.Condition` asks.
 is_owned: Callable[[Any], bool] = methodcaller("_is_owned")

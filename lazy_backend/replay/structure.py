@@ -22,7 +22,6 @@ parameter: 1.5 µs for a small module. Only if that fails, everything is walked 
 from __future__ import annotations
 
 import enum
-import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 
 from lazy_backend.ports.autograd_engine import TENSOR_HOOKS, accumulate_hooks_of, backward_hooks_of
-from lazy_backend.ports.cpython import has_only_a_dict
+from lazy_backend.ports.cpython import LOCK_TYPES, has_only_a_dict
 from lazy_backend.ports.hooks import REGISTRIES, UNREAD
 from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.replay.plain_values import is_a, is_plain, same_plain
@@ -50,7 +49,6 @@ _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType)
 _IDENTITIES = (torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
 
 # Beside attributes they say nothing of them, unlike an iterator.
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 _FACTS = tuple(map(attrgetter, ("requires_grad", *TENSOR_HOOKS)))
 
@@ -287,7 +285,7 @@ def _is_configuration(value: Any) -> bool:
         return False
     while waiting:
         for item in _parts_of(waiting.popleft()):
-            if id(item) in seen or is_plain(item) or is_a(item, _IDENTITIES) or type(item) in _LOCKS:
+            if id(item) in seen or is_plain(item) or is_a(item, _IDENTITIES) or type(item) in LOCK_TYPES:
                 continue
             if not is_a(item, _CONTAINERS) and not _has_only_attributes(item):
                 return False
