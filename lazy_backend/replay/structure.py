@@ -47,9 +47,6 @@ _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _LARGEST_CONFIGURATION = 5000
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType)
 _IDENTITIES = (torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
-
-# Beside attributes they say nothing of them, unlike an iterator.
-
 _FACTS = tuple(map(attrgetter, ("requires_grad", *TENSOR_HOOKS)))
 
 
@@ -285,6 +282,7 @@ def _is_configuration(value: Any) -> bool:
         return False
     while waiting:
         for item in _parts_of(waiting.popleft()):
+            # a lock says nothing of the attributes beside it, unlike an iterator
             if id(item) in seen or is_plain(item) or is_a(item, _IDENTITIES) or type(item) in LOCK_TYPES:
                 continue
             if not is_a(item, _CONTAINERS) and not _has_only_attributes(item):
