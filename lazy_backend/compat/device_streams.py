@@ -49,8 +49,17 @@ class Event:
 class Stream:
     """Takes work in the order of the program, like every other stream."""
 
+    stream_id = 0  # there is one order
+    device_type = 17  # `Lazy` in c10/core/DeviceType.h
+
     def __init__(self, device: Device = None, priority: int = 0) -> None:
         self.priority = priority
+        self._device = device
+
+    @property
+    def device_index(self) -> int:
+        """Index of the stream's device, by default of the current one."""
+        return context_of(self._device).index
 
     def wait_stream(self, stream: Stream) -> None:
         """Have no effect: what is recorded later runs later."""

@@ -70,6 +70,8 @@ def _by_name(do: Callable[..., Any]) -> Handler:
 
 # What `fully_shard` calls, by the names of operators.
 _FSDP: dict[str, Handler] = {
+    # PyTorch 2.15: for memory that is freed while another stream uses it
+    "record_grad_output_stream": lambda op, args, kwargs: None,
     "all_gather_copy_in": _by_name(_all_gather_copy_in),
     "split_with_sizes_copy": _by_name(_split_with_sizes_copy),
     "chunk_cat": _by_name(_chunk_cat),
