@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     check_passes()
+    # a shell that starts a run in the background lets it ignore Ctrl-C, and so would all that tests start
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes more than a few seconds; run with --runslow")
     if hasattr(config, "workerinput"):
         return  # a process of pytest-xdist has the folders of the one that started it
