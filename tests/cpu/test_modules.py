@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import lazy_backend
-from lazy_backend import LazyTensor
+from lazy_backend import LazyTensor, config
 
 
 class Tied(nn.Module):
@@ -109,6 +110,42 @@ def test_a_lazy_module_changes_its_dtype_in_place() -> None:
     model.double()
     assert model.weight is weight
     assert weight.dtype == torch.float64
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "double and back": lambda model: model.double().float(),
+    "bfloat16 and back": lambda model: model.bfloat16().float(),
+    "half and back": lambda model: model.half().float(),
+    "double": lambda model: model[2].double(),
+    "nothing": lambda model: model.float(),
+    "the same device": lambda model: model.to(model[0].weight.device),
+    "a memory format": lambda model: model.to(memory_format=torch.channels_last),
+    "a function": lambda model: model._apply(lambda tensor: tensor.detach() * 2),
+}
+
+
+def gradients_around(convert: Callable[[nn.Module], object], device: str) -> list[torch.Tensor | int]:
+    """Gradients whose backward comes after a conversion of the module, and how often a hook was called."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 2)).to(device)
+    calls: list[torch.Size] = []
+    model[0].weight.register_hook(lambda gradient: calls.append(gradient.shape))
+    x = torch.ones(1, 2, 5, 5, device=device, requires_grad=True)
+    loss = model(x).pow(2).sum()
+    convert(model)
+    loss.backward()
+    return [x.grad.cpu(), *(parameter.grad.cpu() for parameter in model.parameters()), len(calls)]
+
+
+@pytest.mark.parametrize("way", ["recorded", "run", "eager mode"])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_between_forward_and_backward(name: str, way: str) -> None:
+    config.first_sight = "record" if way == "recorded" else "run"
+    expected = gradients_around(CONVERSIONS[name], "cpu")
+    for _ in range(2):
+        with lazy_backend.eager_mode() if way == "eager mode" else contextlib.nullcontext():
+            found = gradients_around(CONVERSIONS[name], "lazy")
+        torch.testing.assert_close(found, expected)
 
 
 def test_moving_moves_gradients() -> None:

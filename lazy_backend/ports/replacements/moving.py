@@ -6,6 +6,7 @@ In: the classes of lazy tensors. Out: `module.to(...)`, which keeps the identity
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ def keep_parameters_when_moved(kinds: LazyKinds) -> None:
 
     `Module._apply` swaps parameters in place only under a global flag, which other modules should not see; so the flag
     is set only while a module with lazy parameters moves. The other direction needs no patch: see
-    `LazyTensor.__tensor_flatten__`.
+    `LazyTensor.__tensor_flatten__`. Parameters that stay on their device take the new data instead, as on the CPU: a
+    swap would take them out of the graphs of forward passes.
     """
     if not MOVING.fits():
         return
@@ -58,14 +60,18 @@ def keep_parameters_when_moved(kinds: LazyKinds) -> None:
         ]
         kept = [_KeptParameter(parameter, kinds) for parameter in self._parameters.values() if parameter is not None]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
-        if swaps or not any(isinstance(parameter, kinds.tensor) for parameter in self.parameters(recurse)):
-            original(self, fn, recurse)
-        else:
-            torch.__future__.set_swap_module_params_on_conversion(True)
-            try:
+        was_converting, _thread.converts = _thread.converts, True
+        try:
+            if swaps or not any(isinstance(parameter, kinds.tensor) for parameter in self.parameters(recurse)):
                 original(self, fn, recurse)
-            finally:
-                torch.__future__.set_swap_module_params_on_conversion(False)
+            else:
+                torch.__future__.set_swap_module_params_on_conversion(True)
+                try:
+                    original(self, fn, recurse)
+                finally:
+                    torch.__future__.set_swap_module_params_on_conversion(False)
+        finally:
+            _thread.converts = was_converting
         for parameter in kept:
             parameter.restore()
         for place, tensors in apart:
@@ -73,7 +79,7 @@ def keep_parameters_when_moved(kinds: LazyKinds) -> None:
         return self
 
     MOVING.put(torch.nn.Module, "_apply", _apply)
-    MOVING.put(torch.utils, "swap_tensors", _swap_tensors_or(torch.utils.swap_tensors, kinds.all))
+    MOVING.put(torch.utils, "swap_tensors", _swap_tensors_or(torch.utils.swap_tensors, kinds))
 
 
 class _KeptParameter:
@@ -98,7 +104,14 @@ class _KeptParameter:
                 parameter._post_accumulate_grad_hooks = self.grad_hooks  # type: ignore[attr-defined]
 
 
-def _swap_tensors_or(original: Callable[..., None], lazy: tuple[type, ...]) -> Callable[..., None]:
+class _Thread(threading.local):
+    converts = False  # whether the thread is in `Module._apply`
+
+
+_thread = _Thread()
+
+
+def _swap_tensors_or(original: Callable[..., None], kinds: LazyKinds) -> Callable[..., None]:
     """`torch.utils.swap_tensors` that also takes tensors with weak references or in an autograd graph, if one is lazy.
 
     PyTorch refuses both, but then modules that move to CUDA would not move to the lazy device: optimizers and averagers
@@ -108,8 +121,12 @@ def _swap_tensors_or(original: Callable[..., None], lazy: tuple[type, ...]) -> C
 
     @functools.wraps(original)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        if not isinstance(t1, lazy) and not isinstance(t2, lazy):
+        if not isinstance(t1, kinds.all) and not isinstance(t2, kinds.all):
             original(t1, t2)
+            return
+        are_dense = isinstance(t1, kinds.tensor) and isinstance(t2, kinds.tensor)
+        if _thread.converts and are_dense and t1.device == t2.device:
+            t1.data = t2
             return
         for tensor in (t1, t2):
             # only if something else refers to the data, which is rare: asking for the edge records a view
