@@ -36,7 +36,7 @@ from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
 from lazy_backend.tensors.outside import new_data, new_unwritten, upload
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, ViewData
-from lazy_backend.tensors.tensor import LazyTensor, assign, wrap
+from lazy_backend.tensors.tensor import LazyTensor, alias_of, assign, wrap
 from lazy_backend.tensors.thread_state import run_clean
 from lazy_backend.tensors.transfers import counted_download, counted_upload
 
@@ -52,7 +52,7 @@ Kwargs = Mapping[str, Any]
 
 def _share(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`detach`, `alias`: another tensor for the same data. Autograd detaches what it saves, so this is frequent."""
-    return wrap(args[0]._data, view_of=args[0])
+    return alias_of(args[0])
 
 
 def _itself(op: Op, args: Args, kwargs: Kwargs) -> Any:

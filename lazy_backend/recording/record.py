@@ -194,9 +194,19 @@ def _decompose(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _record_list_write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an in-place foreach op, and bump the version counters: autograd leaves that to the kernel."""
     result = record(op, args, kwargs)
-    written = [t for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor) and not t.is_inference()]
-    torch.autograd.graph.increment_version(written)
+    tensors = [t for t in mutated_arguments(op, args, kwargs) if isinstance(t, LazyTensor)]
+    counted = [t for t in tensors if not t.is_inference()]
+    torch.autograd.graph.increment_version(counted)
+    if len(counted) < len(tensors) and not torch.is_inference_mode_enabled():
+        raise RuntimeError(_NO_COUNTER)
     return result
+
+
+# What PyTorch says where it counts the versions itself.
+_NO_COUNTER = (
+    "Inplace update to inference tensor outside InferenceMode is not allowed.You can make a clone to get a normal "
+    "tensor before doing inplace update.See https://github.com/pytorch/rfcs/pull/17 for more details."
+)
 
 
 class _StepOut(Exception):

@@ -144,7 +144,7 @@ class LazyTensor(torch.Tensor):
     @property  # type: ignore[override]
     def data(self) -> LazyTensor:
         # not detach(), which shares the version counter: writing through `data` is invisible to autograd
-        return wrap(self._data, view_of=self)
+        return alias_of(self)
 
     @data.setter
     @hide_internals
@@ -186,7 +186,7 @@ class LazyTensor(torch.Tensor):
 
     def __copy__(self) -> LazyTensor:
         """Another tensor for the same memory. Torch's `__copy__` goes through pickle, which would read."""
-        copied = wrap(self._data, view_of=self)
+        copied = wrap(self._data)
         if isinstance(self, torch.nn.Parameter):
             copied = cast("LazyTensor", torch.nn.Parameter(copied, self.requires_grad))
         copied.requires_grad_(self.requires_grad)
@@ -325,6 +325,15 @@ def make_view(source: LazyTensor, arguments: tuple[Any, ...]) -> LazyTensor:
     return cast("LazyTensor", make(LazyTensor, *arguments))
 
 
+def alias_of(source: LazyTensor) -> LazyTensor:
+    """Another tensor for the same data, as `detach` makes it.
+
+    Outside of inference mode also that of an inference tensor may be written. In eager it counts versions and still is
+    an inference tensor, which no function of PyTorch makes; ours is a normal one.
+    """
+    return wrap(source._data, view_of=source if torch.is_inference_mode_enabled() else None)
+
+
 def _is_lazy_without_index(arg: Any) -> bool:
     if isinstance(arg, str):
         return arg == "lazy"
@@ -348,7 +357,8 @@ def _copy_view(data: TensorData, base: LazyTensor) -> LazyTensor:
         return wrap(base._data)
     if meta.dtype != base_meta.dtype or meta.conj or meta.neg:
         return cast("LazyTensor", wrap(data).clone())
-    return cast("LazyTensor", base.as_strided(meta.shape, meta.stride, meta.storage_offset))
+    window = cast("LazyTensor", base.as_strided(meta.shape, meta.stride, meta.storage_offset))
+    return wrap(window._data)  # which autograd does not take for a view
 
 
 def assign(tensor: LazyTensor, data: TensorData) -> None:

@@ -313,6 +313,52 @@ def test_an_inference_tensor_refuses_what_eagers_refuses() -> None:
     assert texts[:2] == texts[2:]
 
 
+WRITABLE = {
+    "data": lambda x: x.data,
+    "data_of_data": lambda x: x.data.data,
+    "data_of_a_view": lambda x: x[1:].data,
+    "detach": lambda x: x.detach(),
+    "detach_of_a_view": lambda x: x.view(3, 1).detach(),
+    "copy": copy.copy,
+    "clone": lambda x: x.clone(),
+    "deepcopy_of_a_view": lambda x: copy.deepcopy(x[1:]).detach_(),
+}  # fmt: skip
+WRITES = {
+    "add_": lambda x: x.add_(1),
+    "copy_": lambda x: x.copy_(torch.zeros_like(x)),
+    "out": lambda x: torch.add(x.clone(), 1, out=x),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "resize_": lambda x: x.resize_(1),
+    "set_": lambda x: x.set_(torch.zeros(2, device=x.device)),
+    "foreach": lambda x: torch._foreach_add_([x], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+@rows(WRITABLE)
+def test_what_is_made_of_an_inference_tensor_outside_may_be_written(case: Callable[..., Any], write: str) -> None:
+    made = []
+    for device in ("lazy", "cpu"):
+        with torch.inference_mode():
+            x = grid(device, 3) * 2
+        part = case(x)
+        WRITES[write](part)
+        made.append([x, part, part._version > 0])
+    assert_same(*made)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_inference_tensor_is_not_written_outside(write: str, grad: bool) -> None:
+    for device in ("lazy", "cpu"):
+        with torch.inference_mode():
+            made = grid(device, 3) * 2
+            alias = made.detach()
+        for x in (made, alias, made[1:]):
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                WRITES[write](x)
+
+
 def test_what_is_run_in_inference_mode_stays_normal(background) -> None:
     x, unused, unwritten = grid("lazy", 3) * 2, torch.zeros(3, device="lazy"), torch.empty(3, device="lazy")
     with torch.inference_mode():
