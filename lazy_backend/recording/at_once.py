@@ -5,7 +5,7 @@ In: a call whose lazy arguments all have their values. Out: the operator's resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -43,19 +43,34 @@ def run_at_once(
         count_fallback(op, reason)
         executor.cut(context, f"{op}: {reason}")
     call = RealCall(context)
-    seed = draw_seed_for(op, args, kwargs)
     begin = perf_counter()
-    run = call.run_cast if autocast_state.is_casting() else call.run
-    output = run(op, args, kwargs, seed)
+    output, _ = run_with_seed(call.run_cast if autocast_state.is_casting() else call.run, op, args, kwargs)
     metrics.observe("EagerOpExecuteTime", perf_counter() - begin)
     return call.to_lazy(output)
 
 
-def draw_seed_for(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """A seed for a call that draws random numbers; None for other calls, and if the user's own generator is used."""
-    if not rng.draws_random_numbers(op, args) or not rng.can_seed(op) or kwargs.get("generator") is not None:
-        return None
-    return contexts.get_rng_seed()
+def run_with_seed(
+    run: Callable[..., Any], op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, int | None]:
+    """Call `run`, with a seed if the call draws random numbers from one. Returns its results, and the seed.
+
+    A call that fails uses no seed, as it draws nothing in eager.
+    """
+    if not _takes_seed(op, args, kwargs):
+        return run(op, args, kwargs, None), None
+    generator = rng.generator_in_use()
+    before = generator.get_state()
+    seed = contexts.get_rng_seed()
+    try:
+        return run(op, args, kwargs, seed), seed
+    except BaseException:
+        generator.set_state(before)
+        raise
+
+
+def _takes_seed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers, unless from the user's own generator or without one."""
+    return rng.draws_random_numbers(op, args) and rng.can_seed(op) and kwargs.get("generator") is None
 
 
 def count_fallback(op: OpOverload, reason: str) -> None:

@@ -50,7 +50,7 @@ from lazy_backend.ports.dispatcher import (
 )
 from lazy_backend.ports.tensor_types import address_of
 from lazy_backend.recording.arguments import flat, mutated_arguments, operand_at
-from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, draw_seed_for, run_at_once
+from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, run_at_once, run_with_seed
 from lazy_backend.recording.describe import check_recordable, describe, num_slots_of
 from lazy_backend.recording.inference import Inference
 from lazy_backend.recording.operators import (
@@ -500,7 +500,7 @@ def _run_unseen(
     seed: int | None = None
     begin = perf_counter()
     if traits.draws:
-        output, seed = _run_drawing(real, op, args, kwargs)
+        output, seed = run_with_seed(real.run, op, args, kwargs)
     else:
         output = real.run(op, args, kwargs, None)
     trace.run_seconds += perf_counter() - begin
@@ -534,20 +534,6 @@ def _return_unrecorded(context: DeviceContext, op: OpOverload, real: RealCall, o
     _undo(context, context.trace, None)
     executor.cut(context, f"{op}: something was recorded while it ran")
     return real.to_lazy(output)
-
-
-def _run_drawing(
-    real: RealCall, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, int | None]:
-    """Run a call that may draw random numbers. Returns its results, and the seed if it took one."""
-    generator = rng.generator_in_use()
-    before = generator.get_state()
-    seed = draw_seed_for(op, args, kwargs)
-    try:
-        return real.run(op, args, kwargs, seed), seed
-    except BaseException:
-        generator.set_state(before)  # a call that fails draws nothing
-        raise
 
 
 def _fake_decides(op: OpOverload, args: Sequence[Any]) -> bool:

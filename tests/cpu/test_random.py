@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from harness import as_bytes, assert_same, count
 from torch import nn
 
 import lazy_backend
+from lazy_backend import config
 
 Draw = Callable[[], torch.Tensor]
 
@@ -227,3 +229,66 @@ def test_dropouts_gradient_has_its_mask() -> None:
     y = nn.functional.dropout(x)
     y.sum().backward()
     assert_same(x.grad, y.detach().cpu())
+
+
+# ----- calls that fail
+
+
+def own_generator() -> torch.Generator:
+    return torch.Generator("lazy").manual_seed(3)
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "multinomial": lambda: torch.multinomial(torch.ones(2, 2, 2, device="lazy"), 1),
+    "multinomial of negatives": lambda: torch.multinomial(-torch.ones(2, device="lazy"), 1).cpu(),
+    "bernoulli": lambda: torch.bernoulli(torch.full((2,), 2.0, device="lazy")).cpu(),
+    "bernoulli_": lambda: torch.empty(2, device="lazy").bernoulli_(2.0),
+    "normal": lambda: torch.normal(0.0, -1.0, (2,), device="lazy"),
+    "normal_": lambda: torch.empty(2, device="lazy").normal_(0, -1),
+    "uniform_": lambda: torch.empty(2, device="lazy").uniform_(1, 0),
+    "random_": lambda: torch.empty(2, device="lazy").random_(5, 3),
+    "exponential_": lambda: torch.empty(2, device="lazy").exponential_(-1.0),
+    "geometric_": lambda: torch.empty(2, device="lazy").geometric_(2.0),
+    "randint": lambda: torch.randint(5, 3, (2,), device="lazy"),
+    "randperm": lambda: torch.randperm(-1, device="lazy"),
+    "poisson of integers": lambda: torch.poisson(torch.ones(2, dtype=torch.int64, device="lazy")),
+    "rand": lambda: torch.rand(2, out=torch.empty(3, dtype=torch.int64, device="lazy")),
+}
+
+
+# Kernels alone refuse these, so that recorded calls fail later.
+BY_KERNELS = ("multinomial of negatives", "bernoulli", "bernoulli_", "uniform_", "random_", "poisson of integers")
+
+
+@pytest.mark.parametrize("way", ["recorded", "run", "eager mode", "fallback"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_that_fails_draws_nothing(name: str, way: str) -> None:
+    if way == "recorded" and name in BY_KERNELS:
+        pytest.skip("it is recorded")
+    config.first_sight = "record" if way == "recorded" else "run"
+    if way == "fallback":
+        config.force_fallback = "aten::multinomial,aten::bernoulli,aten::random_,aten::uniform_,aten::normal_"
+
+    def drawn_after(refused: Callable[[], object]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        with lazy_backend.eager_mode() if way == "eager mode" else nullcontext():
+            refused()
+            return [torch.rand(4, device="lazy").cpu(), torch.rand(4)]
+
+    def refused() -> None:
+        with pytest.raises((RuntimeError, ValueError)):
+            REFUSED[name]()
+
+    expected = drawn_after(lambda: None)
+    for _ in range(2):
+        assert_same(drawn_after(refused), expected)
+
+
+def test_a_call_that_fails_draws_nothing_from_an_own_generator() -> None:
+    config.first_sight = "run"
+    for mode in (nullcontext, lazy_backend.eager_mode):
+        with mode():
+            generator, untouched = own_generator(), own_generator()
+            with pytest.raises(RuntimeError):
+                torch.empty(2, device="lazy").random_(5, 3, generator=generator)
+            assert_same(generator.get_state(), untouched.get_state())
