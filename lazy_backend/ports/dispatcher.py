@@ -30,6 +30,8 @@ has_kernel: Callable[[str, str], bool] = optional("torch._C._dispatch_has_kernel
 dispatch_keys: Callable[[torch.Tensor], Any] = optional("torch._C._dispatch_keys")
 # A guard: calls within it go below autograd.
 BelowAutograd: Any = optional("torch._C._AutoDispatchBelowAutograd")
+# A guard: calls within it go below autograd and the kernels that keep versions and views, as those of a kernel do.
+BelowViewTracking: Any = optional("torch._C._AutoDispatchBelowADInplaceOrView")
 
 # The number of the attention kernel that a device takes for its operands.
 attention_choice: Any = optional("torch._fused_sdp_choice")

@@ -255,6 +255,7 @@ DISPATCHER = Port(
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKey.CompositeImplicitAutograd",
     "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._AutoDispatchBelowADInplaceOrView",
     "torch._C._dispatch_keys",
     "torch.ops.aten.add.Tensor._schema",
     "torch.ops.aten.add.Tensor._opname",

@@ -37,7 +37,7 @@ from lazy_backend.tensors.generators import lazy_generator
 from lazy_backend.tensors.outside import new_data, new_unwritten, upload
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, alias_of, assign, wrap
-from lazy_backend.tensors.thread_state import run_clean
+from lazy_backend.tensors.thread_state import run_clean, within_kernel
 from lazy_backend.tensors.transfers import counted_download, counted_upload
 
 aten = torch.ops.aten
@@ -153,7 +153,8 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, LazyTensor):
         real = reads.read(source._data, f"copy to {target.device}")
-        return counted_download(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
+        with within_kernel():
+            return counted_download(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
     context = target._data.context
     if isinstance(source, LazyTensor):
         if source._data.context is context:
@@ -464,7 +465,7 @@ def _factory(op: Op) -> Callable[..., Any]:
         own = lazy_generator(generator)
         if generator is not None and own is None:
             # the numbers come from the user's generator: draw them now, on the calling thread
-            real = op(*args, **options, generator=generator, device=context.backing)
+            real = run_clean(op, *args, **options, generator=generator, device=context.backing)
             return wrap(new_data(context, real))
         options = {k: v for k, v in options.items() if v is not None}
         if own is None:

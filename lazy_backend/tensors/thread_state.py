@@ -5,7 +5,9 @@ A run computes what was recorded. The modes of the thread that does the run (inf
 dispatch and function modes, functorch levels) already acted on the operators when they were recorded, above this
 package; they must not act a second time. The device's own thread has no such modes. But a run within `mark_step`, a
 read and an upload happen on the user's thread, so they step out of its modes. Within `__torch_dispatch__`, the thread
-also skips the dispatch keys above it, including those that resolve conjugated and negated tensors.
+also skips the dispatch keys above it, including those that resolve conjugated and negated tensors: a kernel that takes
+the conjugate of a product, as that of `pinv`, would compute with the product. So operators that run there run as within
+a kernel of PyTorch's, which skips autograd alone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from lazy_backend.ports.dispatcher import BelowViewTracking
 from lazy_backend.ports.thread_modes import (
     DeviceMode,
     ForceDispatchKeys,
@@ -38,9 +41,11 @@ from lazy_backend.ports.thread_modes import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The dispatch keys of a thread that is not within a dispatch.
+# The dispatch keys of a thread that is not within a dispatch, and those that a kernel of PyTorch's skips.
 _INCLUDED = included_keys()
 _EXCLUDED = excluded_keys()
+with BelowViewTracking():
+    _EXCLUDED_IN_KERNELS = excluded_keys()
 
 
 def has_modes() -> bool:
@@ -90,6 +95,11 @@ def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     with InferenceMode(False), ForceDispatchKeys(_INCLUDED, _EXCLUDED):
         set_grad_enabled(False)
         return _run_without_modes(function, args, kwargs) if has_further_modes() else function(*args, **kwargs)
+
+
+def within_kernel() -> Any:
+    """A guard: operators within it are dispatched as in a kernel of PyTorch's. 0.2 µs. See Note [Runs are clean]."""
+    return ForceDispatchKeys(_INCLUDED, _EXCLUDED_IN_KERNELS)
 
 
 def _run_without_modes(function: Callable[..., R], args: Any, kwargs: Any) -> R:

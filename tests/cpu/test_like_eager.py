@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +225,36 @@ def test_attention_of_any_number_of_dimensions(shape: tuple[int, ...], mask: tup
         found, expected = (attend(device, is_boolean, inference) for device in ("lazy", "cpu"))
         assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
         assert all(torch.equal(a.detach().cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+# ----- kernels that conjugate inside
+
+
+CONJUGATING: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "pinv": lambda a, b: torch.linalg.pinv(a),
+    "pinverse": lambda a, b: torch.pinverse(a),
+    "pinv of a Hermitian matrix": lambda a, b: torch.linalg.pinv(a.mT.conj() @ a, hermitian=True),
+    "pinv of a conjugate": lambda a, b: torch.linalg.pinv(a.conj()),
+    "residuals of lstsq": lambda a, b: torch.linalg.lstsq(a, b, driver="gelsd").residuals,
+    "matrix_rank of a Hermitian matrix": lambda a, b: torch.linalg.matrix_rank(a.mT.conj() @ a, hermitian=True),
+    "cond": lambda a, b: torch.linalg.cond(a.mT @ b),
+    "solve_ex of a conjugate": lambda a, b: torch.linalg.solve_ex(a.mH @ a, b.mH[:, :3].conj()).result,
+    "vdot": lambda a, b: torch.vdot(a[0].conj(), b[1]),
+    "norm of a negated view": lambda a, b: torch.linalg.norm(a.conj().imag, ord="nuc"),
+    "copy to the CPU": lambda a, b: b.conj().cpu(),
+}
+
+
+@pytest.mark.parametrize("way", ["recorded", "run", "eager mode", "inference mode", "no grad"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("name", CONJUGATING)
+def test_a_kernel_that_conjugates_inside(name: str, dtype: torch.dtype, way: str) -> None:
+    config.first_sight = "record" if way == "recorded" else "run"
+    modes = {"eager mode": lazy_backend.eager_mode, "inference mode": torch.inference_mode, "no grad": torch.no_grad}
+    torch.manual_seed(0)
+    operands = torch.randn(4, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+    expected = CONJUGATING[name](*operands)
+    for _ in range(2):
+        with modes.get(way, contextlib.nullcontext)():
+            found = CONJUGATING[name](*(operand.to("lazy") for operand in operands))
+        torch.testing.assert_close(found.cpu(), expected)
