@@ -16,11 +16,12 @@ from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
-from lazy_backend.lowering.ir.graph import meta_of
+from lazy_backend.lowering.ir.graph import TensorMeta, extent, meta_of
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
-from lazy_backend.ports.tensor_types import address_of
+from lazy_backend.ports.tensor_types import share_memory
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.recording.arguments import StandIns, with_leaves
+from lazy_backend.recording.operators import traits_of
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import new_data, whole_storage
 from lazy_backend.tensors.sparse_tensor import SPARSE_LAYOUTS, LazySparseTensor, follow, part_of, wrap_sparse
@@ -78,6 +79,12 @@ def count_fallback(op: OpOverload, reason: str) -> None:
     metrics.increment(f"Fallback: {op} ({reason}) at {user_site()}")
 
 
+def _copy_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in a copy of its memory."""
+    copied = whole_storage(tensor).clone()
+    return copied.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 class RealCall:
     """One call on real tensors: makes lazy arguments real and real results lazy, and keeps their aliasing."""
 
@@ -119,7 +126,7 @@ class RealCall:
     def _make_real(
         self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], Mapping[str, Any]]:
-        to_real = self._to_real
+        to_real = self._to_own_real if traits_of(op).resizes else self._to_real
         real_args = [to_real(arg) for arg in args]
         return real_args, {name: to_real(arg) for name, arg in kwargs.items()} if kwargs else kwargs
 
@@ -131,6 +138,13 @@ class RealCall:
     def resized(self) -> bool:
         """Whether the call changed the geometry of an operand."""
         return any(meta_of(real) is not lazy._data.meta for lazy, real in self.operands)
+
+    def _to_own_real(self, arg: Any) -> Any:
+        """`_to_real`, with tensors that only this call knows: other lazy tensors may stand for the same one."""
+        if arg.__class__ is LazyTensor:
+            known = self.operands.of(arg)
+            return self._add(arg, backing_tensor(arg._data).detach()) if known is None else known
+        return with_leaves(self._to_own_real, arg) if isinstance(arg, list | tuple) else self._to_real(arg)
 
     def _to_real(self, arg: Any) -> Any:
         kind = arg.__class__
@@ -164,18 +178,18 @@ class RealCall:
             follow(sparse)
         for lazy, real in self.operands:
             meta = meta_of(real)
-            if meta is lazy._data.meta:
-                continue
-            storage = lazy._data.storage
-            if lazy._data is storage or not self._still_in(storage, real):
-                assign(lazy, new_data(self.context, real))
-            else:
-                assign(lazy, ViewData(self.context, None, None, meta, storage))
+            if meta is not lazy._data.meta:
+                assign(lazy, self._resized_data(lazy._data.storage, real, meta))
 
-    @staticmethod
-    def _still_in(storage: LazyStorage, real: torch.Tensor) -> bool:
+    def _resized_data(self, storage: LazyStorage, real: torch.Tensor, meta: TensorMeta) -> TensorData:
+        """Data for `real`, which was resized: in the same memory, or in memory of its own if that was too small."""
         assert storage.tensor is not None
-        return address_of(real.untyped_storage()) == address_of(storage.tensor.untyped_storage())
+        is_shared = share_memory(real, storage.tensor)
+        if is_shared and extent(meta) * meta.dtype.itemsize <= extent(storage.meta) * storage.meta.dtype.itemsize:
+            return ViewData(self.context, None, None, meta, storage)
+        if is_shared:  # what else stands for the old memory sees it as it is now
+            storage.tensor = run_clean(_copy_memory, storage.tensor)
+        return new_data(self.context, real)
 
     def to_lazy(self, output: Any) -> Any:
         """The results as lazy tensors that no trace has recorded. Resized operands are updated as well."""

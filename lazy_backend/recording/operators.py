@@ -65,6 +65,7 @@ class Traits:
     draws: bool  # may draw random numbers
     runs_at_once: str | None  # why its calls cannot be recorded
     is_checked: bool  # whether a call can be recorded depends on its arguments
+    resizes: bool  # may change the geometry of an operand: of `out`, or of what its name says
     asks_fake: bool  # its fake kernel may know better than a run whether a call can be recorded
 
 
@@ -73,6 +74,7 @@ def traits_of(op: OpOverload) -> Traits:
 
 
 _traits: dict[int, Traits] = {}
+_RESIZING = ("aten::resize_", "aten::resize_as_")
 _POWERS = ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
 
 
@@ -93,6 +95,7 @@ def _inspect(op: OpOverload) -> Traits:
         draws=draws,
         runs_at_once=reason,
         is_checked=bool(schema.mutates or draws or reason or name in INDEX_OPS),
+        resizes=name in _RESIZING or any(arg.kwarg_only and arg.is_write for arg in function_schema(op).arguments),
         # For custom operators, only the fake kernel says that shapes depend on values; for powers of booleans, only
         # the fake kernel says what a compiler would make of them.
         asks_fake=not is_ours or name in _POWERS or op is aten._padded_dense_to_jagged_forward.default,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from harness import NoSync, Program, Sync, SyncAt, assert_like_eager, assert_same, count, eager, grid
@@ -702,6 +704,85 @@ def out_of_the_wrong_size(device: str, sync: Sync):
     return (out,)
 
 
+def resized_out(out: torch.Tensor, size: int) -> None:
+    """Write `size` twos to `out`, which PyTorch advises against if that resizes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.add(torch.ones(size, device=out.device), 1, out=out)
+
+
+@program
+def out_shrunk_under_whole_aliases(device: str, sync: Sync):
+    base = grid(device, 3, 4) * 1
+    aliases = base.detach(), base.data, base.expand_as(base), base.squeeze(), base.movedim(0, 0), base.view(3, 4)
+    sync()
+    resized_out(base, 5)
+    sync()
+    aliases[0][2].add_(1)
+    base.mul_(3)
+    sync()
+    return base, *aliases, *(alias + 1 for alias in aliases)
+
+
+@program
+def out_shrunk_through_an_alias(device: str, sync: Sync):
+    base = grid(device, 3, 4) * 1
+    rows, turned, whole = base[1:], base.t(), base.detach()
+    sync()
+    resized_out(rows, 3)
+    resized_out(turned, 4)
+    resized_out(whole, 2)
+    sync()
+    base.add_(1)
+    return base, rows, turned, whole
+
+
+@program
+def out_grown_from_nothing(device: str, sync: Sync):
+    base = torch.empty(0, device=device)
+    aliases = base.detach(), base.data, base.view(0, 3), base.expand_as(base)
+    sync()
+    resized_out(base, 4)
+    sync()
+    base.add_(1)
+    return base, *aliases, *(alias + 1 for alias in aliases)
+
+
+@program
+def out_grown_beyond_its_memory(device: str, sync: Sync):
+    base = grid(device, 6) * 1
+    whole, part, end = base.detach(), base[1:3], base[4:]
+    sync()
+    resized_out(whole, 8)
+    resized_out(end, 5)
+    sync()
+    return base, whole, part, part + 1, end * 1
+
+
+@program
+def out_resized_whose_alias_is_an_operand(device: str, sync: Sync):
+    base = grid(device, 2, 3) * 1
+    alias = base.detach()
+    sync()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sum(alias, 1, out=base)
+    sync()
+    return base, alias, alias * 2
+
+
+@program
+def resized_to_another_format_under_an_alias(device: str, sync: Sync):
+    base = grid(device, 1, 2, 3, 4) * 1
+    alias, flat = base.detach(), base.view(-1)
+    sync()
+    base.resize_((1, 2, 2, 4), memory_format=torch.channels_last)
+    alias.resize_as_(alias.detach(), memory_format=torch.channels_last)
+    sync()
+    flat.add_(1)
+    return base, alias, flat, base + 1, alias + 1
+
+
 @program
 def two_outs(device: str, sync: Sync):
     values, places = torch.empty(4, device=device), torch.empty(4, dtype=torch.int64, device=device)
@@ -790,6 +871,11 @@ def test_without_a_sync(table_row: Program) -> None:
 
 def test_with_every_sync(table_row: Program) -> None:
     assert_like_eager(table_row, SyncAt())
+
+
+def test_in_eager_mode(table_row: Program) -> None:
+    with lazy_backend.eager_mode():
+        assert_like_eager(table_row, SyncAt())
 
 
 def test_with_one_sync_at_each_point(table_row: Program) -> None:
