@@ -62,11 +62,18 @@ class TrieNode(Generic[T]):
 
 
 class Trie(Generic[T]):
-    """All programs recorded on one device. Its owner calls `reset` between two traces when `size` is too large."""
+    """All programs recorded on one device. Its owner calls `reset` between two traces when `size` is too large.
+
+    Paths under different settings have different roots: a path is known again once its settings are.
+    """
 
     def __init__(self) -> None:
-        self.root: TrieNode[T] = TrieNode(None, None)
+        self.roots: dict[Hashable, TrieNode[T]] = {}  # by the settings that what is stored with paths depends on
         self.size = 0
+
+    def root_of(self, settings: Hashable = None) -> TrieNode[T]:
+        """The root of the paths under `settings`."""
+        return self.roots.get(settings) or self.roots.setdefault(settings, TrieNode(None, None))
 
     def add(self, parent: TrieNode[T], key: Hashable, call: T) -> TrieNode[T]:
         """A new follower of `parent`, which had none with this key. It counts as the one taken last."""
@@ -82,14 +89,14 @@ class Trie(Generic[T]):
     def reset(self) -> None:
         """Drop every path. Cursors into the old paths become invalid."""
         # the old nodes are a cycle (parent <-> followers): break it here rather than leave it to the collector
-        for node in [self.root, *self]:
+        for node in [*self.roots.values(), *self]:
             node._branches = node.bindings = node.jumps = node.next_key = node.next = None
-        self.root = TrieNode(None, None)
+        self.roots = {}
         self.size = 0
 
     def __iter__(self) -> Iterator[TrieNode[T]]:
-        """Every node but the root, parents before followers."""
-        pending = self.root.followers()
+        """Every node but the roots, parents before followers."""
+        pending = [node for root in self.roots.values() for node in root.followers()]
         while pending:
             node = pending.pop()
             yield node

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.program import Call, Cut
@@ -22,13 +24,20 @@ def dump(path: str) -> None:
 
 
 def _edges(context: DeviceContext) -> Iterator[str]:
-    names = {id(context.trie.root): f'"{context.device} root"'}
+    names = {id(root): f'"{context.device} root{_under(*settings)}"' for settings, root in context.trie.roots.items()}
     nodes: list[TrieNode[Call | Cut]] = list(context.trie)
     for number, node in enumerate(nodes):
         label = f"cut: {node.call.reason}" if isinstance(node.call, Cut) else str(node.call.op if node.call else "")
         names[id(node)] = f'"{context.index}.{number} {label}"'
     for node in nodes:
         yield f"  {names[id(node.parent)]} -> {names[id(node)]}"
+
+
+def _under(force_fallback: str, default_dtype: torch.dtype) -> str:
+    """The settings of a root, where they are not those of most programs."""
+    under = [force_fallback] if force_fallback else []
+    under += [str(default_dtype)] if default_dtype is not torch.float32 else []
+    return f" ({', '.join(under)})" if under else ""
 
 
 def reset() -> None:

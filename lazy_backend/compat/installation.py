@@ -87,10 +87,10 @@ def install() -> None:
     c10d.install()
     fsdp.install()
     contexts.prepare = _prepare
-    config.watch("force_fallback", _forget_all_paths)
+    config.watch("force_fallback", _begin_new_traces)
     config.watch("device_graphs", _switch_device_graphs)
     _switch_device_graphs()
-    config.watch("overlap_collectives", _forget_all_paths)
+    config.watch("overlap_collectives", _begin_new_traces)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)
     _wire()
     atexit.register(worker.close)
@@ -178,8 +178,8 @@ def _prepare() -> None:
     step_ends.watch()
 
 
-def _forget_all_paths() -> None:
-    """Sync what was recorded and begin new traces: a trie's paths depend on which operators are recorded."""
+def _begin_new_traces() -> None:
+    """Sync what was recorded and begin new traces, at the roots of the settings that hold now."""
     devices = contexts.get_active_devices()
     executor.sync_live_tensors_graph(devices, wait=False, cause="config.force_fallback")
     for context in devices:

@@ -422,7 +422,7 @@ class LazyGraphExecutor:
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "trace too long")
 
     def change_default_dtype(self, context: DeviceContext) -> None:
-        """Start a new trace after `torch.set_default_dtype`: no key has the dtype, but stored metadata rests on it."""
+        """Start a trace under another root after `torch.set_default_dtype`: stored metadata depends on the dtype."""
         with context.lock:
             if context.trace.default_dtype is None:  # the first call under a profiler
                 context.begin_traced_range()

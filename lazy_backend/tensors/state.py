@@ -240,8 +240,14 @@ class Trace:
         "given_back",
     )
 
-    def __init__(self, root: TrieNode[Call | Cut], start: float, given_back: GivenBack) -> None:
-        """`given_back`: the context's."""
+    def __init__(
+        self,
+        root: TrieNode[Call | Cut],
+        start: float,
+        given_back: GivenBack,
+        default_dtype: torch.dtype | None,
+    ) -> None:
+        """`given_back`: the context's. `default_dtype`: that of the root, or None if the first call opens a range."""
         self.epoch = Epoch()
         self.given_back = given_back
         self.cursor = root
@@ -253,7 +259,7 @@ class Trace:
         self.pending: list[Any] = []
         self.bundles: list[Bundle] = []  # of storages whose places in `pending` are still None
         self.start = start
-        self.default_dtype: torch.dtype | None = torch.get_default_dtype()
+        self.default_dtype = default_dtype
         self.computed: Work | bool = False
         self.unfinished: list[Any] | Work | None = None
         self.changes = 0
@@ -359,12 +365,12 @@ class DeviceContext:
         # storages of a trace are in its `pending`; those that outlive it, or never were in a trace, are registered here
         self.registry: Registry[LazyStorage] = Registry()
         self.given_back = GivenBack(self.registry)
+        self._default_dtype = torch.get_default_dtype()  # that the root of the current trace is of
         self.trace = self._fresh_trace()
         self.queue = new_queue(index)
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
         self.fakes: dict[TensorMeta, Any] = {}  # operands for metadata inference, by geometry
         self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
-        self._settings = config.force_fallback, torch.get_default_dtype()  # what all paths of the trie depend on
         self.paths = PathCounts()
         self.body: Body | None = None  # of a captured function that runs as written, see Note [Threads and bodies]
         self.order: TensorData | None = None  # of the tensor that all collectives write to, once there is one
@@ -428,17 +434,16 @@ class DeviceContext:
         return False
 
     def fresh_trace(self) -> Trace:
-        """A trace to continue with. Forgets the paths if there are too many, or if settings they depend on changed."""
-        settings = config.force_fallback, torch.get_default_dtype()
-        if self.trie.size > config.trie_limit or settings != self._settings:
+        """A trace to continue with. Forgets the paths if there are too many."""
+        if self.trie.size > config.trie_limit:
             self.forget_paths()
         return self._fresh_trace()
 
     def _fresh_trace(self) -> Trace:
-        trace = Trace(self.eager_root if config.eager else self.trie.root, perf_counter(), self.given_back)
-        if is_profiling():
-            trace.default_dtype = None
-        return trace
+        self._default_dtype = default_dtype = torch.get_default_dtype()
+        # which operators are recorded, and the metadata of their results, depend on these
+        root = self.eager_root if config.eager else self.trie.root_of((config.force_fallback, default_dtype))
+        return Trace(root, perf_counter(), self.given_back, None if is_profiling() else default_dtype)
 
     def restart_clock(self) -> None:
         """Restart the trace's clock if it is empty: time spent waiting before a recording is not part of it."""
@@ -448,13 +453,12 @@ class DeviceContext:
 
     def begin_traced_range(self) -> None:
         """Open the profiler's range from the first call of a trace to its sync. See Note [Traced ranges]."""
-        self.trace.default_dtype = self._settings[1]
+        self.trace.default_dtype = self._default_dtype
         self.trace.range = profiled("trace")
         self.trace.range.__enter__()
 
     def forget_paths(self) -> None:
         """Clear the trie. The caller holds `lock` and starts a new trace."""
-        self._settings = config.force_fallback, torch.get_default_dtype()
         for name, count in self.paths.forget().items():
             metrics.increment(name, count)
         history.forget_paths(self.name)

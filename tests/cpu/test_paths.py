@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -124,3 +127,58 @@ def test_a_switch_in_mid_run_reaches_no_graph_made_before() -> None:
     assert "mkldnn matmul precision" in str(lazy_backend.explain())
     torch.backends.mkldnn.enabled = False
     assert steps(2) == known + 2
+
+
+@contextmanager
+def _switched(switch: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    switch(value)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
+# State of the process or of the thread that a program sets for a part of each step.
+SWITCHED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "default dtype": lambda: _switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "default tensor type": lambda: _switched(torch.set_default_tensor_type, torch.DoubleTensor, torch.FloatTensor),
+    "default device": lambda: torch.device("lazy"),
+    "deterministic algorithms": lambda: _switched(torch.use_deterministic_algorithms, True, False),
+    "threads": lambda: _switched(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "matmul precision": lambda: _switched(torch.set_float32_matmul_precision, "medium", "highest"),
+    "mkldnn": lambda: _switched(partial(setattr, torch.backends.mkldnn, "enabled"), False, True),
+    "cudnn": lambda: torch.backends.cudnn.flags(enabled=False),
+    "no gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("lazy", dtype=torch.bfloat16),
+    "autocast on the CPU": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
+    "force_fallback": lambda: lazy_backend.config.patch(force_fallback="aten::frac"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:torch.set_default_tensor_type")
+@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.usefixtures("switches")
+def test_state_that_is_set_for_a_part_of_each_step_forgets_nothing(name: str) -> None:
+    lazy_backend.config.backend = "aot_eager"
+    model = torch.nn.Linear(4, 4).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    inputs = torch.randn(2, 4, device="lazy")
+
+    def step() -> torch.Tensor:
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with SWITCHED[name]():
+            total = torch.zeros(3, device="lazy") + model(inputs).detach().square().sum() / 3
+        lazy_backend.mark_step()
+        return total
+
+    dtype = [step().dtype for _ in range(3)][-1]
+    with count("UncachedCompile") as misses, count("Compile") as compiles, count("CachedCompile") as hits:
+        assert [step().dtype for _ in range(6)] == [dtype] * 6
+    assert (misses(), compiles()) == (0, 0)
+    assert hits() >= 6
+    assert lazy_backend.metrics.counter_value("Compile")

@@ -90,14 +90,14 @@ def test_an_arena_clears_all() -> None:
 def trie_of(*paths: str) -> Trie[str]:
     trie: Trie[str] = Trie()
     for path in paths:
-        node = trie.root
+        node = trie.root_of()
         for letter in path:
             node = node.follower(letter) or trie.add(node, letter, letter.upper())
     return trie
 
 
 def node_at(trie: Trie[str], path: str) -> TrieNode[str]:
-    node = trie.root
+    node = trie.root_of()
     for letter in path:
         found = node.follower(letter)
         assert found is not None
@@ -123,7 +123,7 @@ def test_common_prefixes_are_shared() -> None:
 
 def test_depth_counts_calls() -> None:
     trie = trie_of("abc")
-    assert (trie.root.depth, node_at(trie, "ab").depth) == (0, 2)
+    assert (trie.root_of().depth, node_at(trie, "ab").depth) == (0, 2)
 
 
 def test_iteration_gives_parents_first() -> None:
@@ -144,7 +144,7 @@ def test_reset_leaves_nothing_to_the_garbage_collector() -> None:
 
     trie: Trie[Held] = Trie()
     held = Held()
-    node = trie.add(trie.root, "a", held)
+    node = trie.add(trie.root_of(), "a", held)
     trie.add(node, "b", Held())
     reference = weakref.ref(held)
     del held, node
