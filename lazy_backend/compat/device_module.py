@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from lazy_backend.compat import device_streams as streams
+from lazy_backend.compat.device_memory import HardwareQuestions, MemoryQuestions
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.sync import executor
 from lazy_backend.tensors.contexts import Device, context_of, contexts
@@ -25,8 +28,15 @@ class _CurrentDevice:
         contexts.current = self._before
 
 
-class DeviceModule:
-    """`torch.lazy`: the functions torch expects of a device module."""
+class _DeviceOf(_CurrentDevice):
+    """`torch.lazy.device_of(x)`: within the `with` block, the current device is that of `x`, if it is lazy."""
+
+    def __init__(self, obj: torch.Tensor) -> None:
+        super().__init__(obj.device if obj.device.type == "lazy" else None)
+
+
+class DeviceModule(MemoryQuestions, HardwareQuestions):
+    """`torch.lazy`: the functions that PyTorch and libraries expect of a device module."""
 
     __name__ = "torch.lazy"
 
@@ -34,6 +44,10 @@ class DeviceModule:
     def is_available() -> bool:
         """Always True: without CUDA the backing device is the CPU."""
         return True
+
+    @staticmethod
+    def init() -> None:
+        """Have no effect: the first use of a device makes it."""
 
     @staticmethod
     def is_initialized() -> bool:
@@ -49,7 +63,7 @@ class DeviceModule:
         """Index of the device that `"lazy"` without an index means."""
         return contexts.current
 
-    device = _CurrentDevice
+    device, device_of = _CurrentDevice, _DeviceOf
 
     @staticmethod
     @hide_internals
@@ -78,6 +92,8 @@ class DeviceModule:
         """Seed torch's default generator with a random number, which is returned."""
         return torch.default_generator.seed()
 
+    seed_all = seed
+
     @staticmethod
     def initial_seed() -> int:
         """The number that torch's default generator was last seeded with."""
@@ -97,8 +113,28 @@ class DeviceModule:
         context_of(device)
         torch.set_rng_state(state)
 
+    @staticmethod
+    @hide_internals
+    def get_rng_state_all() -> list[torch.Tensor]:
+        """`get_rng_state` of each device."""
+        return [torch.get_rng_state() for _ in range(contexts.device_count())]
+
+    @staticmethod
+    @hide_internals
+    def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+        """Set the state of torch's default generator, as returned by `get_rng_state_all`."""
+        for state in new_states:
+            torch.set_rng_state(state)
+
     Stream, Event = streams.Stream, streams.Event
-    stream, current_stream = staticmethod(streams.stream), staticmethod(streams.current_stream)
+    stream, StreamContext = staticmethod(streams.stream), staticmethod(streams.stream)
+    set_stream = staticmethod(streams.set_stream)
+    current_stream, default_stream = staticmethod(streams.current_stream), staticmethod(streams.default_stream)
+
+    @staticmethod
+    def is_current_stream_capturing() -> bool:
+        """Always False: `config.device_graphs` makes graphs of runs, not of the program's calls."""
+        return False
 
     @staticmethod
     def is_in_bad_fork() -> bool:

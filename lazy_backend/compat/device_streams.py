@@ -92,20 +92,33 @@ def _synchronize() -> None:
     executor.sync_live_tensors_graph([context_of(None)], wait=True, cause="synchronize")
 
 
-class _Entered(threading.local):
-    """The streams whose `with` blocks this thread is in, innermost last."""
-
-    def __init__(self) -> None:
-        self.streams: list[Stream] = []
-
-
-_entered = _Entered()
 _default = Stream()
 
 
+class _Entered(threading.local):
+    """The streams whose `with` blocks this thread is in, innermost last; before them, the stream outside of blocks."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = [_default]
+
+
+_entered = _Entered()
+
+
 def current_stream(device: Device = None) -> Stream:
-    """The stream whose `with` block this is, or the default one."""
-    return _entered.streams[-1] if _entered.streams else _default
+    """The stream whose `with` block this is, or that of `set_stream`, or the default one."""
+    return _entered.streams[-1]
+
+
+def default_stream(device: Device = None) -> Stream:
+    """The stream that is current outside of all blocks, before any `set_stream`."""
+    return _default
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make `stream` the current one of this thread; None changes nothing."""
+    if stream is not None:
+        _entered.streams[-1] = stream
 
 
 def stream(stream: Stream | None) -> AbstractContextManager[Stream | None]:

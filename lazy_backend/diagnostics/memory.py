@@ -68,11 +68,13 @@ class MemorySeries:
         self.peaks: dict[str, Peak] = {}
         self.samples: list[MemorySample] = []
         self.due = -math.inf  # seconds since the history began; not 0, as a trace may have begun before the history
+        self._most: dict[str, int] = {}  # bytes that a device held at most
         self._interval = _INTERVAL
 
     def add(self, sample: MemorySample, seconds: float) -> None:
         """Keep a sample that took `seconds`."""
         self.samples.append(sample)
+        self.note_bytes(sample.device, sample.bytes)
         if len(self.samples) >= _MAX_SAMPLES:
             del self.samples[1::2]
             self._interval *= 2
@@ -83,6 +85,15 @@ class MemorySeries:
         copied = MemorySeries()
         copied.samples, copied.peaks = list(self.samples), dict(self.peaks)
         return copied
+
+    def note_bytes(self, device: str, count: int) -> int:
+        """Note that `device` holds so many bytes now. Returns the most that it held so far, or since `forget_most`."""
+        most = self._most[device] = max(count, self._most.get(device, 0))
+        return most
+
+    def forget_most(self, device: str) -> None:
+        """Let `note_bytes` of `device` count from now on."""
+        self._most.pop(device, None)
 
     def is_peak(self, device: str, tensors: int) -> bool:
         """Whether a quarter more tensors are alive than at the last peak, so that a new one is recorded."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import numpy
 import pytest
 import torch
@@ -562,6 +566,84 @@ def test_synchronize_runs_what_is_pending() -> None:
     with count("GraphCut") as cuts:
         x.tolist()
     assert cuts() == 0
+
+
+# Questions that libraries ask of a device module, each with what the answer must be on a CPU backing.
+ANSWERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
+    "memory_allocated": (lambda module: module.memory_allocated("lazy"), lambda count: count >= 4000),
+    "max_memory_allocated": (lambda module: module.max_memory_allocated(), lambda count: count >= 4000),
+    "memory_reserved": (lambda module: module.memory_reserved(0), lambda count: count >= 4000),
+    "max_memory_reserved": (lambda module: module.max_memory_reserved(), lambda count: count >= 4000),
+    "memory_stats": (
+        lambda module: module.memory_stats(),
+        lambda found: found["reserved_bytes.all.peak"] >= found["allocated_bytes.all.current"] >= 4000,
+    ),
+    "mem_get_info": (lambda module: module.mem_get_info(), lambda found: 0 < found[0] <= found[1]),
+    "get_device_name": (lambda module: module.get_device_name(), bool),
+    "get_device_properties": (
+        lambda module: module.get_device_properties("lazy:0"),
+        lambda found: found.total_memory > 1 << 20 and found.multi_processor_count == os.cpu_count(),
+    ),
+    "get_device_capability": (lambda module: module.get_device_capability(), lambda found: found == (0, 0)),
+    "is_bf16_supported": (lambda module: module.is_bf16_supported(), lambda found: found is True),
+    "is_tf32_supported": (lambda module: module.is_tf32_supported(), lambda found: found is False),
+    "can_device_access_peer": (lambda module: module.can_device_access_peer(0, 0), lambda found: found is True),
+    "is_current_stream_capturing": (lambda module: module.is_current_stream_capturing(), lambda found: found is False),
+    "empty_cache": (lambda module: module.empty_cache(), lambda found: found is None),
+    "init": (lambda module: module.init(), lambda found: found is None),
+    "get_rng_state_all": (lambda module: module.get_rng_state_all(), lambda states: len(states) == 1),
+    "seed_all": (lambda module: module.seed_all(), lambda seed: seed == torch.initial_seed()),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="answers for the CPU")
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_device_module_answers(name: str) -> None:
+    held = torch.ones(1000, device="lazy")
+    lazy_backend.mark_step()
+    ask, is_right = ANSWERS[name]
+    assert is_right(ask(torch.get_device_module(held.device)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="answers for the CPU")
+def test_the_most_memory_that_was_seen() -> None:
+    module = torch.get_device_module("lazy")
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    large = torch.ones(10**6, device="lazy")
+    lazy_backend.mark_step(wait=True)
+    assert module.memory_allocated() == before + 4 * 10**6
+    del large
+    assert (module.memory_allocated(), module.max_memory_allocated()) == (before, before + 4 * 10**6)
+    module.reset_peak_memory_stats()
+    assert module.max_memory_allocated() == before
+
+
+def test_the_current_device_and_stream() -> None:
+    lazy_backend.config.num_devices = 2
+    module = torch.get_device_module("lazy")
+    with module.device_of(torch.ones(1, device="lazy:1")):
+        assert module.current_device() == 1
+        with module.device_of(torch.ones(1)):
+            assert module.current_device() == 1
+    assert module.current_device() == 0
+    one, other = module.Stream(), module.Stream()
+    module.set_stream(one)
+    try:
+        with module.StreamContext(other):
+            assert module.current_stream() is other
+        assert module.current_stream() is one
+    finally:
+        module.set_stream(module.default_stream())
+    assert module.current_stream() is module.default_stream()
+
+
+def test_all_states_of_random_numbers_are_set() -> None:
+    module = torch.get_device_module("lazy")
+    states = module.get_rng_state_all()
+    drawn = torch.rand(3, device="lazy").cpu()
+    module.set_rng_state_all(states)
+    assert_same(torch.rand(3, device="lazy"), drawn)
 
 
 @pytest.mark.parametrize("where", ["always", "never"])
