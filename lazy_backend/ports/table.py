@@ -523,6 +523,17 @@ LATE_READS = Port(
     "torch._inductor.custom_graph_pass.get_hash_for_files(paths)",
     without="steps that swap tensors in place may give wrong numbers",
 )
+UNREAD_BUFFERS = Port(
+    "Inductor: memory that is written and not read",
+    "torch._inductor.loop_body.LoopBody.get_read_expr(self, buffer_name)",
+    "torch._inductor.loop_body.LoopBody.get_write_expr(self, buffer_name)",
+    without="graphs that write into a part of what a loop over rows made may not be compiled: KeyError 'buf1'",
+)
+STORED_TWICE = Port(
+    "Inductor: sums that are stored twice",
+    "torch._inductor.codegen.cpp.CppVecKernel.store_reduction(self, name, index, value)",
+    without="graphs with several equal sums in float16 or bfloat16 may not be compiled: a C++ compile error",
+)
 
 
 def check_essential() -> None:

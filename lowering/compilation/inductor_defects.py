@@ -1,4 +1,4 @@
-"""Have inductor compile right what it gets wrong.
+"""Have inductor compile, and compile right, what it gets wrong.
 
 In: a block in which inductor compiles. Within it, inductor runs the pass of `input_copies`, and the functions of
 `ports/replacements/inductor_patches.py` stand before inductor's own, each where inductor has the defect.
@@ -21,6 +21,16 @@ Three parts put this right, each where it is known exactly what reads what, so t
   the fusion of loops      inductor joins a loop that writes `x` with an earlier one that reads `x` only where both
                            are at the same place of `x`, but looks only for reads of `x` as it was at the start, not
                            after an earlier write; `_reads_where_it_writes` looks for all of them
+
+Note [Code that does not compile]
+Two parts of inductor's C++ for the CPU raise, or give code that no C++ compiler takes, for graphs that are common in
+optimizers and in transforms of functions:
+
+  local memory             loops over the same rows are joined, and what one of them makes for another is kept in memory
+                           of one row. Inductor asks each later loop where it reads such a buffer, also those that write
+                           into a part of it and read nothing: `KeyError: 'buf1'` (pytorch/pytorch#196570)
+  sums along columns       a sum in float16 or bfloat16 is cast into a variable of its name before it is stored. A sum
+                           that is stored twice declares the variable twice (pytorch/pytorch#194706)
 """
 
 from __future__ import annotations
@@ -34,7 +44,7 @@ from lazy_backend.ports.replacements.inductor_patches import Window, defects_men
 
 
 def without_defects() -> AbstractContextManager[None]:
-    """A block without the defects of Note [Reads before writes] and Note [Transposed sums into memory]."""
+    """A block without the defects that the notes of this module name."""
     return defects_mended(input_copies.copy_what_outlives_its_memory, (input_copies.__file__,), _may_overlap)
 
 

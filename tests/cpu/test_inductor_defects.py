@@ -28,7 +28,14 @@ from lazy_backend.lowering.compilation.examples import Examples
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.ports.port import Port, version
 from lazy_backend.ports.replacements import inductor
-from lazy_backend.ports.table import LATE_READS, READS_AFTER_WRITES, READS_OF_WHAT_IS_WRITTEN, TRANSPOSED_SUMS
+from lazy_backend.ports.table import (
+    LATE_READS,
+    READS_AFTER_WRITES,
+    READS_OF_WHAT_IS_WRITTEN,
+    STORED_TWICE,
+    TRANSPOSED_SUMS,
+    UNREAD_BUFFERS,
+)
 
 aten = torch.ops.aten
 # longer than what one vector holds: within it, all reads come before all writes
@@ -240,11 +247,50 @@ BY_TRANSPOSED_SUMS: dict[str, Case] = {
 }
 
 
+def masked(x: Tensor) -> Tensor:
+    """The sum of `x` and a mask that is written in part."""
+    places = torch.arange(len(x), device=x.device)
+    mask = torch.full_like(x, -100.0)
+    return x + mask.index_put_((places.unsqueeze(0), places.unsqueeze(1)), x.new_zeros(()))
+
+
+# each alone raised `KeyError`
+BY_UNREAD_BUFFERS: dict[str, Case] = {
+    "less the maximum": (lambda: [floats(8, 8)], lambda x: x.copy_(masked(x) - masked(x).amax(-1, keepdim=True))),
+    "less the sum": (lambda: [floats(8, 8)], lambda x: x.copy_(masked(x) - masked(x).sum(-1, keepdim=True))),
+    "times the minimum": (lambda: [floats(8, 8)], lambda x: x.copy_(masked(x) * masked(x).amin(-1, keepdim=True))),
+}
+
+
+def sums_of_columns(x: Tensor, one: Tensor, other: Tensor) -> None:
+    one.copy_(x.sum(0))
+    other.copy_(x.t().sum(1))
+
+
+def squares_and_rows(dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+    return lambda: [(floats(16, 16) % 3).to(dtype), torch.zeros(16, dtype=dtype), torch.zeros(16, dtype=dtype)]
+
+
+def differentiate_forwards(x: Tensor, jacobian: Tensor) -> None:
+    jacobian.copy_(torch.func.jacfwd(lambda x: torch.mm(torch.mm(x.prod() + x, x.sum() + x), x.sum() + x).sum())(x))
+
+
+# each alone gave code that no compiler took
+BY_SUMS_STORED_TWICE: dict[str, Case] = {
+    "float16": (squares_and_rows(torch.float16), sums_of_columns),
+    "bfloat16": (squares_and_rows(torch.bfloat16), sums_of_columns),
+    "jacobian": (
+        lambda: [(floats(3, 3) % 2).half(), torch.zeros(3, 3, dtype=torch.float16)],
+        differentiate_forwards,
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 @pytest.mark.parametrize(
     "cases",
-    [BY_PLACES, BY_COPIES, BY_LISTS, BY_TRANSPOSED_SUMS],
-    ids=["places", "copies", "lists", "transposed sums"],
+    [BY_PLACES, BY_COPIES, BY_LISTS, BY_TRANSPOSED_SUMS, BY_UNREAD_BUFFERS, BY_SUMS_STORED_TWICE],
+    ids=["places", "copies", "lists", "transposed sums", "unread buffers", "sums stored twice"],
 )
 def test_compiled_right(cases: dict[str, Case]) -> None:
     def run(device: str) -> dict[str, list[Tensor]]:
@@ -363,6 +409,23 @@ def test_the_defect_is_there_or_mended(port: Port, port_off: Callable[[Port], No
     assert differing(compiled_here(cases)[0], expected) == []
     port_off(port)
     assert bool(differing(compiled_here(cases)[0], expected)) is (version() not in MENDED_IN.get(port, ()))
+
+
+@pytest.mark.parametrize(
+    ("port", "cases", "error"),
+    [
+        (UNREAD_BUFFERS, BY_UNREAD_BUFFERS, "KeyError: 'buf"),
+        (STORED_TWICE, BY_SUMS_STORED_TWICE, "conflicting declaration|redefinition"),
+    ],
+    ids=["unread buffers", "sums stored twice"],
+)
+def test_without_the_port_there_is_an_error(
+    port: Port, cases: dict[str, Case], error: str, port_off: Callable[[Port], None]
+) -> None:
+    port_off(port)
+    name = next(iter(cases))
+    with pytest.raises(Exception, match=error):
+        compiled_here({name: cases[name]})
 
 
 def test_transposed_sums_are_wrong_or_mended(port_off: Callable[[Port], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 In: a pass over graphs, and what tells whether two windows of memory overlap. Out: a block in which inductor compiles.
 What is put in place does nothing outside of such a block. See Note [Reads before writes] and Note [Transposed sums into
-memory], which say what the defects are.
+memory], which say what the defects are, and Note [Code that does not compile].
 
-Two of the functions only have inductor compute or copy more, or join less, which is right on every version. The other
-two repeat parts of what they replace. So they are put in place only of a source that is known to have the defect; one
-that is known to have none is left as it is, and for any other source the port is off.
+Most of the functions only have inductor compute or copy more, or join less, which is right on every version. Two of
+them repeat parts of what they replace. So these are put in place only of a source that is known to have the defect; a
+source that is known to have none is left as it is, and for any other source the port is off.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
 from lazy_backend.ports.port import Port, source_hash
-from lazy_backend.ports.table import LATE_READS, READS_AFTER_WRITES, READS_OF_WHAT_IS_WRITTEN, TRANSPOSED_SUMS
+from lazy_backend.ports.table import (
+    LATE_READS,
+    READS_AFTER_WRITES,
+    READS_OF_WHAT_IS_WRITTEN,
+    STORED_TWICE,
+    TRANSPOSED_SUMS,
+    UNREAD_BUFFERS,
+)
 from lazy_backend.ports.trees import tree_map
 
 aten = torch.ops.aten
@@ -30,7 +38,7 @@ aten = torch.ops.aten
 Window = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 MayOverlap = Callable[[Window, Window], bool]
 
-PORTS = (READS_OF_WHAT_IS_WRITTEN, READS_AFTER_WRITES, TRANSPOSED_SUMS, LATE_READS)
+PORTS = (READS_OF_WHAT_IS_WRITTEN, READS_AFTER_WRITES, TRANSPOSED_SUMS, LATE_READS, UNREAD_BUFFERS, STORED_TWICE)
 
 # Sources that have the defect: PyTorch 2.13, and for the first one 2.14.
 _FUSABLE_WITH_DEFECT = ("9ce5df50", "3f8d5dc9")
@@ -95,6 +103,15 @@ def _put_in_place() -> None:
 
         if source_hash(CppTile2DKernel.store) in _STORE_WITH_DEFECT:
             TRANSPOSED_SUMS.put(CppTile2DKernel, "store", _store_once(CppTile2DKernel.store))
+    if UNREAD_BUFFERS.fits():
+        from torch._inductor.loop_body import LoopBody
+
+        for name in ("get_read_expr", "get_write_expr"):
+            UNREAD_BUFFERS.put(LoopBody, name, _none_if_unused(getattr(LoopBody, name)))
+    if STORED_TWICE.fits():
+        from torch._inductor.codegen.cpp import CppVecKernel
+
+        STORED_TWICE.put(CppVecKernel, "store_reduction", _store_by_another_name(CppVecKernel.store_reduction))
 
 
 # ----- the lowering
@@ -217,3 +234,39 @@ def _store_once(store: Callable[..., None]) -> Callable[..., None]:
         vectorised.store(kernel, name, index, value, mode)  # its `ops.index_expr` adds the offset
 
     return store_once
+
+
+def _none_if_unused(find: Callable[..., Any]) -> Callable[..., Any]:
+    """The index by which a loop reads or writes a buffer; None, which equals no index, if it does not."""
+
+    @functools.wraps(find)
+    def find_if_used(body: Any, buffer_name: str) -> Any:
+        try:
+            return find(body, buffer_name)
+        except KeyError:
+            if not _is_ours(UNREAD_BUFFERS):
+                raise
+            return None
+
+    return find_if_used
+
+
+def _store_by_another_name(store: Callable[..., None]) -> Callable[..., None]:
+    """Store a sum, by a name of its own where a kernel stores it again: a cast names its variable after the sum."""
+
+    @functools.wraps(store)
+    def store_reduction(kernel: Any, name: str, index: Any, value: Any) -> None:
+        if _is_ours(STORED_TWICE) and kernel.tiling_idx < kernel.reduction_depth:
+            stored = _stored_sums.setdefault(kernel, set())
+            if str(value) in stored:
+                again = f"{value}_{len(stored)}"
+                kernel.reduction_suffix.writeline(f"auto {again} = {value};")
+                value = again
+            stored.add(str(value))
+        store(kernel, name, index, value)
+
+    return store_reduction
+
+
+# The names by which a kernel has stored its sums.
+_stored_sums: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
