@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import assert_same
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import lazy_backend
 from lazy_backend import metrics
@@ -264,6 +265,53 @@ def test_an_object_that_lives_on_is_returned_itself(kind: type[Model], gradients
         assert made["cache"] is kept
         assert_same(kept.layers[0].keys.detach(), module.layers[0](x).detach().cpu())
     assert metrics.counter_value("RegionJump") == 0
+
+
+# Results without gradients, beside one that has them: as of vector quantisation and mixtures of experts.
+BESIDE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an index": lambda z: z.argmax(-1),
+    "a mask": lambda z: z > 0,
+    "detached": lambda z: z.detach().sigmoid(),
+    "a number": lambda z: (z > 0).sum(),
+    "weights and indices": lambda z: list(z.detach().topk(2)),
+    "in a dict": lambda z: {"order": z.argsort(-1), "mean": z.detach().mean()},
+}
+
+
+@pytest.mark.parametrize("held", ["during the backward", "during the next step", "a part of it"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_result_without_a_gradient_that_the_loop_holds_is_replayed(name: str, held: str) -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            z = self.linear(x)
+            return z.tanh(), BESIDE[name](z)
+
+    torch.manual_seed(0)
+    real = Beside()
+    lazy = lazy_backend.capture(copy.deepcopy(real).to("lazy"))
+    kept: list[list[Any]] = [[], []]
+    for number in range(8):
+        for model, device, others in ((real, "cpu", kept[0]), (lazy, "lazy", kept[1])):
+            model.zero_grad()
+            z, beside = model(torch.linspace(-1, number, 12).reshape(3, 4).to(device))
+            found = tree_leaves(beside)
+            if held == "a part of it":
+                found = [one.reshape(-1)[:1] for one in found]
+                del beside
+            (z.square() * found[0].reshape(-1)[0]).mean().backward()
+            if held == "during the next step":
+                others += found
+            else:
+                others += [one.cpu() for one in found]
+            del found
+        lazy_backend.mark_step()
+        assert_same(lazy.linear.weight.grad, real.linear.weight.grad)
+    assert metrics.counter_value("RegionJump") >= 10
+    assert_same(kept[1], kept[0])
 
 
 def test_no_elements_are_no_data() -> None:
