@@ -9,8 +9,8 @@ body's graph: between them stands one node, whose inputs are the arguments and a
 to. So what the engine records between the gradients of the results and those of the inputs is one stretch. A call that
 took a jump has no graph of its body. Its backward is a jump too or, where the trace is at a place that is new, the
 calls of the known backward are recorded again one by one. A backward of another kind than those that were learned needs
-the body's graph: the body runs again if it writes nothing and draws no random numbers; if it does, there is a
-`CaptureError`.
+the body's graph: the body runs again, with the random numbers of the call, and leaves its buffers as they are. If it
+uses what it writes there, or draws from a generator of its own, there is a `CaptureError`.
 
 Note [Gradients written directly]
 The engine adds a gradient to a leaf's `.grad` in a node of its own, which detaches it first: 14 µs for each parameter
@@ -62,6 +62,9 @@ from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
 Grads = Sequence[torch.Tensor | None]
+
+# Why a module is recorded as written from now on.
+_DIFFERENTIATED_AGAIN = "its gradients are differentiated again"
 
 
 class RegionCall:
@@ -157,7 +160,6 @@ class WrittenCall(RegionCall):
         inner: list[GradientEdge],
         inputs: list[torch.Tensor],
         outer: list[torch.Tensor],
-        rebuild: Rebuild,
         refuse: Callable[[str], None],
         finish: Callable[[str | None], None],
     ) -> None:
@@ -166,19 +168,18 @@ class WrittenCall(RegionCall):
         self._finish = finish  # takes why the backward cannot be replayed, or None
         self._inner: list[GradientEdge] | None = inner
         self._inputs = inputs
-        self._rebuild = rebuild
         self._refuse = refuse
         self.lesson: Lesson | None = None
 
     def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
-        if torch.is_grad_enabled():
-            self._refuse("its gradients are differentiated again")
-            return differentiate_again(self._rebuild, grads)
         assert self._inner is not None
         lesson, self.lesson = self.lesson, None
+        if torch.is_grad_enabled():
+            self._refuse(_DIFFERENTIATED_AGAIN)
+            return differentiable_gradients(self._inner, self._inputs, self._outer, grads, keeps_graph)
         with self._context.lock:
             start = StretchStart(self._context)
-        found = self._run_engine(grads, keeps_graph)
+        found = _run_engine(self._inner, self._inputs, grads, keeps_graph)
         # what a retained graph keeps alive cannot be told from what the body keeps
         if not keeps_graph:
             self._inner = None
@@ -198,29 +199,65 @@ class WrittenCall(RegionCall):
         if not all(one.requires_grad for one in self._inputs):
             raise NotReplayable("a leaf was frozen after the forward\n  freeze it before, or after the backward")
 
-    def _run_engine(self, grads: Grads, keeps_graph: bool) -> Grads:
-        """The gradients of the inputs. A leaf's hooks are not called: they are when the leaf gets its gradient."""
-        assert self._inner is not None
-        given = [(result, grad) for result, grad in zip(self._inner, grads, strict=True) if grad is not None]
-        wanted = [one for one in self._inputs if one.requires_grad]  # a leaf may have been frozen since
-        if not wanted:
-            return [None] * len(self._inputs)
-        hooks = [(found, dict(found)) for found in map(backward_hooks_of, wanted) if found]
-        for registered, _ in hooks:
-            registered.clear()
-        try:
-            found = torch.autograd.grad(
-                [result for result, _ in given],
-                wanted,
-                [grad for _, grad in given],
-                retain_graph=keeps_graph,
-                allow_unused=True,
-            )
-        finally:
-            for registered, known in hooks:
-                registered.update(known)
-        following = iter(found)
-        return [next(following) if one.requires_grad else None for one in self._inputs]
+
+def _run_engine(results: Sequence[Any], inputs: Sequence[torch.Tensor], grads: Grads, keeps_graph: bool) -> Grads:
+    """The gradients of `inputs`. A leaf's hooks are not called: they are when the leaf gets its gradient."""
+    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    wanted = [one for one in inputs if one.requires_grad]  # a leaf may have been frozen since
+    if not wanted or not given:
+        return [None] * len(inputs)
+    hooks = [(found, dict(found)) for found in map(backward_hooks_of, wanted) if found]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        found = torch.autograd.grad(
+            [result for result, _ in given],
+            wanted,
+            [grad for _, grad in given],
+            create_graph=torch.is_grad_enabled(),
+            retain_graph=keeps_graph,
+            allow_unused=True,
+        )
+    finally:
+        for registered, known in hooks:
+            registered.update(known)
+    following = iter(found)
+    return [next(following) if one.requires_grad else None for one in inputs]
+
+
+class _Differentiated(torch.autograd.Function):
+    """See `differentiable_gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *outer: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.made, ctx.inputs, ctx.outer = made, inputs, outer
+        return tuple(one.detach() for one in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return None, None, *differentiable_gradients(ctx.made, ctx.inputs, ctx.outer, grads, True)
+
+
+def differentiable_gradients(
+    results: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    outer: Sequence[torch.Tensor],
+    grads: Grads,
+    keeps_graph: bool,
+) -> Grads:
+    """The gradients of `inputs`, where the graph of `results` ends. If gradients are on, their own graph goes on beyond
+    that: from the tensors `outer`, which `inputs` stand for, and from `grads`."""
+    if not torch.is_grad_enabled():
+        return _run_engine(results, inputs, grads, keeps_graph)
+    beyond = {id(one): one for one in grads if one is not None and one.requires_grad}
+    behind = {number: one.detach().requires_grad_() for number, one in beyond.items()}
+    found = _run_engine(results, inputs, [behind.get(id(one), one) for one in grads], keeps_graph)
+    made = [one for one in found if one is not None and one.requires_grad]
+    if not made:
+        return found
+    following = iter(_Differentiated.apply(made, [*inputs, *behind.values()], *outer, *beyond.values()))
+    return [next(following) if one is not None and one.requires_grad else one for one in found]
 
 
 def cannot_run_again(what: str) -> CaptureError:
@@ -232,56 +269,9 @@ def cannot_run_again(what: str) -> CaptureError:
     )
 
 
-class Gate:
-    """Lets gradients pass to what came before a body that runs again, or not. See `gated`."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Gate, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.gate = gate
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        return None, gradient if ctx.gate.is_open else None
-
-
-def gated(gate: Gate, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` behind a gate.
-
-    The graph of a body that runs again leads through its arguments to what came before, perhaps to the same parameters.
-    The gradients of the body end at its arguments, while gradients of these gradients go on.
-    """
-    with torch.enable_grad():
-        made: torch.Tensor = _Gated.apply(gate, tensor)
-    return made
-
-
-# Runs the body again behind a gate. Returns its differentiable results, and the tensors whose gradients are asked for.
-Rebuild = Callable[[Gate], tuple[list[torch.Tensor], list[torch.Tensor]]]
-
-
-def differentiate_again(rebuild: Rebuild, grads: Grads) -> Grads:
-    """Gradients that can be differentiated: those of the body's graph, which is made again."""
-    gate = Gate()
-    results, inputs = rebuild(gate)
-    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    gate.is_open = False
-    try:
-        return torch.autograd.grad(
-            [result for result, _ in given],
-            inputs,
-            [grad for _, grad in given],
-            create_graph=torch.is_grad_enabled(),
-            retain_graph=True,
-            allow_unused=True,
-        )
-    finally:
-        gate.is_open = True
+# Runs the body again. Returns its differentiable results, and the tensors at which their graph ends: detached arguments
+# and leaves.
+Rebuild = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Lesson:
@@ -415,7 +405,7 @@ class JumpedCall(RegionCall):
 
     def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
         if any(grad is not None and grad.__class__ is not LazyTensor for grad in grads):  # several at once, by vmap
-            return differentiate_again(self._checked_rebuild, grads)
+            return self._differentiate(grads)
         if torch.is_anomaly_enabled():  # it looks at what nodes return
             self._writes = False
         if ctx.saved_results:
@@ -425,7 +415,7 @@ class JumpedCall(RegionCall):
         assert self._saved is not None
         program = self._find_program(self._saved, pattern_of(grads))
         if program is None:
-            return differentiate_again(self._checked_rebuild, grads)
+            return self._differentiate(grads)
         for place in program.uses:
             _check_version(self._operands[place], self._versions[place])
         made = self._made(program, self._saved, grads)
@@ -488,7 +478,7 @@ class JumpedCall(RegionCall):
     def _find_program(self, saved: Saved, pattern: Pattern) -> BackwardProgram | None:
         found: BackwardProgram | None = saved.known.backwards.get(pattern)
         if torch.is_grad_enabled():
-            self._refuse("its gradients are differentiated again")
+            self._refuse(_DIFFERENTIATED_AGAIN)
             self._writes = False  # leaves get gradients of gradients too
             return None
         if found is not None and found.is_confirmed and saved.has(found.saved):
@@ -503,7 +493,8 @@ class JumpedCall(RegionCall):
         assert isinstance(grad, LazyTensor)
         return grad._data
 
-    def _checked_rebuild(self, gate: Gate) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _differentiate(self, grads: Grads) -> Grads:
+        """The gradients by the body's graph, which is made again."""
         for tensor, version in zip(self._operands, self._versions, strict=True):
             _check_version(tensor, version)
         assert self._saved is not None
@@ -511,7 +502,9 @@ class JumpedCall(RegionCall):
             raise cannot_run_again("draws random numbers from a generator of its own")
         if not self._program.can_run_again:
             raise cannot_run_again("writes to its buffers")
-        return self._rebuild(gate)
+        results, inputs = self._rebuild()
+        outer = [self._operands[place] for place in self._inputs]
+        return differentiable_gradients(results, inputs, outer, grads, True)
 
     def _record_again(
         self, program: BackwardProgram, data: Sequence[TensorData], name: Any, folds: bool

@@ -37,13 +37,11 @@ from lazy_backend.precision.autocast import autocast_as
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.regions.accounts import PATIENCE, RETRY, Account
 from lazy_backend.regions.autograd import (
-    Gate,
     JumpedCall,
     Lesson,
     WrittenCall,
     cannot_run_again,
     checkpoints_reentrantly,
-    gated,
     leaves_of,
     with_node,
 )
@@ -209,7 +207,7 @@ class CapturedModule:
                 saved,
                 operands,
                 program.inputs,
-                lambda gate: self._rebuild(module, state, program, saved, operands, arguments, gate),
+                lambda: self._rebuild(module, state, program, saved, operands, arguments),
                 self._refuse,
                 [*others.values()],
             )
@@ -245,7 +243,6 @@ class CapturedModule:
         saved: Saved,
         operands: Sequence[LazyTensor],
         arguments: CallArguments,
-        gate: Gate,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The differentiable results and the inputs of a call, with the graph of the body, which runs again.
 
@@ -260,7 +257,7 @@ class CapturedModule:
         try:
             if saved.random is not None:
                 torch.default_generator.set_state(saved.random)
-            leaves, inner = _run_again(module, arguments, gate)
+            leaves, inner = _run_again(module, arguments)
         finally:
             torch.default_generator.set_state(now)
         if written:
@@ -331,7 +328,7 @@ class CapturedModule:
             self._give_up(signature, str(reason))
         if not has_node:
             return unflatten_result(leaves, structure) if kept is None else original
-        return self._with_node(module, state, signature, arguments, given, leaves, structure, lesson)
+        return self._with_node(signature, arguments, given, leaves, structure, lesson)
 
     def _learn(
         self,
@@ -410,8 +407,6 @@ class CapturedModule:
 
     def _with_node(
         self,
-        module: torch.nn.Module,
-        state: ModuleState,
         signature: AlikeCalls,
         arguments: CallArguments,
         given: CallArguments,
@@ -435,16 +430,8 @@ class CapturedModule:
             elif signature.is_alike:
                 signature.failures = 0
 
-        def rebuild(gate: Gate) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            if not state.holds(module):
-                raise cannot_run_again(f"was changed since ({state.why()})")
-            if lesson is None or lesson[2].written or lesson[0].jump.generators:
-                raise cannot_run_again("writes to its buffers or draws random numbers")
-            again, behind = _run_again(module, arguments, gate)
-            return _differentiable(again), [behind.get(id(one), one) for one in inputs]
-
         ends = list(map(get_gradient_edge, inner))
-        call = WrittenCall(arguments.context, ends, [*detached, *others], inputs, rebuild, self._refuse, finish)
+        call = WrittenCall(arguments.context, ends, [*detached, *others], inputs, self._refuse, finish)
         if lesson is not None:
             known, stretch, program = lesson
             places = {id(operand): place for place, operand in enumerate(program.operands(arguments.tensors) or ())}
@@ -489,13 +476,12 @@ def _run_body(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         return call_of(module)(*args, **kwargs)
 
 
-def _run_again(module: torch.nn.Module, arguments: CallArguments, gate: Gate) -> tuple[list[Any], dict[int, Any]]:
-    """The leaves of what the body returns, and its arguments behind the gate, by the id of the caller's."""
-    behind = {id(one): gated(gate, one) for one in arguments.tensors if one.requires_grad}
-    given = arguments.replaced(behind)
+def _run_again(module: torch.nn.Module, arguments: CallArguments) -> tuple[list[Any], dict[int, Any]]:
+    """The leaves of what the body returns, and the arguments that it was given, detached, by the id of the caller's."""
+    given = arguments.detached()
     with torch.enable_grad(), autocast_as(arguments.autocast):
         leaves, _ = flatten_result(call_of(module)(*given.args, **given.kwargs))
-    return leaves, behind
+    return leaves, {id(own): one for own, one in zip(arguments.tensors, given.tensors, strict=True)}
 
 
 def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.Tensor | None]:

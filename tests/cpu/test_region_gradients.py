@@ -210,6 +210,118 @@ def test_gradients_are_eagers(name: str, first_sight: str) -> None:
         assert_same(found, expected)
 
 
+# ----- gradients of gradients, where the body draws random numbers or writes to its buffers
+
+
+class Counting(nn.Module):
+    """Uses a buffer that it writes to at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.5).add_(0.5)
+        return (self.layer(x) * self.scale).tanh()
+
+
+BODIES: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 4)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4)),
+    "a buffer": Counting,
+}
+Gradients = Callable[[nn.Module, Any, torch.Tensor, int], None]
+
+
+def _hutchinson(model: nn.Module, before: Any, x: torch.Tensor, number: int) -> None:
+    """AdaHessian: `.grad` becomes the gradient over the root of the curvature."""
+    parameters = [*model.parameters()]
+    model(before(x)).square().mean().backward(create_graph=True)
+    grads = [p.grad for p in parameters]
+    signs = [torch.ones_like(p) for p in parameters]
+    found = torch.autograd.grad(grads, parameters, grad_outputs=signs, retain_graph=number % 2 == 0)
+    for p, grad, curvature in zip(parameters, grads, found, strict=True):
+        p.grad = grad.detach() / (curvature.abs().sqrt() + 1)
+
+
+def _sophia(first: int) -> Gradients:
+    """SophiaH: the curvature at every fifth call."""
+
+    def compute(model: nn.Module, before: Any, x: torch.Tensor, number: int) -> None:
+        if number % 5 == first:
+            _hutchinson(model, before, x, number)
+        else:
+            model(before(x)).square().mean().backward()
+
+    return compute
+
+
+def _penalty(model: nn.Module, before: Any, x: torch.Tensor, number: int) -> None:
+    out = model(before(x)).sin().sum()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    (out + gradient.square().sum()).backward()
+
+
+def _products(model: nn.Module, before: Any, x: torch.Tensor, number: int) -> None:
+    """Products of the Hessian with a vector, by two calls of `autograd.grad`."""
+    parameters = [*model.parameters()]
+    grads = torch.autograd.grad(model(before(x)).square().sum(), parameters, create_graph=True)
+    product = sum((grad * p.detach()).sum() for grad, p in zip(grads, parameters, strict=True))
+    for p, found in zip(parameters, torch.autograd.grad(product, parameters), strict=True):
+        p.grad = found
+
+
+def _third(model: nn.Module, before: Any, x: torch.Tensor, number: int) -> None:
+    leaves = [x, *before.parameters(), *model.parameters()]
+    value = model(before(x) * next(model.parameters()).sum()).sin().sum()  # a weight of its own made the argument
+    for _ in range(2):
+        value = sum(grad.square().sum() for grad in torch.autograd.grad(value, leaves, create_graph=True))
+    value.backward()
+
+
+AGAIN: dict[str, Gradients] = {
+    "AdaHessian": _hutchinson,
+    "SophiaH": _sophia(1),
+    "SophiaH after replays": _sophia(4),
+    "a penalty": _penalty,
+    "products with the Hessian": _products,
+    "third derivatives": _third,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "body"),
+    # what was replayed runs again, and could not if it used what it has written since
+    [(name, body) for name in AGAIN for body in BODIES if (name, body) != ("SophiaH after replays", "a buffer")],
+)
+def test_gradients_of_gradients_from_the_first_call_that_is_asked_for_them(name: str, body: str) -> None:
+    def run(captured: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model, before = BODIES[body]().double().to("lazy"), nn.Linear(4, 4).double().to("lazy")
+        if captured:
+            lazy_backend.capture(model)
+        values: list[Any] = []
+        for number in range(10):
+            x = torch.linspace(-1, 1, 12).double().reshape(3, 4).to("lazy").requires_grad_()
+            AGAIN[name](model, before, x, number)
+            with torch.no_grad():
+                for p in (*model.parameters(), *before.parameters()):
+                    if p.grad is not None:
+                        p.sub_(0.01 * p.grad / (1 + p.grad.norm()))  # else rounding grows
+                        values.append(p.grad.detach())
+                        p.grad = None
+            lazy_backend.mark_step()
+        return [value.cpu() for value in (*values, *model.state_dict().values())]
+
+    expected = run(False)
+    with pytest.warns(lazy_backend.CaptureWarning, match="differentiated again") as warned:
+        found = run(True)
+    assert len(warned) == 1
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
 def test_a_container_that_is_first_kept_by_a_later_call_is_an_error() -> None:
     kept: list[Any] = []
     keeps = False  # unseen by the module's state: its body is compared at the 64th call
