@@ -28,7 +28,6 @@ from lazy_backend.ports.dispatcher import (
     overload_name,
 )
 from lazy_backend.recording.at_once import run_at_once
-from lazy_backend.recording.inference import channels_last
 from lazy_backend.recording.operators import learn
 from lazy_backend.recording.record import add_handler, record, record_factory
 from lazy_backend.recording.storage import LazyUntypedStorage
@@ -569,7 +568,7 @@ def _group_norm(
 ) -> torch.Tensor:
     """`aten::group_norm` on the AutogradLazy key: the composite kernel keeps channels-last for CPU tensors only."""
     composite = kernel_caller(aten.group_norm.default)
-    last = channels_last(input) if _backing_of(input).type == "cpu" and input.dim() > 1 else None
+    last = _suggested_format(input) if _backing_of(input).type == "cpu" else None
     if last is None or input.shape[1] % num_groups or not input.numel():
         key = DispatchKey.CompositeImplicitAutograd
         made: torch.Tensor = composite(key, input, num_groups, weight, bias, eps, cudnn_enabled)
@@ -581,19 +580,45 @@ def _group_norm(
     return torch.native_group_norm(source, weight, bias, batch, channels, size, num_groups, eps)[0]
 
 
+# The dimensions of images and volumes in channels-last order, innermost first.
+_CHANNELS_LAST = {4: (torch.channels_last, (1, 3, 2, 0)), 5: (torch.channels_last_3d, (1, 4, 3, 2, 0))}
+
+
+def _suggested_format(x: torch.Tensor) -> torch.memory_format | None:
+    """The channels-last format that the strides of `x` suggest to kernels for the CPU, even where they have gaps.
+
+    The rule is `is_channels_last_strides_2d` of c10/core/MemoryFormat.h. It differs from `is_contiguous`, for which the
+    strides of single-element dimensions do not count.
+    """
+    if x.dim() not in _CHANNELS_LAST or not x.numel() or x.stride(1) == 0:
+        return None
+    suggested, order = _CHANNELS_LAST[x.dim()]
+    reached = 0
+    for place in order:
+        size, step = x.shape[place], x.stride(place)
+        if step < reached or (place == 0 and reached == x.stride(1)):
+            return None
+        reached = step * size
+    return suggested
+
+
 def _backing_of(x: torch.Tensor) -> torch.device:
     return _context(x.device).backing
 
 
 def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`aten::one_hot` on the AutogradLazy key: the composite kernel checks class values for CPU tensors only."""
-    if num_classes > 0 and input.numel() and input.dtype == torch.int64:
+    is_inferred = num_classes == -1
+    if input.dtype == torch.int64 and num_classes <= 0 and (not input.numel() or not is_inferred):
+        inside = "Class values must be smaller than num_classes."
+        raise RuntimeError(inside if input.numel() else "Can not infer total number of classes from empty tensor.")
+    if input.dtype == torch.int64 and input.numel():
         # the run checks the values, so nothing has to be read now
-        torch.ops.aten._assert_async.msg((input >= 0).all(), "Class values must be non-negative.")
-        inside = (input < num_classes).all()
-        torch.ops.aten._assert_async.msg(inside, "Class values must be smaller than num_classes.")
-    key = DispatchKey.CompositeImplicitAutograd
-    return kernel_caller(aten.one_hot.default)(key, input, num_classes)  # type: ignore[no-any-return]
+        aten._assert_async.msg((input >= 0).all(), "Class values must be non-negative.")
+        if not is_inferred:
+            aten._assert_async.msg((input < num_classes).all(), "Class values must be smaller than num_classes.")
+    made: torch.Tensor = kernel_caller(aten.one_hot.default)(DispatchKey.CompositeImplicitAutograd, input, num_classes)
+    return made.contiguous()  # for tensors of subclasses it compares, and keeps the order of dimensions
 
 
 def install_factories(library: torch.library.Library) -> None:
