@@ -434,6 +434,7 @@ INDUCTOR = Port(
     "torch._inductor.utils.fresh_cache()",
     "torch._inductor.fx_utils.get_node_storage(node)",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "torch._inductor.decomposition.select_decomp_table()",
     "torch._guards.tracing(context)",
     "torch._guards.TracingContext",
     "torch._dynamo.source.ConstantSource",

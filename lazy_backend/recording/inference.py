@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 
-from lazy_backend.lowering.compilation.compiler import quiet_fake_tensors
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent, meta_of
 from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
 from lazy_backend.lowering.ir.overlap import overlap, overlaps_itself
 from lazy_backend.lowering.ir.schema import schema_of
 from lazy_backend.ports.dispatcher import OpOverload
-from lazy_backend.ports.fake_tensors import FAKE_KEY, DependsOnValues, FakeTensorMode, HasNoFake, unset_mode
+from lazy_backend.ports.fake_tensors import (
+    FAKE_KEY,
+    DependsOnValues,
+    FakeTensorMode,
+    HasNoFake,
+    quiet_fake_tensors,
+    unset_mode,
+)
 from lazy_backend.ports.table import FAKE_TENSORS
 from lazy_backend.ports.tensor_types import neg_view
 from lazy_backend.recording import probe
@@ -45,7 +51,9 @@ class Inference:
         if schema.mutates:
             self._check_overlaps(op, args, kwargs)
         tiny = probe.try_tiny(op, args, kwargs, self._meta) if probe.checks_more_than_its_fake(op) else None
-        probe.try_zeros(op, args, kwargs, self._meta)
+        tried = probe.try_zeros(op, args, kwargs, self._meta)
+        if tried is None and any(result.kind == "fresh" for result in schema.returns):
+            tried = probe.try_layout(op, args, kwargs, self._meta)
         try:
             is_view = not schema.mutates and bool(schema.returns) and all(r.kind == "view" for r in schema.returns)
             output = self._infer_view(op, args, kwargs) if is_view else self._infer(op, args, kwargs)
@@ -57,14 +65,27 @@ class Inference:
             if not rng.draws_random_numbers(op, args) and probe.try_ones(op, args, kwargs, self._meta):
                 raise NotRecordable("its fake kernel refuses what eager takes") from None
             raise
-        if op is torch.ops.aten.native_group_norm.default and self.context.backing.type == "cpu":
-            output = (_like_its_input(output[0], args[0]), *output[1:])
+        output = self._laid_out_like(output, tried)
         if isinstance(tiny, torch.Tensor) and tiny.dtype != output.dtype:
             raise NotRecordable("its fake kernel gives another dtype")
         for data, fake in self.fakes:
             if tuple(fake.shape) != data.meta.shape:
                 raise NotRecordable("it resizes an operand")
         return output
+
+    def _laid_out_like(self, output: Any, tried: Any) -> Any:
+        """The results with the strides and dtypes of what eager made of operands of the same geometry, if it was asked.
+
+        Their shapes may depend on values, and are left as they are.
+        """
+        if isinstance(output, list | tuple) and isinstance(tried, list | tuple):
+            return [self._laid_out_like(fake, real) for fake, real in zip(output, tried, strict=True)]
+        if not isinstance(output, torch.Tensor) or not isinstance(tried, torch.Tensor):
+            return output
+        has_own_memory = self.source_of(output) is None and not tried.storage_offset() and not tried.is_conj()
+        if not has_own_memory or output.shape != tried.shape:
+            return output
+        return torch.empty_strided(tried.shape, tried.stride(), dtype=tried.dtype, device="meta")
 
     def _infer_view(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Infer a view on the meta device, with eager's kernel: FakeTensor's rules accept views that eager refuses."""
@@ -154,19 +175,6 @@ class Inference:
     def source_of(self, fake: torch.Tensor) -> TensorData | None:
         """The operand whose memory a fake result shares, if any."""
         return self.fakes.source_of(fake)
-
-
-def channels_last(x: torch.Tensor) -> torch.memory_format | None:
-    """The channels-last format that `x` suggests to a kernel, if any."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    made = formats.get(x.dim())
-    return made if made is not None and x.is_contiguous(memory_format=made) and not x.is_contiguous() else None
-
-
-def _like_its_input(fake: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A result of the format that `x` suggests, which the fake kernel of PyTorch 2.14 forgets; others give it."""
-    last = channels_last(x)
-    return fake if last is None else torch.empty(fake.shape, dtype=fake.dtype, device="meta", memory_format=last)
 
 
 def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:

@@ -4,16 +4,19 @@ In: a call seen for the first time. Out: eager's own exception, with eager's tex
 Fake kernels check shapes but not everything else, and word their errors differently. So a call that fails there is
 tried on ones (zeros would break divisions), and operators whose checks do not depend on values are tried on tiny
 operands of the same dtypes and layout. Costs 10 µs per unseen call and nothing afterwards.
+Of permuted operands, and of operands of several dtypes, fake kernels also give other strides and dtypes than eager's
+kernels: there a call's results are those of ones or zeros of the operands' own geometry.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent
+from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent, is_contiguous
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.recording.arguments import flat, with_leaves
 from lazy_backend.recording.operators import INDEX_OPS, NotRecordable
@@ -41,7 +44,7 @@ def checks_more_than_its_fake(op: OpOverload) -> bool:
 def try_tiny(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
     """Call `op` on operands with sizes above 2 reduced to 2. Returns what eager returns, raises what eager raises."""
     try:
-        return _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _tiny))
+        return _call_on(_tiny, op, args, kwargs, read)
     except Exception:
         try_ones(op, args, kwargs, read)  # for an error that names the real sizes
         raise
@@ -49,10 +52,9 @@ def try_tiny(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], rea
 
 def try_ones(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> bool:
     """Call `op` on ones of the operands' geometry; False and no call if they are large. Raises what eager raises."""
-    metas = [item for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
-    small = sum(meta.numel for meta, _ in metas) <= _MAX_NUMEL
+    small = _are_small(_metas(args, kwargs, read))
     if small:
-        _call(op, args, kwargs, lambda leaf: _operand(read(leaf), _ones))
+        _call_on(_ones, op, args, kwargs, read)
     return small
 
 
@@ -71,15 +73,69 @@ _CHECKED_ON_ZEROS = frozenset(
 )  # fmt: skip
 
 
-def try_zeros(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> None:
+# These are tried on operands of full size up to so many elements: each costs as much as a few passes over them.
+_MAX_NUMEL_LAID_OUT = 1 << 26
+
+# Operators whose fake kernels give other strides or dtypes than eager's kernels, and which no value can break.
+_LAID_OUT_BY_KERNELS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_batch_norm_with_update", "_native_batch_norm_legit", "batch_norm_backward", "native_batch_norm_backward",
+        "native_group_norm_backward", "native_layer_norm_backward", "_softmax_backward_data",
+        "_log_softmax_backward_data", "_prelu_kernel_backward", "glu_backward", "hardswish_backward",
+        "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_forward", "huber_loss", "huber_loss_backward",
+        "mse_loss_backward", "smooth_l1_loss_backward", "soft_margin_loss", "soft_margin_loss_backward",
+        "nll_loss2d_forward", "channel_shuffle", "native_channel_shuffle", "complex", "polar", "floor_divide",
+        "max_unpool2d", "reflection_pad3d", "reflection_pad3d_backward", "replication_pad2d_backward",
+        "replication_pad3d", "replication_pad3d_backward", "native_group_norm", "native_layer_norm", "addr",
+        "index", "_unsafe_index",
+    )
+)  # fmt: skip
+
+
+def try_zeros(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
     """Call `op` on zeros if it is in `_CHECKED_ON_ZEROS` and the operands are not large. Raises what eager raises."""
     if function_schema(op).name not in _CHECKED_ON_ZEROS:
-        return
-    metas = [item[0] for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
+        return None
+    metas = _metas(args, kwargs, read)
     if function_schema(op).name in INDEX_OPS and any(meta.dtype in (torch.bool, torch.uint8) for meta in metas[1:]):
-        return  # how much a mask selects depends on its values
-    if sum(meta.numel for meta in metas) <= _MAX_NUMEL:
-        _call(op, args, kwargs, lambda leaf: _operand(read(leaf), lambda meta, device: empty_of(meta, device).zero_()))
+        return None  # how much a mask selects depends on its values
+    return _call_on(_zeros, op, args, kwargs, read) if _are_small(metas) else None
+
+
+def try_layout(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
+    """What eager gives for zeros or ones of the operands' geometry, where a fake kernel may give something else.
+
+    None elsewhere and for huge operands. Raises what eager raises for both; `NotRecordable` if huge ones have several
+    dtypes.
+    """
+    if torch.Tag.pointwise not in op.tags and function_schema(op).name not in _LAID_OUT_BY_KERNELS:
+        return None
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    metas = _metas(args, kwargs, read)
+    dtypes = {dtype for dtype in (*(meta.dtype for meta in metas), *args) if _is_float(dtype)}
+    if len(dtypes) < 2 and all(is_contiguous(meta) for meta in metas):
+        return None
+    if not _are_small(metas, _MAX_NUMEL_LAID_OUT):
+        if len(dtypes) > 1 and function_schema(op).name in _LAID_OUT_BY_KERNELS:
+            raise NotRecordable("the dtypes of its results are not known")
+        return None
+    with contextlib.suppress(Exception):
+        return _call_on(_zeros, op, args, kwargs, read)
+    return _call_on(_ones, op, args, kwargs, read)  # zeros break divisions, ones may be out of range as indices
+
+
+def _metas(args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> list[TensorMeta]:
+    return [item[0] for leaf in flat((*args, *kwargs.values())) if isinstance(item := read(leaf), tuple)]
+
+
+def _is_float(item: Any) -> bool:
+    return isinstance(item, torch.dtype) and item.is_floating_point
+
+
+def _are_small(metas: Sequence[TensorMeta], limit: int = _MAX_NUMEL) -> bool:
+    return sum(meta.numel for meta in metas) <= limit
 
 
 def try_shared(
@@ -123,6 +179,10 @@ def _ones(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     return _fill_with_ones(empty_of(meta, device))
 
 
+def _zeros(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    return empty_of(meta, device).zero_()
+
+
 def _fill_with_ones(made: torch.Tensor) -> torch.Tensor:
     try:
         return made.fill_(1)
@@ -144,6 +204,17 @@ def _tiny(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     tiny = _fill_with_ones(torch.empty(apart, dtype=meta.dtype))
     # dimensions of stride 0 keep that stride: writing to an expanded tensor is an error
     return tiny.to(device).expand(shape)
+
+
+def _call_on(
+    make: Callable[[TensorMeta, torch.device], torch.Tensor],
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Reader,
+) -> Any:
+    """Call `op` on operands that `make` makes."""
+    return _call(op, args, kwargs, lambda leaf: _operand(read(leaf), make))
 
 
 def _call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], convert: Callable[[Any], Any]) -> Any:

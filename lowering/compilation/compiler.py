@@ -8,7 +8,6 @@ traces Python and guards every argument of every call; here there is no Python t
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import struct
 from array import array
@@ -29,22 +28,10 @@ from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.shapes import symbolic_graph
-from lazy_backend.ports import fake_tensors
 from lazy_backend.ports.compilers import for_threads, registered_backend, use_boxed_code
 from lazy_backend.ports.dispatcher import function_schema
+from lazy_backend.ports.fake_tensors import quiet_fake_tensors
 from lazy_backend.ports.thread_modes import WithoutAutocast
-
-_fake_log = logging.getLogger(fake_tensors.LOGGER)
-
-
-@contextlib.contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
-    """Suppress the thirty lines that PyTorch logs about an error in a fake kernel before it raises that error."""
-    _fake_log.disabled = True
-    try:
-        yield
-    finally:
-        _fake_log.disabled = False
 
 
 def lookup_backend(backend: Backend) -> Callable[..., Callable[..., Any]]:
@@ -132,7 +119,8 @@ class CompiledPlan:
 
     def code(self, constants: Sequence[float]) -> str:
         """The code of the FX module that the backend got, for constants that this plan accepts."""
-        return str(to_fx(self.graph, constants, self.signature).code)
+        hints = () if self._sizes is None else symbolic_graph(self._stored.get(), self._sizes).hints
+        return str(to_fx(self.graph, constants, self.signature, hints).code)
 
     def accepts(self, constants: Sequence[float]) -> bool:
         """Whether every constant that was compiled in has the same bits now."""

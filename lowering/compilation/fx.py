@@ -17,12 +17,20 @@ A bucket of gradients of `DistributedDataParallel` is flat memory with a view fo
 gradient is written. AOTAutograd makes a new value of the whole bucket for each of these writes, and Inductor a kernel
 that asks of every element which of all writes it belongs to: a third of the step of a small GPT. Where the pieces cover
 the memory and nothing looks at it in between, each is computed apart, and they are joined and written at once.
+
+Note [Dtypes of decompositions]
+Kernels and the decompositions that compilers put in their place disagree on dtypes where operands differ in them: of a
+norm of a bfloat16 input beside float32 weights, as autocast makes it, PyTorch's decompositions give statistics in
+bfloat16, and a gradient of the input in float32. A later `mm` is then refused, or reads memory of one dtype as another.
+So each call of such operands is run on fake tensors as the compiler will see it. Where its results have other dtypes
+than were recorded, the call computes in the widest dtype of its operands and results, and its results are cast.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +46,7 @@ from lazy_backend.lowering.ir.graph import (
     Node,
     Value,
     constants_of,
+    empty_of,
     extent,
     is_contiguous,
     map_arg,
@@ -47,12 +56,12 @@ from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arg
 from lazy_backend.lowering.ir.shapes import Size
 from lazy_backend.lowering.ir.windows import Pieces, without_out, written_in_pieces
 from lazy_backend.ports.dispatcher import OpOverload, base_name, overload_name
+from lazy_backend.ports.fake_tensors import FakeTensorMode, quiet_fake_tensors
+from lazy_backend.ports.replacements import inductor
 
 aten = torch.ops.aten
 
-# Norms that take an input in float16 or bfloat16 beside weights in float32, and then return statistics in float32.
-_NORMS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default))
-_REDUCED = (torch.float16, torch.bfloat16)
+_CASTS = frozenset((aten._to_copy.default, aten.copy_.default))  # frequent, and right
 _VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
 # Operators whose results are views, as their kernels make them, though their schemas say nothing of it: AOTAutograd
 # would lose what is written through them. What does the same with a schema that says so.
@@ -99,9 +108,9 @@ class Signature:
         return cls(() if numbers else tuple(sorted(promoted)), graph.num_seeds > 0, numbers, sizes)
 
 
-def to_fx(graph: Graph, constants: Sequence[float], signature: Signature) -> fx.GraphModule:
-    """Lower `graph`. Constants that are not inputs become literals."""
-    writer = _FxWriter(graph, constants, signature)
+def to_fx(graph: Graph, constants: Sequence[float], signature: Signature, hints: Sequence[int] = ()) -> fx.GraphModule:
+    """Lower `graph`. Constants that are not inputs become literals. `hints`: its symbols' values, if it has any."""
+    writer = _FxWriter(graph, constants, signature, hints)
     pieces = [] if signature.numbers else written_in_pieces(graph)
     writes = {place: (one, piece) for one in pieces for place, piece in one.writes.items()}
     for place, node in enumerate(graph.nodes):
@@ -113,7 +122,7 @@ def to_fx(graph: Graph, constants: Sequence[float], signature: Signature) -> fx.
 
 
 class _FxWriter:
-    def __init__(self, graph: Graph, constants: Sequence[float], signature: Signature) -> None:
+    def __init__(self, graph: Graph, constants: Sequence[float], signature: Signature, hints: Sequence[int]) -> None:
         self.graph = graph
         self.constants = constants
         self.fx_graph = fx.Graph()
@@ -131,6 +140,7 @@ class _FxWriter:
         self.written = {value.storage for node in graph.nodes for value in node.mutates}
         self.strided = {node.inputs()[0].storage for node in graph.nodes if node.op in _STRIDED}
         self.signature = signature
+        self.compiled_dtypes = _CompiledDtypes(graph.device, constants, hints)
         self.promotes = frozenset(signature.scalars)
         self.scalars = self.fx_graph.placeholder("scalars") if self.signature.scalars else None
         self.seeds = self.fx_graph.placeholder("seeds") if self.signature.seeds else None
@@ -203,10 +213,9 @@ class _FxWriter:
         copies = self._copies_of_recast_targets(node) if op.namespace not in ("aten", "prims") else {}
         if copies:
             args, kwargs = fx.node.map_aggregate((args, kwargs), lambda arg: copies.get(arg, arg))
-        is_mixed = not self.signature.numbers and _is_mixed_norm(node)
-        if is_mixed:
-            # PyTorch 2.13 decomposes the call into one whose statistics have the dtype of its input
-            args = (self._cast(args[0], torch.float32), *args[1:])
+        widened = None if self.signature.numbers else self.compiled_dtypes.widened(node)
+        if widened is not None:
+            args, kwargs = self._with_operands_cast(node, args, kwargs, widened.operands, copies)
         call = self._split(node, *args) if self._is_written_split(node) else self._call(op, args, kwargs)
         call.meta["site"] = node.site
         for target, copy in copies.items():
@@ -215,7 +224,7 @@ class _FxWriter:
         for place, value in enumerate(node.outputs):
             if value is not None and value not in self.values:
                 made = call if single else self.fx_graph.call_function(operator.getitem, (call, place))
-                if is_mixed and value.meta.dtype in _REDUCED:
+                if widened is not None and widened.results[place] != value.meta.dtype:
                     made = self._cast(made, value.meta.dtype)
                 self.values[value] = self._laid_out(made, value, node)
 
@@ -281,6 +290,20 @@ class _FxWriter:
 
     def _cast(self, value: Any, dtype: torch.dtype) -> fx.Node:
         return self.fx_graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+
+    def _with_operands_cast(
+        self, node: Node, args: Any, kwargs: Any, dtype: torch.dtype, copies: dict[Any, fx.Node]
+    ) -> tuple[Any, Any]:
+        """The arguments with floating operands in `dtype`. Casts of operands that `node` writes are put in `copies`."""
+        casts = {
+            self.values[value]: self._cast(self.values[value], dtype)
+            for value in node.inputs()
+            if value.meta.dtype.is_floating_point and value.meta.dtype != dtype
+        }
+        written = {self.values[value] for value in node.mutates}
+        copies.update((operand, cast) for operand, cast in casts.items() if operand in written)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda arg: casts.get(arg, arg))
+        return args, kwargs
 
     def _with_values_cast(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of an `index_put` with its values in the dtype of what they are put into.
@@ -348,10 +371,75 @@ def _has_list_of_numbers(node: Node) -> bool:
     return is_known and overload_name(node.op) == "ScalarList"
 
 
-def _is_mixed_norm(node: Node) -> bool:
-    """Whether `node` computes statistics in float32 of an input in less."""
-    if node.op not in _NORMS:
-        return False
-    source = node.args[0]
-    dtypes = [value.meta.dtype for value in node.outputs if value is not None]
-    return isinstance(source, Value) and source.meta.dtype in _REDUCED and torch.float32 in dtypes
+# ----- dtypes of what is compiled
+
+
+class _CompiledDtypes:
+    """Whether calls give the recorded dtypes once compiled. See Note [Dtypes of decompositions]."""
+
+    def __init__(self, device: torch.device, constants: Sequence[float], hints: Sequence[int]) -> None:
+        self.device = device
+        self.constants = constants
+        self.hints = hints
+        self.known: dict[Hashable, _Widened | None] = {}
+
+    def widened(self, node: Node) -> _Widened | None:
+        """How `node` has to compute to give the recorded dtypes; None if it gives them as it is.
+
+        Raises whatever the decomposition raises if it takes no operands of the wide dtype either.
+        """
+        floats = {value.meta.dtype for value in _floats_of(node)}
+        if len(floats) < 2 or node.seed is not None or node.op in _CASTS:
+            return None
+        key = (node.op, map_arg(_without_identity, (node.args, node.kwargs, node.outputs)))
+        if key not in self.known:
+            self.known[key] = None if self._gives_what_was_recorded(node) else self._in_widest(node, floats)
+        return self.known[key]
+
+    def _gives_what_was_recorded(self, node: Node) -> bool:
+        try:
+            dtypes = self._dtypes(node)
+        except Exception:  # it refuses operands of several dtypes
+            return False
+        made = {place: value for place, value in enumerate(node.outputs) if value not in node.mutates}
+        return all(value is None or value.meta.dtype == dtypes[place] for place, value in made.items())
+
+    def _in_widest(self, node: Node, floats: Iterable[torch.dtype]) -> _Widened:
+        wide = functools.reduce(torch.promote_types, floats)
+        return _Widened(wide, self._dtypes(node, wide))
+
+    def _dtypes(self, node: Node, wide: torch.dtype | None = None) -> list[torch.dtype | None]:
+        """Dtypes of the results, with floating operands in `wide` if it is given."""
+
+        def fake(arg: Arg) -> Any:
+            if isinstance(arg, tuple):
+                return list(map(fake, arg))
+            if isinstance(arg, Value):
+                made = empty_of(arg.meta, self.device)
+                return made if wide is None or not made.is_floating_point() else made.to(wide)
+            if isinstance(arg, Constant):
+                return self.constants[arg.index]
+            return arg.at(self.hints) if isinstance(arg, Size) else arg
+
+        with FakeTensorMode(), quiet_fake_tensors(), torch.no_grad():
+            made = inductor.decomposed(node.op, fake(node.args), {name: fake(arg) for name, arg in node.kwargs})
+        results = made if isinstance(made, list | tuple) else [made]
+        return [result.dtype if isinstance(result, torch.Tensor) else None for result in results]
+
+
+@dataclass(frozen=True, slots=True)
+class _Widened:
+    """The dtype to which a call's operands are cast, and the dtypes that its results have then."""
+
+    operands: torch.dtype
+    results: list[torch.dtype | None]
+
+
+def _floats_of(node: Node) -> list[Value]:
+    """Operands and results of floating dtypes."""
+    values = [*node.inputs(), *(value for value in node.outputs if value is not None)]
+    return [value for value in values if value.meta.dtype.is_floating_point]
+
+
+def _without_identity(arg: Arg) -> Hashable:
+    return arg.meta if isinstance(arg, Value) else repr(arg)

@@ -70,8 +70,9 @@ class CompileRequest:
     def module(self) -> fx.GraphModule:
         """The graph for a compiler; each call makes another module."""
         symbolic = self._symbolic()
-        graph = self.stored.get() if symbolic is None else symbolic.graph
-        return to_fx(graph, self.constants, self.signature)
+        if symbolic is None:
+            return to_fx(self.stored.get(), self.constants, self.signature)
+        return to_fx(symbolic.graph, self.constants, self.signature, symbolic.hints)
 
     def examples(self) -> Examples:
         """The example inputs for the compiler."""

@@ -15,6 +15,7 @@ import torch
 from harness import assert_same, count
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import lazy_backend
@@ -481,6 +482,79 @@ def test_operators_that_run_at_once_are_cast_inside() -> None:
 def compiled() -> Iterator[None]:
     with config.patch(backend="inductor", compile="foreground", num_profiled_runs=0):
         yield
+
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm(6),
+    "group": lambda: nn.GroupNorm(2, 6),
+    "group without weights": lambda: nn.GroupNorm(2, 6, affine=False),
+    "batch": lambda: nn.BatchNorm1d(6),
+    "batch without statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    "instance": lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.InstanceNorm1d(1, affine=True), nn.Flatten()),
+    "root mean square": lambda: nn.RMSNorm(6),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_compiled_norms_have_the_dtypes_that_were_recorded(norm: str, dtype: torch.dtype, keep: bool) -> None:
+    """A norm between layers that are cast: of an input in less than float32 beside float32 weights, and its backward.
+
+    PyTorch decomposes such calls into ones of other dtypes. Kept results have saved statistics in their graphs.
+    """
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), NORMS[norm](), nn.Linear(6, 3)).to(device)
+        x, kept, seen = weight(device, 64, 4, seed=1), [], []
+        for _ in range(3):
+            with torch.autocast(device, dtype):
+                output = model(x)
+            kept.append(output)
+            if not keep:
+                output.float().square().mean().backward()
+            lazy_backend.mark_step()
+            seen += [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if keep:
+            torch.stack(kept).float().square().mean().backward()
+        return [*seen, *(parameter.grad for parameter in model.parameters()), x.grad]
+
+    with config.patch(backend="aot_eager_decomp_partition", compile="foreground", num_profiled_runs=0):
+        found, expected = run("lazy"), run("cpu")
+        lazy_backend.mark_step()
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1.6e-2, atol=2e-2)
+    assert metrics.counter_value("CompileFailed") == 0
+
+
+MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]] = {
+    "addr": lambda low, wide: torch.addr(wide.sum(), low[0], low[1]),
+    "batch norm without statistics": lambda low, wide: torch.native_batch_norm(
+        low, wide[0], wide[0], None, None, True, 0.1, 1e-5
+    ),
+    "batch norm in eval mode": lambda low, wide: torch.native_batch_norm(
+        low, wide[0], wide[0], wide[1], wide[2].abs(), False, 0.1, 1e-5
+    ),
+    "layer norm": lambda low, wide: torch.native_layer_norm(low, [4], wide[0], wide[0], 1e-5),
+    "group norm": lambda low, wide: torch.native_group_norm(low, wide[0], wide[0], 4, 4, 1, 2, 1e-5),
+    "products": lambda low, wide: low * wide + low.sum(dtype=torch.float32) - wide.to(low.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXED)
+def test_compiled_calls_of_several_dtypes_have_those_of_eager(name: str, dtype: torch.dtype) -> None:
+    low, wide = weight("cpu", 4, 4).detach().to(dtype), weight("cpu", 4, 4, seed=1).detach()
+    with config.patch(backend="aot_eager_decomp_partition", compile="foreground", num_profiled_runs=0):
+        found = tree_leaves(MIXED[name](low.to("lazy"), wide.to("lazy")))
+        lazy_backend.mark_step()
+    expected = tree_leaves(MIXED[name](low, wide))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1.6e-2, atol=2e-2)
+    assert metrics.counter_value("CompileFailed") == 0
 
 
 def test_compiled_graphs_keep_the_dtypes_that_were_recorded(compiled: None) -> None:

@@ -180,6 +180,99 @@ def test_group_norm_of_channels_last_has_gradients() -> None:
     torch.testing.assert_close(grads[1], grads[0])
 
 
+def turned(device: str, *shape: int) -> torch.Tensor:
+    """Floats whose first dimension is the innermost in memory."""
+    return floats(device, *reversed(shape)).permute(*reversed(range(len(shape))))
+
+
+def turned_index(device: str, *shape: int) -> torch.Tensor:
+    return turned(device, *shape).long() % 3
+
+
+def attended(device: str) -> torch.Tensor:
+    """A batch of one as attention leaves it: its step is that of the channels."""
+    return floats(device, 1, 64, 16).transpose(-1, -2).reshape(1, 16, 8, 8)
+
+
+def moved(device: str, *shape: int) -> torch.Tensor:
+    """Floats in channels-last order."""
+    batch, channels, *window = shape
+    return floats(device, batch, *window, channels).movedim(-1, 1)
+
+
+LAID_OUT: dict[str, Call] = {
+    "group_norm of a batch of one": lambda d: F.group_norm(attended(d), 4),
+    "group_norm of channels last": lambda d: F.group_norm(moved(d, 2, 4, 3, 3), 2),
+    "group_norm of a part of channels last": lambda d: F.group_norm(moved(d, 2, 8, 3, 3)[:, ::2], 2),
+    "group_norm of volumes": lambda d: F.group_norm(moved(d, 2, 4, 2, 2, 2), 2),
+    "group_norm of sequences": lambda d: F.group_norm(moved(d, 2, 4, 5), 2),
+    "group_norm of turned images": lambda d: F.group_norm(turned(d, 2, 4, 3, 3), 2),
+    "one_hot": lambda d: F.one_hot(turned_index(d, 2, 3), 3),
+    "one_hot of what it finds": lambda d: F.one_hot(turned_index(d, 2, 3)),
+    "one_hot of a part": lambda d: F.one_hot(turned_index(d, 4, 3)[::2], 3),
+    "index": lambda d: floats(d, 3, 4)[turned_index(d, 2, 3)],
+    "index of a turned tensor": lambda d: turned(d, 3, 4, 2)[:, turned_index(d, 2, 3)],
+    "two indices": lambda d: floats(d, 3, 4)[turned_index(d, 2, 3), turned_index(d, 2, 3)],
+    "batch_norm": lambda d: F.batch_norm(turned(d, 2, 3, 4), None, None, training=True),
+    "layer_norm": lambda d: F.layer_norm(turned(d, 2, 3, 4), (4,)),
+    "broadcast": lambda d: torch.logaddexp(turned(d, 10, 1, 5), turned(d, 10, 5)),
+    "odd steps": lambda d: floats(d, 5).as_strided((1, 1, 5), (1, 1, 1)) + floats(d, 10, 5),
+    "xlogy": lambda d: torch.xlogy(floats(d, 5, 10, 5), turned(d, 10, 5)),
+    "copysign of a number": lambda d: torch.copysign(turned(d, 10, 5), floats(d, 1)[0]),
+    "power of a number": lambda d: 2.0 ** turned(d, 10, 5),
+    "logical_and": lambda d: turned(d, 10, 1, 5).logical_and(turned(d, 10, 5)),
+    "unpooled": lambda d: F.max_unpool2d(*F.max_pool2d(moved(d, 1, 2, 4, 6), 2, return_indices=True), 2),
+    "padded volumes": lambda d: F.pad(moved(d, 1, 3, 3, 3, 3), (1,) * 6, mode="reflect"),
+    "nll_loss of images": lambda d: F.nll_loss(turned(d, 2, 3, 2, 2), turned_index(d, 2, 2, 2), reduction="none"),
+    "shuffled channels": lambda d: F.channel_shuffle(moved(d, 1, 4, 3, 3), 2),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_strides_of_results_of_turned_operands(name: str, first_sight) -> None:
+    found, expected = LAID_OUT[name]("lazy"), LAID_OUT[name]("cpu")
+    assert (found.stride(), found.dtype) == (expected.stride(), expected.dtype)
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+GRADIENTS: dict[str, Call] = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "logit": lambda x: x.sigmoid().logit(),
+    "glu": lambda x: F.glu(x, 0),
+    "mse_loss": lambda x: F.mse_loss(x, x.detach() + 1),
+    "huber_loss": lambda x: F.huber_loss(x, x.detach() + 1),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.detach() + 1),
+    "soft_margin_loss": lambda x: F.soft_margin_loss(x, x.detach() + 1),
+    "replication_pad2d": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+}
+
+
+@pytest.mark.parametrize("turn", [turned, moved])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_strides_of_gradients_of_turned_operands(name: str, turn: Callable[..., torch.Tensor], first_sight) -> None:
+    def gradient(device: str) -> torch.Tensor:
+        x = turn(device, 2, 3, 4, 4).div(10).requires_grad_()
+        result = GRADIENTS[name](x)
+        start = turn(device, *result.shape) if result.dim() else result.detach()
+        return torch.autograd.grad(result, x, start)[0]
+
+    found, expected = gradient("lazy"), gradient("cpu")
+    assert (found.stride(), found.dtype) == (expected.stride(), expected.dtype)
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("classes", [0, -2])
+def test_one_hot_of_too_few_classes(classes: int, first_sight) -> None:
+    for values in ((0, 1), ()):
+        expected = raised(lambda device: F.one_hot(ints(device, *values).long(), classes), "cpu")  # noqa: B023
+        found = raised(lambda device: F.one_hot(ints(device, *values).long(), classes), "lazy")  # noqa: B023
+        assert (type(found), str(found)) == (type(expected), str(expected))
+
+
 def encoded(device: str, norm: bool, aligned: bool, grad: bool) -> torch.Tensor:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -58,6 +58,22 @@ def test_sizes_after_the_first_compile_once_for_all() -> None:
     assert compiles() == 2
 
 
+def test_norms_of_several_dtypes_compile_once_for_all_sizes() -> None:
+    """What a norm gives is found out with the sizes of a sample. See Note [Dtypes of decompositions]."""
+    config.backend = "aot_eager_decomp_partition"
+
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        low = x.to(device).bfloat16()
+        wide = torch.ones(6, device=device)
+        return torch.native_group_norm(low, wide, wide, low.shape[0], 6, 1, 2, 1e-5)[1] + 1
+
+    with count("Compile") as compiles, count("CompileFailed") as failures:
+        for made in batches(shuffled(range(2, 9), 4)):
+            torch.testing.assert_close(step("lazy", made).cpu(), step("cpu", made))
+    assert compiles() <= 2
+    assert failures() == 0
+
+
 @pytest.mark.parametrize("first_sight", ["run", "record"])
 def test_many_sizes_from_the_start_compile_once(first_sight: str) -> None:
     """As in generating text token by token, again and again."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 
+from lazy_backend.ports.dispatcher import OpOverload, can_decompose
 from lazy_backend.ports.native_code import MESSAGE as MESSAGE
 from lazy_backend.ports.native_code import OTHER_DEVICES as OTHER_DEVICES
 from lazy_backend.ports.native_code import has_message as has_message
@@ -22,6 +23,7 @@ from lazy_backend.ports.native_code import parts_of
 from lazy_backend.ports.native_code import shims as shims
 from lazy_backend.ports.port import optional
 from lazy_backend.ports.table import ARTEFACTS, INDUCTOR, INSTRUCTIONS, RUNNERS, SETTINGS
+from lazy_backend.ports.thread_modes import TorchDispatchMode
 
 # ----- settings
 
@@ -155,6 +157,33 @@ def python_of(compiled: Any) -> tuple[str, list[str]]:
 def extern_kernel(name: str) -> Any:
     """What `extern_kernels.NAME` of inductor's modules is."""
     return getattr(importlib.import_module("torch._inductor.select_algorithm").extern_kernels, name)
+
+
+class _Decomposing(TorchDispatchMode):
+    """A block in which operators are decomposed as inductor has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        importlib.import_module("torch._inductor.lowering")  # which decompositions look up without importing it
+        self.decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        decomposition = self.decompositions.get(op)
+        made = NotImplemented
+        with self:
+            if decomposition is not None:
+                made = decomposition(*args, **(kwargs or {}))
+            if made is NotImplemented and op.namespace == "aten" and can_decompose(op):
+                made = op.decompose(*args, **(kwargs or {}))
+        return op(*args, **(kwargs or {})) if made is NotImplemented else made
+
+
+def decomposed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives where inductor compiles it, of fake tensors."""
+    if not INDUCTOR.fits():
+        return op(*args, **kwargs)
+    with _Decomposing():
+        return op(*args, **kwargs)
 
 
 def node_storage(node: torch.fx.Node) -> int | None:
