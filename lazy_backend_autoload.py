@@ -70,6 +70,7 @@ def autoload() -> None:
     try:
         put_hooks()
         is_asked_for = any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _AT_ONCE)
+        is_asked_for |= os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("lazy")  # see `compat.advice`
         if is_asked_for and "lazy_backend" not in sys.modules:  # or the package is being imported, and imports torch
             # not on another thread, which would wait for the import of torch to end
             importlib.import_module("lazy_backend")

@@ -194,10 +194,11 @@ print(torch.nn.LazyLinear(2, device="lazy")(torch.ones(1, 3, device="lazy")).sha
     assert printed.endswith("torch.Size([1, 2])\n")
 
 
+@pytest.mark.parametrize(("name", "value"), [("LAZY_BACKEND_LOAD", "1"), ("ACCELERATE_TORCH_DEVICE", "lazy:0")])
 @pytest.mark.parametrize("imported", ["lazy_backend", "torch", "torch, lazy_backend"])
-def test_a_variable_asks_for_the_package_at_once(tmp_path: Path, imported: str) -> None:
+def test_a_variable_asks_for_the_package_at_once(tmp_path: Path, imported: str, name: str, value: str) -> None:
     code = f"import {imported}, sys; print('lazy_backend' in sys.modules)"
-    assert run_python(code, tmp_path, LAZY_BACKEND_LOAD="1") == "True\n"
+    assert run_python(code, tmp_path, **{name: value}) == "True\n"
 
 
 def test_looking_at_all_modules_is_no_use_of_the_device(tmp_path: Path) -> None:

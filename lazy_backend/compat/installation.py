@@ -22,6 +22,7 @@ from lazy_backend import metrics
 from lazy_backend.archives.transfer import take_entry, used_entries
 from lazy_backend.cache import process_locks
 from lazy_backend.compat import lazy_core
+from lazy_backend.compat.advice import advise
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.runtime import listed, renew_after_fork
 from lazy_backend.compat.serialization import install_serialization
@@ -84,6 +85,7 @@ def install() -> None:
     install_serialization()
     bundles.join_compiler_bundles("lazy_backend", used_entries, take_entry)
     _replace()
+    advise()
     c10d.install()
     fsdp.install()
     contexts.prepare = _prepare

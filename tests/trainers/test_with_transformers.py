@@ -232,6 +232,30 @@ def test_an_argument_that_does_not_work_is_told(option: str) -> None:
         LazyTrainingArguments("run", **{option: True})
 
 
+@pytest.mark.parametrize("option", ["bf16", "bf16_full_eval"])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("TrainingArguments", "take LazyTrainingArguments of lazy_backend.integrations.transformers"),
+        ("Seq2SeqTrainingArguments", "class Arguments(LazyArguments, Seq2SeqTrainingArguments)"),
+        ("Users", "class Arguments(LazyArguments, Users)"),
+    ],
+)
+def test_bf16_that_transformers_refuses_is_told_what_to_take(name: str, advice: str, option: str) -> None:
+    import transformers
+
+    class Users(transformers.TrainingArguments):
+        pass
+
+    kind = Users if name == "Users" else getattr(transformers, name)
+    with pytest.raises(ValueError, match="bf16") as raised:
+        kind("run", **{option: True})
+    assert advice in "".join(raised.value.__notes__)
+    with pytest.raises(ValueError, match="integer bigger than 0") as raised:  # not about bf16
+        kind("run", torch_empty_cache_steps=-1)
+    assert not hasattr(raised.value, "__notes__")
+
+
 @pytest.mark.parametrize("reads_each_loss", [False, True])
 def test_a_trainer_that_ends_no_steps_is_told(reads_each_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Trainer, TrainingArguments, trainer
