@@ -21,6 +21,7 @@ gave it a gradient. The engine then gets none.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ from lazy_backend.regions.programs import (
     pattern_of,
 )
 from lazy_backend.regions.stretch import NotReplayable, Stretch, StretchStart
-from lazy_backend.tensors.state import DeviceContext, TensorData
+from lazy_backend.tensors.state import DeviceContext, TensorData, Trace
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
 Grads = Sequence[torch.Tensor | None]
@@ -275,33 +276,41 @@ Rebuild = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Lesson:
-    """What is needed to learn the backward of a call: its forward stretch and program. Refers to no tensors."""
+    """What is needed to learn the backward of a call: its forward stretch and program. Keeps no tensors alive."""
 
     def __init__(
-        self, known: Known, stretch: Stretch, operands: Sequence[int | None], results: Sequence[Token]
+        self,
+        known: Known,
+        stretch: Stretch,
+        data: Sequence[TensorData],
+        operands: Sequence[int | None],
+        results: Sequence[Token],
     ) -> None:
         self._known = known
         self._stretch = stretch
+        self._data = [weakref.ref(one) for one in data]  # of the operands of the program
         self._operands = operands  # for each input of the node, its place among the operands of the program
         self._results = results  # tokens of the differentiable results
 
     def learn(self, context: DeviceContext, start: StretchStart, grads: Grads, found: Grads) -> BackwardProgram:
         """Learn the backward that was recorded since `start`. Raises `NotReplayable`."""
-        forward = self._stretch
-        if start.trace.epoch is not forward.epoch:
-            raise NotReplayable("the graph was cut between forward and backward\n  read values after the backward")
+        forward, trace = self._stretch, start.trace
+        is_cut = trace.epoch is not forward.epoch
+        if is_cut:
+            context.locker.wait_idle()  # a run under way holds what the forward made
         stretch = Stretch(context, start, may_be_empty=True)  # where gradients are passed on
-        forward.check_nothing_kept(start.trace, self._known.tokens)  # the loop may hold all results
-        program = self._program(stretch, grads, found)
+        check = forward.check_nothing_kept_after if is_cut else forward.check_nothing_kept
+        check(trace, self._known.tokens)  # the loop may hold all results
+        program = self._program(stretch, self._sources(trace), grads, found)
         stretch.check_nothing_kept(start.trace, program.made)
-        pattern = pattern_of(grads)
+        pattern = pattern_of(grads), is_cut
         before: BackwardProgram | None = self._known.backwards.get(pattern)
         if before is not None and before.fits(program):
             program = before
             program.is_confirmed = self._known.has_backward = True
         self._known.backwards[pattern] = program
         save(self._known, forward, program.saved, self._results)
-        if program.folds:
+        if program.folds and not is_cut:
             learn_jump(stretch, (program.name, self._known), program.made, implied=set(program.saved))
         else:
             learn_jump(stretch, program.name, program.made)
@@ -323,11 +332,25 @@ class Lesson:
 
         call_at_the_end(see)  # as DistributedDataParallel does
 
-    def _program(self, stretch: Stretch, grads: Grads, found: Grads) -> BackwardProgram:
+    def _sources(self, trace: Trace) -> dict[Token | None, Source]:
+        """Where the tensors come from that the forward used and made, by their tokens in the backward's trace."""
         forward = self._stretch
-        sources: dict[Token | None, Source] = {token: FromOperand(n) for n, token in enumerate(forward.operands)}
-        sources |= {token: FromForward(token) for token in forward.made}
-        given = {grad._data.token: place for place, grad in reversed(list(enumerate(grads))) if grad is not None}  # type: ignore[attr-defined]
+        sources: dict[Token | None, Source] = {token: FromForward(token) for token in forward.made}
+        sources |= {token: FromOperand(n) for n, token in enumerate(forward.operands)}
+        if trace.epoch is forward.epoch:
+            return sources
+        # the graph was cut since: they have entered the trace anew, or not at all
+        looks = forward.looks([reference() for reference in self._data])
+        entered = [(data, looks.get((data.storage, data.meta))) for data in trace.inputs]
+        return {data.token: sources[token] for data, token in entered if token is not None}
+
+    def _program(
+        self, stretch: Stretch, sources: dict[Token | None, Source], grads: Grads, found: Grads
+    ) -> BackwardProgram:
+        given: dict[Token | None, int] = {}
+        for place, grad in enumerate(grads):
+            if grad is not None and grad._data.epoch is stretch.epoch:  # type: ignore[attr-defined]
+                given.setdefault(grad._data.token, place)  # type: ignore[attr-defined]
         if not given.keys().isdisjoint(sources):
             raise NotReplayable("it is given one of the forward's own tensors as a gradient")
         sources |= {token: FromGradient(place) for token, place in given.items()}
@@ -476,13 +499,15 @@ class JumpedCall(RegionCall):
         return found
 
     def _find_program(self, saved: Saved, pattern: Pattern) -> BackwardProgram | None:
-        found: BackwardProgram | None = saved.known.backwards.get(pattern)
         if torch.is_grad_enabled():
             self._refuse(_DIFFERENTIATED_AGAIN)
             self._writes = False  # leaves get gradients of gradients too
             return None
-        if found is not None and found.is_confirmed and saved.has(found.saved):
-            return found
+        is_cut = saved.epoch is not self._context.trace.epoch
+        for one in (is_cut, not is_cut):  # of the other, the calls are recorded anew
+            found: BackwardProgram | None = saved.known.backwards.get((pattern, one))
+            if found is not None and found.is_confirmed and saved.has(found.saved):
+                return found
         return None
 
     def _outer(self, source: Any, grads: Grads) -> TensorData:

@@ -105,7 +105,8 @@ def _fresh(stretch: Stretch, token: Token) -> Fresh:
 class Known:
     """A stretch that is known at one place of the trie. `tokens`: of the tensors that its jump makes.
 
-    `is_confirmed`: whether two calls recorded it. `backwards`: the programs of the backwards that followed, by pattern.
+    `is_confirmed`: whether two calls recorded it. `backwards`: the programs of the backwards that followed, by
+    pattern and whether the graph was cut between.
     `saved`: the tokens of what these use, which a `Saved` makes when it is needed, going by `unfolding`.
     """
 

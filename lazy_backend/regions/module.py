@@ -434,9 +434,11 @@ class CapturedModule:
         call = WrittenCall(arguments.context, ends, [*detached, *others], inputs, self._refuse, finish)
         if lesson is not None:
             known, stretch, program = lesson
-            places = {id(operand): place for place, operand in enumerate(program.operands(arguments.tensors) or ())}
+            operands = program.operands(arguments.tensors) or []
+            places = {id(operand): place for place, operand in enumerate(operands)}
             tokens = [one._data.token for one in inner]  # type: ignore[attr-defined]
-            call.lesson = Lesson(known, stretch, [places.get(id(one)) for one in inputs], tokens)
+            data = [operand._data for operand in operands]
+            call.lesson = Lesson(known, stretch, data, [places.get(id(one)) for one in inputs], tokens)
         made = with_node(call, [one.detach() for one in inner], inputs, []) if inner else ()
         outer |= {id(one): result for one, result in zip(inner, made, strict=True)}
         leaves = [outer.get(id(leaf), leaf) for leaf in leaves]

@@ -7,6 +7,7 @@ A stretch becomes a `Jump` once it is known where the tensors that it uses come 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.ir import rng
+from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
+from lazy_backend.ports.cpython import UNHELD, counts_of
 from lazy_backend.replay.recorded_call import drew_only, host_generators
 from lazy_backend.tensors.contexts import contexts
-from lazy_backend.tensors.state import DeviceContext, LazyStorage, Trace
+from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, Trace
 
 Node = TrieNode[Call | Cut]
 
@@ -127,6 +130,40 @@ class Stretch:
             if storage is not None and token not in wanted and (storage in held or id(storage) not in waiting):
                 raise NotReplayable(f"something keeps a tensor that it makes at {self.site_of_made(token)}")
 
+    def check_nothing_kept_after(self, trace: Trace, tokens: Sequence[Token]) -> None:
+        """As `check_nothing_kept`, once the graph was cut: `trace` has begun since, and holds what entered it."""
+        wanted = set(map(self.root, tokens))
+        alive = [(token, self.storages[place]()) for token, place in self.places.items() if token not in wanted]
+        made = [token for token, storage in alive if storage is not None]
+        storages = [storage for _, storage in alive if storage is not None]
+        del alive
+        # each is an input, or what a view among the inputs looks into, and has an alias group
+        entered = Counter(id(data) for data in (*trace.inputs, trace.entering))
+        entered.update(map(id, trace.groups))
+        views = [data for data in trace.inputs if data is not data.storage]
+        entered.update(id(view.storage) for view in views)
+        for token, storage_count in zip(made, _num_unknown(storages, entered), strict=True):
+            if storage_count:
+                raise NotReplayable(f"something keeps a tensor that it makes at {self.site_of_made(token)}")
+        mine = dict(zip(map(id, storages), made, strict=True))
+        for view, view_count in zip(views, _num_unknown(views, entered), strict=True):
+            if view_count and (root := mine.get(id(view.storage))) is not None:
+                raise NotReplayable(f"something keeps a view of what it makes at {self.site_of_made(root)}")
+
+    def looks(self, operands: Sequence[TensorData | None]) -> dict[tuple[LazyStorage, TensorMeta], Token]:
+        """The tokens of what the calls used and made, as far as it is alive, by memory and geometry.
+
+        `operands`: the data of `self.operands`, in this order.
+        """
+        storages = {token: storage for token, place in self.places.items() if (storage := self.storages[place]())}
+        storages |= {token: data.storage for token, data in zip(self.operands, operands, strict=True) if data}
+        found = {(data.storage, data.meta): token for token, data in zip(self.operands, operands, strict=True) if data}
+        for token, made in self.made.items():
+            storage = storages.get(self.root(token))
+            if storage is not None:
+                found.setdefault((storage, made.meta), token)
+        return found
+
     def site_of(self, token: Token) -> str:
         """The line that first uses `token`."""
         return next((call.site for call in self.calls if token in tokens_of(call)), "an unknown line")
@@ -180,6 +217,12 @@ class Stretch:
                 return f"{call.op} at {call.site}"
             place -= call.num_constants
         raise IndexError(place)
+
+
+def _num_unknown(objects: Sequence[object], known: Counter[int]) -> list[int]:
+    """How many references there are to each object, besides that of the list and those that are `known`."""
+    counts = counts_of(objects)
+    return [count - UNHELD - known[id(one)] for one, count in zip(objects, counts, strict=True)]
 
 
 def _calls_between(start: Node, end: Node) -> list[Call]:
