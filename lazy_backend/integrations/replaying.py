@@ -26,8 +26,11 @@ from lazy_backend.regions.optimizer import capture_optimizer
 # Packages of modules whose calls read nothing but their own state and their arguments.
 _KNOWN = ("torch.nn.modules.", "transformers.", "torchvision.models.", "torchvision.ops.")
 
-# Where functions that they keep as attributes come from, such as an activation.
-_KNOWN_FUNCTIONS = ("torch.", "transformers.", "torchvision.", "builtins.")
+# Where functions that they keep as attributes come from, such as an activation, or the head that trl gives to models.
+_KNOWN_FUNCTIONS = ("torch.", "transformers.", "torchvision.", "trl.", "builtins.")
+
+# Where hooks come from that do nothing besides what is recorded, such as having an embedding require gradients.
+_KNOWN_HOOKS = ("transformers.",)
 
 # Layers, each of one to three calls of operators, from which on replaying costs less than recording.
 _MIN_LAYERS = 4
@@ -58,7 +61,7 @@ class _KnownParts:
             return
         if self._knows(module) and not isinstance(module, _LISTS):
             if _num_layers(module) >= _MIN_LAYERS:
-                capture_module(module, warns=False)
+                capture_module(module, warns=False, knows_hook=_is_known_hook)
             return
         for part in module.children():
             self.visit(part)
@@ -80,12 +83,25 @@ def _comes_from_known(definition: Any) -> bool:
 
 def _is_inert(value: Any) -> bool:
     """Whether an attribute's calls, if it can be called, are known: not those of a user's activation or `forward`."""
-    if isinstance(value, functools.partial):
-        value = value.func
     if not callable(value) or isinstance(value, torch.nn.Module | torch.Tensor):
         return True
-    named = value if hasattr(value, "__module__") else type(value)
-    return named.__module__ is None or f"{named.__module__}.".startswith(_KNOWN_FUNCTIONS)
+    return _place_of(value).startswith(_KNOWN_FUNCTIONS)
+
+
+def _is_known_hook(hook: Any) -> bool:
+    return _place_of(hook).startswith(_KNOWN_HOOKS)
+
+
+def _place_of(function: Any) -> str:
+    """The module that a function's code is in, with a dot: a wrapper has the `__module__` of what it stands for."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    place = getattr(function, "__globals__", {}).get("__name__")
+    if place is None:
+        named = function if hasattr(function, "__module__") else type(function)
+        place = named.__module__ or "builtins"
+    return f"{place}."
 
 
 def _num_layers(module: torch.nn.Module) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -70,7 +70,17 @@ _MAX_WAITING = 16
 _MAX_STATES = 8
 
 
-def capture_module(module: torch.nn.Module, verify: bool = True, warns: bool = True) -> torch.nn.Module:
+# Whether a hook on a module's calls does nothing besides what is recorded, so that a replay need not call it.
+KnowsHook = Callable[[Any], bool]
+
+
+def _knows_none(hook: Any) -> bool:
+    return False
+
+
+def capture_module(
+    module: torch.nn.Module, verify: bool = True, warns: bool = True, knows_hook: KnowsHook = _knows_none
+) -> torch.nn.Module:
     """Let `module` replay its calls. Returns it; its parameters, its `state_dict` and its class stay as they are."""
     if not REGIONS.fits():
         return module
@@ -81,7 +91,7 @@ def capture_module(module: torch.nn.Module, verify: bool = True, warns: bool = T
             "  capture it instead: what it records is compiled as part of its step"
         )
     # where `Module.compile` puts its function: copies and pickles of the module leave it out
-    set_entry(module, _ModuleEntry(CapturedModule(module, verify, warns)))
+    set_entry(module, _ModuleEntry(CapturedModule(module, verify, warns, knows_hook)))
     return module
 
 
@@ -110,14 +120,15 @@ def _nothing() -> None:
 class CapturedModule:
     """Replays the calls of one module."""
 
-    __slots__ = ("_name", "_verify", "_states", "_failures", "account", "_reference", "__weakref__")
+    __slots__ = ("_name", "_verify", "_states", "_failures", "_knows_hook", "account", "_reference", "__weakref__")
 
-    def __init__(self, module: torch.nn.Module, verify: bool, warns: bool) -> None:
+    def __init__(self, module: torch.nn.Module, verify: bool, warns: bool, knows_hook: KnowsHook) -> None:
         forget = weakref.WeakMethod(self._forget)
         # states refer to the module's attributes, and these to us: that cycle ends with the module
         self._reference = weakref.ref(module, lambda _: (method := forget()) and method())
         self._name = type(module).__name__
         self._verify = verify
+        self._knows_hook = knows_hook
         self._states: list[ModuleState] = []  # the latest first
         self._failures = 0  # calls, one after another, that changed the module itself
         self.account = Account(self._name, "module", warns)
@@ -392,7 +403,7 @@ class CapturedModule:
                 self.account.warn(f"a call changes what it is made of: {state.why()}")
             raise NotReplayable(f"a call changes what it is made of: {state.why()}")
         for path, inner in module.named_modules():
-            if any(getattr(inner, name) for name in CALL_HOOKS):
+            if not all(self._knows_hook(hook) for name in CALL_HOOKS for hook in getattr(inner, name).values()):
                 raise NotReplayable(f"{path or self._name} has hooks, which a replay would not call")
         hooked = _hooked(members_of(module))
         if hooked is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from harness import count
@@ -88,3 +91,36 @@ def test_parts_train_as_they_do_uncaptured(monkeypatch: pytest.MonkeyPatch) -> N
         outcomes.append(torch.stack(losses).cpu())
     assert torch.equal(outcomes[1], outcomes[0])
     assert torch.equal(outcomes[2], outcomes[0])
+
+
+def with_hook(hook: Any) -> nn.Module:
+    model = deep()
+    model[2].register_forward_hook(hook)
+    return model
+
+
+def test_hooks_of_transformers_do_only_what_is_recorded() -> None:
+    """As of `enable_input_require_grads`, which gradient checkpointing calls; a hook of the user's may do more."""
+    modeling_utils = pytest.importorskip("transformers.modeling_utils")
+    source = "def hook(module, args, made):\n    made.requires_grad_(True)\n"
+    for namespace, is_known in ((vars(modeling_utils), True), (dict(globals()), False)):
+        made: dict[str, Any] = {}
+        exec(compile(source, "hook.py", "exec"), namespace, made)
+        model = with_hook(made["hook"]).to("lazy")
+        replay_known_parts(model)
+        with count("RegionJump") as jumps:
+            for _ in range(6):
+                model(torch.ones(3, 4, device="lazy")).sum().backward()
+                lazy_backend.mark_step()
+        assert (jumps() > 0) is is_known
+
+
+def test_a_forward_of_the_users_is_none_of_transformers_under_its_name() -> None:
+    @functools.wraps(nn.Linear.forward)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * len(found)
+
+    found: list[int] = []
+    model = Mine(deep())
+    model.parts[0][0].forward = forward  # type: ignore[method-assign]
+    assert captured(model) == []
