@@ -219,15 +219,16 @@ class RealCall:
                 f"a {str(real.layout).removeprefix('torch.')} tensor cannot be lazy\n  at {user_site()}\n"
                 "  compute it on the CPU, as in tensor.cpu()"
             )
-        source = self.source_of(real)
+        source = self.operands.source_of(real)
         if source is not None:
-            return wrap(ViewData(self.context, None, None, meta_of(real), source.storage))
+            return wrap(ViewData(self.context, None, None, meta_of(real), source._data.storage), view_of=source)
         for sparse in self.sparse_operands:
             part = part_of(sparse, real)
             if part is not None:
                 return part
         if real.storage_offset():  # eager puts the result inside a larger storage, as `as_strided_scatter` does
-            return wrap(ViewData(self.context, None, None, meta_of(real), new_data(self.context, whole_storage(real))))
+            whole = new_data(self.context, run_clean(whole_storage, real))
+            return wrap(ViewData(self.context, None, None, meta_of(real), whole))
         return wrap(new_data(self.context, real))
 
     def _storages(self) -> list[LazyStorage]:

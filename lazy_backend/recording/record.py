@@ -562,13 +562,13 @@ def _give_values(call: Call, results: Any, output: Any) -> None:
     for result, tensor, value in zip(call.results, results or (), output or (), strict=True):
         if isinstance(result, Fresh):
             place = address_of(value.untyped_storage())
-            tensor._data.tensor = _owned(value.clone() if place in taken else value, result.meta)
+            tensor._data.tensor = _owned(run_clean(value.clone) if place in taken else value, result.meta)
             taken.add(place)
 
 
 def _owned(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """`value`, which was described as `meta`, as the tensor of a storage: at offset 0, without the conjugate bit."""
-    return conform(value, meta) if value.storage_offset() or value.is_conj() else value
+    return run_clean(conform, value, meta) if value.storage_offset() or value.is_conj() else value
 
 
 # ----- an unseen call: infer, describe, add to the trie

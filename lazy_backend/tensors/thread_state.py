@@ -6,8 +6,8 @@ dispatch and function modes, functorch levels) already acted on the operators wh
 package; they must not act a second time. The device's own thread has no such modes. But a run within `mark_step`, a
 read and an upload happen on the user's thread, so they step out of its modes. Within `__torch_dispatch__`, the thread
 also skips the dispatch keys above it, including those that resolve conjugated and negated tensors: a kernel that takes
-the conjugate of a product, as that of `pinv`, would compute with the product. So operators that run there run as within
-a kernel of PyTorch's, which skips autograd alone.
+the conjugate of a product, as that of `pinv`, would compute with the product. So operators that run there, on complex
+or negated operands, run as within a kernel of PyTorch's, which skips autograd alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import lazy_backend
-from lazy_backend import LazyBackendError, LazyTensor
+from lazy_backend import LazyBackendError, LazyTensor, config
 
 
 class Ops(TorchDispatchMode):
@@ -290,12 +291,13 @@ INFERENCE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, lazy_backend.eager_mode])
 @rows(INFERENCE)
-def test_inference_mode_over_a_normal_tensor(case: Callable[[torch.Tensor], Any]) -> None:
+def test_inference_mode_over_a_normal_tensor(case: Callable[[torch.Tensor], Any], mode: Callable[[], Any]) -> None:
     made = []
     for device in ("lazy", "cpu"):
         x = grid(device, 3) * 2
-        with torch.inference_mode():
+        with torch.inference_mode(), mode():
             result = case(x)
         made.append([result, x, x.is_inference(), isinstance(result, torch.Tensor) and result.is_inference()])
     if case is INFERENCE["repr"] or isinstance(made[1][0], torch.Tensor) is False:
@@ -345,6 +347,31 @@ def test_what_is_made_of_an_inference_tensor_outside_may_be_written(case: Callab
         WRITES[write](part)
         made.append([x, part, part._version > 0])
     assert_same(*made)
+
+
+# Results whose memory is not that which the operator's kernel returned, or that no operator made.
+APART: dict[str, Callable[[], Any]] = {
+    "at_an_offset": lambda: torch.as_strided_scatter(grid("lazy", 9)[2:], torch.ones(2, device="lazy"), (2,), (1,), 3),
+    "a_conjugate": lambda: torch.vdot(grid("lazy", 3) * 1j, (grid("lazy", 3) * 1j).conj()),
+    "from_a_generator": lambda: torch.rand(3, device="lazy", generator=torch.Generator()),
+    "drawn_in_place": lambda: torch.empty(3, device="lazy").normal_(generator=torch.Generator()),
+    "resized": lambda: torch.add(grid("lazy", 3), 1, out=torch.empty(0, device="lazy")),
+    "grown": lambda: torch.zeros(3, device="lazy").resize_(2),
+}
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, lazy_backend.eager_mode])
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+@rows(APART)
+def test_memory_made_in_inference_mode_is_normal(case: Callable[[], Any], first_sight: str, mode: Any) -> None:
+    config.first_sight = first_sight
+    with mode():
+        with torch.inference_mode():
+            made = case()
+        before = made.cpu()
+        alias = made.detach()
+        alias.add_(1)
+        assert_same(alias.cpu(), before + 1)
 
 
 @pytest.mark.parametrize("write", WRITES)
