@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from harness import NoSync, Program, Sync, SyncAt, assert_like_eager, assert_same, count, grid
@@ -441,3 +445,52 @@ def test_gradients_that_take_odd_ways(function) -> None:
         x = leaf(device, 4)
         gradients.append(torch.autograd.grad(function(x), x)[0])
     assert_same(*gradients)
+
+
+# ----- views whose grad_fn is made again
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "t": lambda base: base.t(),
+    "select": lambda base: base[0],
+    "chain": lambda base: base.t()[1:].unsqueeze(0),
+    "expand": lambda base: base.expand(2, 2, 3),
+    "unbind": lambda base: base.unbind()[1],
+    "detach": lambda base: base.detach(),
+    "data": lambda base: base.data,
+}
+CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
+    "none": lambda leaf, base, view: None,
+    "base written without gradients": torch.no_grad()(lambda leaf, base, view: base.add_(1)),
+    "view written without gradients": torch.no_grad()(lambda leaf, base, view: view.add_(1)),
+    "base written": lambda leaf, base, view: base.mul_(2),
+    "view written": lambda leaf, base, view: view.mul_(2),
+    "view detached": lambda leaf, base, view: view.detach_(),
+    "data written": lambda leaf, base, view: base.data.add_(1),
+    "data set": lambda leaf, base, view: setattr(base, "data", torch.ones(2, 3, device=base.device)),
+}
+
+
+def around_changes(device: str, names: tuple[str, ...], is_leaf: bool, mode: Any, view_of: Any) -> list[Any]:
+    """What a view and its gradients are after changes, or the type of the error."""
+    leaf = (torch.arange(6.0, device=device).reshape(2, 3) + 1).requires_grad_()
+    base = leaf if is_leaf else leaf * 2
+    try:
+        with mode():
+            view = view_of(base)
+        for name in names:
+            CHANGES[name](leaf, base, view)
+        found = [view.requires_grad, view.is_leaf, view._is_view(), view]
+        ((view * view).sum() + (base * 3).sum()).backward()
+    except RuntimeError as error:
+        return [type(error)]
+    return [*found, leaf.grad]
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_whose_grad_fn_is_made_again(name: str, mode: Any, is_leaf: bool) -> None:
+    for names in itertools.product(CHANGES, repeat=2):
+        found, expected = (around_changes(device, names, is_leaf, mode, VIEWS[name]) for device in ("lazy", "cpu"))
+        assert_same(found, expected)
