@@ -2,6 +2,7 @@
 
     python tools/conformance.py --ops '^add' --jobs 2
     python tools/conformance.py --jobs 2 --baseline --resume --write docs/op_support.md
+    python tools/conformance.py --databases op --modes interpreted --every-dtype --jobs 2
     python tools/conformance.py --show op/add/forward/float32/interpreted
 
 In: flags. Out: one line of JSON per case in a file, a summary on stdout, and with --write the table for the docs.
@@ -240,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--databases", type=names_among(DATABASES), default=DATABASES, help=", ".join(DATABASES))
     parser.add_argument("--variants", type=names_among(VARIANTS), default=VARIANTS, help=", ".join(VARIANTS))
     parser.add_argument("--modes", type=names_among(MODES), default=tuple(MODES), help=modes)
+    parser.add_argument("--every-dtype", action="store_true", help="operators in every dtype, not in two of them")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--resume", action="store_true", help="keep the results there are, run what is missing")
     parser.add_argument("--only-failed", action="store_true", help="run again what did not pass, keep the rest")
@@ -284,7 +286,8 @@ def main() -> int:
     arguments = _parser().parse_args()
     if arguments.show:
         return show(arguments.show, arguments.target)
-    cases = list_cases(arguments.databases, arguments.ops, arguments.variants, arguments.modes)
+    every_dtype = arguments.every_dtype
+    cases = list_cases(arguments.databases, arguments.ops, arguments.variants, arguments.modes, every_dtype)
     if not cases:
         print("conformance: no case matches; --list without other flags prints all of them", file=sys.stderr)
         return 2
@@ -300,7 +303,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"conformance: interrupted; --resume goes on from {arguments.results}", file=sys.stderr)
         return 130
-    listed = {case.key for case in list_cases()}  # the file may hold cases of an earlier version
+    listed = {case.key for case in list_cases(every_dtype=every_dtype)}  # the file may hold cases of an earlier version
     records = [record for (_, key), record in store.load().items() if key in listed]
     print(summary(records))
     if arguments.write:

@@ -109,9 +109,13 @@ def list_cases(
     names: str = "",
     variants: Iterable[str] = VARIANTS,
     modes: Iterable[str] = tuple(MODES),
+    every_dtype: bool = False,
 ) -> list[Case]:
-    """All cases that match, with `names` as a regular expression to be found in their entry's name."""
-    makers = {"op": _op_cases, "module": _module_cases, "optim": _optim_cases}
+    """All cases that match, with `names` as a regular expression to be found in their entry's name.
+
+    With `every_dtype` there is an interpreted case for each dtype of an operator.
+    """
+    makers = {"op": lambda: _op_cases(every_dtype), "module": _module_cases, "optim": _optim_cases}
     pattern, wanted_variants, wanted_modes = re.compile(names), set(variants), set(modes)
     return [
         case
@@ -121,7 +125,7 @@ def list_cases(
     ]
 
 
-def _op_cases() -> Iterator[Case]:
+def _op_cases(every_dtype: bool) -> Iterator[Case]:
     families = ((name, _family(name, op)) for name, op in operators().items())
     chosen = _sample_of_families(families, INDUCTOR_SHARE)
     for name, op in operators().items():
@@ -129,6 +133,8 @@ def _op_cases() -> Iterator[Case]:
             backward = variant == "gradients"
             supported = op.supported_backward_dtypes("cpu") if backward else op.supported_dtypes("cpu")
             dtypes = _op_dtypes(name, supported)
+            if every_dtype:
+                dtypes += sorted({*map(_dtype_name, supported)} - {*dtypes})
             for dtype in dtypes[:1] if variant == "errors" else dtypes:  # those choose their dtypes themselves
                 yield Case("op", name, variant, dtype, "interpreted")
         first = _op_dtypes(name, op.supported_dtypes("cpu"))[0]

@@ -117,6 +117,12 @@ def test_the_published_page_has_every_entry() -> None:
     assert set(symbols(PAGE)) == {case.split("/")[1] for case in listed}
 
 
+def test_every_dtype_is_tried_if_asked_for() -> None:
+    listed = conformance("--list", "--ops", "^add$", "--databases", "op", "--every-dtype").stdout.splitlines()
+    assert "op/add/forward/complex128/interpreted" in listed
+    assert {case.split("/")[3] for case in listed if "/forward/" in case} >= {"bool", "int8", "uint8", "bfloat16"}
+
+
 def test_results_name_the_commit(results: Path) -> None:
     commits = {record["commit"] for record in records(results).values()}
     assert len(commits) == 1
