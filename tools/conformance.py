@@ -35,14 +35,14 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch
 from checkout import ROOT, commit
 from command_line import names_among
-from conformance_cases import AUTOCAST, DATABASES, MODES, VARIANTS, Case, baseline_of, list_cases, parse_case
+from conformance_cases import DATABASES, MODES, VARIANTS, Case, baseline_of, list_cases, parse_case
 from conformance_checks import Result, run_case
 from conformance_tables import Record, summary, write_document
 from conformance_targets import TARGETS
 from tqdm import tqdm
 
 DEFAULT_RESULTS = ROOT / "build" / "conformance.jsonl"
-SECONDS_PER_CASE = {"interpreted": 120, "twice": 60, "aot": 120, "inductor": 300, **dict.fromkeys(AUTOCAST, 120)}
+SECONDS_PER_CASE = {**dict.fromkeys(MODES, 120), "twice": 60, "inductor": 300}
 CASES_PER_WORKER = 200  # then it is replaced: caches of PyTorch's and ours grow
 
 Job = tuple[str, Case]  # the target's name and what to run on it

@@ -23,6 +23,8 @@ OPTIM_VARIANTS = ("default", "for-loop", "foreach", "fused")
 VARIANTS = tuple(dict.fromkeys(OP_VARIANTS + MODULE_VARIANTS + OPTIM_VARIANTS))
 MODES = {
     "interpreted": "every sample, interpreted, bit for bit",
+    "recorded": "every sample, recorded before it is run, bit for bit",
+    "mixed": "a few samples, their operands in float32 and bfloat16, compiled with Inductor's decompositions",
     "twice": "a few samples twice: the second time records and compiles nothing new",
     "aot": "one sample, compiled with aot_eager",
     "inductor": "one sample of one entry in four, of every family, compiled with Inductor",
@@ -147,7 +149,8 @@ def _op_cases(every_dtype: bool) -> Iterator[Case]:
             if variant in ("forward", "gradients") and FIRST_DTYPE in (
                 op.supported_backward_dtypes("cpu") if backward else op.supported_dtypes("cpu")
             ):
-                yield from (Case("op", name, variant, _dtype_name(FIRST_DTYPE), mode) for mode in AUTOCAST)
+                modes = ("recorded", "mixed", *AUTOCAST)
+                yield from (Case("op", name, variant, _dtype_name(FIRST_DTYPE), mode) for mode in modes)
         if name in chosen:
             differentiable = FIRST_DTYPE in op.supported_backward_dtypes("cpu") and op.supports_autograd
             yield Case("op", name, "gradients" if differentiable else "forward", first, "inductor")

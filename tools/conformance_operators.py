@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 # Samples of one case, spread evenly over all there are: a few entries have more than a thousand.
 MAX_SAMPLES = 40
 MAX_FURTHER_SAMPLES = 12  # of the second dtype
+LAID_OUT_SAMPLES = 3  # that are also tried in each of `_LAYOUTS`
 ODD_SAMPLES = 8  # that are also tried non-contiguous, or with odd `out` tensors
 
 # Samples of these hold tensors on the CPU by intention, whatever the device: lengths and indices.
@@ -39,15 +40,18 @@ def op_programs(case: Case) -> Iterator[Program]:
 
 
 def _samples(op: Any, case: Case) -> list[Sample]:
-    """Samples of the database, some of them non-contiguous too, and one without elements."""
+    """Samples of the database, some of them non-contiguous and in other layouts too, and one without elements."""
     differentiable = case.variant == "gradients" and op.supports_autograd
     given = list(op.sample_inputs("cpu", case.torch_dtype, requires_grad=differentiable))
     hosts = _host_leaves(op, case, len(given))
     samples = [_sample(f"sample {n}", sample, hosts[n]) for n, sample in enumerate(given)]
     samples = spread(samples, MAX_SAMPLES if case.dtype == "float32" else MAX_FURTHER_SAMPLES)
     odd = spread(samples, ODD_SAMPLES)
+    if case.mode == "mixed":
+        return [_mixed(sample, first) for sample in odd for first in (True, False)]
+    laid_out = [_laid_out(sample, layout) for sample in spread(samples, LAID_OUT_SAMPLES) for layout in _LAYOUTS]
     empty = [] if op.full_name in NOT_WITHOUT_ELEMENTS else _without_elements(samples)
-    return [*samples, *filter(None, map(_non_contiguous, odd)), *empty]
+    return [*samples, *filter(None, map(_non_contiguous, odd)), *filter(None, laid_out), *empty]
 
 
 def _sample(label: str, sample: Any, host: Sequence[int]) -> Sample:
@@ -85,6 +89,56 @@ def _non_contiguous(sample: Sample) -> Sample | None:
         return _changed(sample, "non-contiguous", noncontiguous_like)
     except RuntimeError:  # a few kinds of tensors have no such form
         return None
+
+
+def _in_order(tensor: torch.Tensor, *order: int) -> torch.Tensor:
+    """A copy whose dimensions lie in memory in this order, outermost first."""
+    return tensor.permute(order).contiguous().permute(sorted(range(tensor.dim()), key=lambda place: order[place]))
+
+
+def _reversed(tensor: torch.Tensor) -> torch.Tensor:
+    return _in_order(tensor, *reversed(range(tensor.dim())))
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return _in_order(tensor, 0, *range(2, tensor.dim()), 1) if tensor.dim() > 1 else tensor.clone()
+
+
+def _expanded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:1].expand_as(tensor) if tensor.dim() and tensor.numel() else tensor.clone()
+
+
+def _odd_steps(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in channels-last order whose dimensions of one element have a step of 1, as a batch of one may."""
+    moved = _channels_last(tensor)
+    steps = zip(moved.shape, moved.stride(), strict=True)
+    return moved.as_strided(moved.shape, [1 if size == 1 else step for size, step in steps])
+
+
+_LAYOUTS = {
+    "reversed": _reversed,
+    "channels last": _channels_last,
+    "expanded": _expanded,
+    "odd steps": _odd_steps,
+}
+
+
+def _laid_out(sample: Sample, layout: str) -> Sample | None:
+    try:
+        return _changed(sample, layout, _LAYOUTS[layout])
+    except RuntimeError:  # a few kinds of tensors have no such form
+        return None
+
+
+def _mixed(sample: Sample, lowers_first: bool) -> Sample:
+    """The sample with its first tensor in bfloat16, or all others."""
+    first = next((leaf for leaf in tree_leaves(sample.args) if isinstance(leaf, torch.Tensor)), None)
+
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        is_first = first is not None and tensor.data_ptr() == first.data_ptr()
+        return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and is_first is lowers_first else tensor
+
+    return _changed(sample, "with a lower first" if lowers_first else "with lower others", lower)
 
 
 def _without_elements(samples: Sequence[Sample]) -> list[Sample]:

@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 Cuts = Counter[str]
 
+# The backend of each mode in which graphs are compiled.
+COMPILED = {"aot": "aot_eager", "mixed": "aot_eager_decomp_partition", "inductor": "inductor"}
+
 
 class RandomOps(TorchDispatchMode):
     """Notes whether random numbers are drawn."""
@@ -222,9 +225,10 @@ class Lazy(Target):
     @contextlib.contextmanager
     def mode(self, name: str) -> Iterator[None]:
         settings: dict[str, Any] = {"compile": "off"}
-        if name in ("aot", "inductor"):
-            backend = "aot_eager" if name == "aot" else "inductor"
-            settings = {"compile": "foreground", "backend": backend, "num_profiled_runs": 0}
+        if name in COMPILED:
+            settings = {"compile": "foreground", "backend": COMPILED[name], "num_profiled_runs": 0}
+        if name in ("recorded", "mixed"):
+            settings["first_sight"] = "record"
         with self.package.config.patch(check_graphs=True, **settings):
             yield
 
