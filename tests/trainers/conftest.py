@@ -19,6 +19,9 @@ NEEDS = {
     "lightning": "lightning",
     "ignite": "ignite",
     "generation": "transformers",
+    "trl": "trl",
+    "sentence_transformers": "sentence_transformers",
+    "stable_baselines3": "stable_baselines3",
 }
 
 
