@@ -66,6 +66,7 @@ _LONG = (
     "test_with_accelerate.py",
     "test_with_transformers.py",
     "test_cache_travels.py",
+    "test_refused_values.py",
 )
 
 

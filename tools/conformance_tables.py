@@ -56,6 +56,37 @@ with non-contiguous tensors and without elements are among them. dtypes are floa
   too, since the lazy device chooses it by itself, as CUDA does.
 """
 
+# Not measured here: tests/cpu/test_refused_values.py has each of these.
+REFUSED_VALUES = """\
+### Values that operators refuse
+
+Some kernels look at values: an index out of range, a target that is no class, a matrix that is singular. What raises in
+eager because of them raises at the sync: an `ExecutionError` with eager's text and the recorded line, whose cause is
+eager's error. On the CPU this holds for every way of running: interpreted, compiled (by C++ alone, from Python, in
+blocks, for many shapes, by another backend), captured and served. Nothing is stored that the program stores later.
+
+| operators | refused | compiled for the CPU |
+| --- | --- | --- |
+| `embedding`, `index_select`, `gather`, `scatter`, `scatter_add`, `scatter_reduce`, `index_add`, `index_copy`, `index_reduce` | indices out of range, or negative | checked before |
+| `index`, `index_put`, `_index_put_impl`, `index_fill`, `take`, `put` | indices out of range | checked before |
+| `nll_loss_forward`, `nll_loss2d_forward` (`cross_entropy`), `multi_margin_loss`, `multilabel_margin_loss_forward` | targets that are no classes | checked before |
+| `binary_cross_entropy` | inputs and targets outside of [0, 1] | checked before |
+| `max_unpool2d`, `max_unpool3d` | indices out of range | checked before |
+| `floor_divide`, `remainder`, `fmod`, `div` with a rounding mode | zeros among divisors of integers | checked before |
+| `_assert_async`, and `one_hot` by it | a condition that does not hold | checked before |
+| `_linalg_check_errors` (`cholesky`, `inv`, `solve`, `lu_factor`, `ldl_factor` of `torch.linalg`) | matrices that are singular, or not positive-definite | checked before |
+| `cholesky`, `linalg.svd`, `linalg.eigh`, `linalg.eig`, `check_errors=True` | what does not converge | by ATen's kernel, which is called |
+| `multinomial`, `bernoulli`, `normal`, `poisson` | probabilities, deviations and rates | by ATen's kernel, which is called |
+| `embedding_bag`, `embedding_renorm_`, `masked_scatter`, `x[mask] = values`, `searchsorted` with a sorter, `histc`, `segment_reduce`, `lu_unpack` | indices, numbers of elements, ranges | by ATen's kernel, which is called |
+| `bincount`, `repeat_interleave`, `gaussian_nll_loss`, `masked_select` and others that [cut the graph](#what-cuts-the-graph) | as in eager | they run at once, and raise at their line |
+| operators of yours | what they refuse | by their kernel, which is called |
+| `quantile`, `nanquantile` | q outside of [0, 1] | checked before, with the text of `gather` |
+
+Where a kernel is called, the message names the calls of the graph that may have raised, which is mostly one. On CUDA
+kernels assert, as in eager: the error comes at some later call, without a line, and the process has to be started
+again. Nothing that eager refuses on the CPU is known to be silently different.
+"""  # noqa: E501
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -125,7 +156,7 @@ def write_document(records: Iterable[Record], path: Path) -> None:
     version, uninitialized = torch.__version__.split("+")[0], ", ".join(map(_code, sorted(UNINITIALIZED)))
     head = _HEAD.format(torch=version, uninitialized=uninitialized, measured=_measured(report))
     parts = [head, *(table.markdown() for table in _figures(report) if table.rows), _rounding(report), _cuts(report)]
-    parts += [_failures(report), _per_entry(report)]
+    parts += [_failures(report), REFUSED_VALUES, _per_entry(report)]
     path.write_text("\n\n".join(part.strip() for part in parts if part) + "\n")
 
 

@@ -33,10 +33,10 @@ from lazy_backend.diagnostics.debug_log import print_run
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import ExecutionError, LazyBackendError, PoisonedTensorError
 from lazy_backend.lowering.artefacts.run_thread import available_cores
+from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.compiler import CompiledRun
 from lazy_backend.lowering.device_graphs.launcher import launches
-from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled

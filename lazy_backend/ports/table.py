@@ -518,6 +518,13 @@ TRANSPOSED_SUMS = Port(
     KnownSource("torch._inductor.codegen.cpp.CppVecKernel.store", ("0716aaac", "9e3dda8a")),
     without="x.index_add_(0, i, y.t()) and backwards of embeddings may give wrong numbers: make y contiguous",
 )
+CHECKS_FIRST = Port(
+    "Inductor: checks of values before writes",
+    "torch._inductor.scheduler.Scheduler.compute_dependencies(self)",
+    "torch._inductor.dependencies.MemoryDep",
+    "torch._inductor.virtualized.V",
+    without="a step whose values an operator refuses may have changed parameters by then",
+)
 LATE_READS = Port(
     "Inductor: inputs that are read after they are written",
     "torch._inductor.config.post_grad_custom_post_pass",

@@ -113,6 +113,7 @@ class Loaded:
     may_be_slower: bool = False
     find_starter: Callable[[], RunStarter | None] = _no_starter
     left_out: tuple[str, ...] = ()
+    is_in_blocks: bool = False
 
 
 def load(data: bytes, graph: Graph) -> Loaded:
@@ -156,7 +157,8 @@ def _load_blocks(header: dict[str, Any], blobs: Sequence[bytes]) -> Loaded:
     make, find = (None, _no_starter) if sequence is None else (sequence.make, sequence.starter)
     runner = BlockRunner(BlockSequence.from_json(header["sequence"]), blocks, make)
     left_out = tuple(name for block in native for name in block["left_out"])
-    return Loaded(runner.call, header["guards"], ", ".join(reasons), "is_faster" not in header, find, left_out)
+    may_be_slower = "is_faster" not in header
+    return Loaded(runner.call, header["guards"], ", ".join(reasons), may_be_slower, find, left_out, is_in_blocks=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from lazy_backend.ports.port import VARIABLE
 from lazy_backend.ports.replacements import inductor
 
 # Raise it when the contents of artefacts change.
-FORMAT = 5
+FORMAT = 6
 
 
 class Scope(enum.Flag):

@@ -130,6 +130,44 @@ static PyObject* give(AtenTensorHandle* handles, Py_ssize_t count) {{
     return tensors;
 }}
 
+// Values that an operator refuses, in owned handles, and what says which call it is.
+// See Note [Values are checked before writes].
+struct Refused {{
+    std::vector<AtenTensorHandle> operands;
+    std::vector<int64_t> sizes;
+    const char* call = nullptr;  // null: nothing was refused
+    int64_t place = 0;
+
+    // Sets a Python exception, as `require` does in Python.
+    void raise() {{
+        std::vector<AtenTensorHandle> all;
+        all.swap(operands);
+        PyObject* tensors = give(all.data(), all.size());
+        PyObject* numbers = tensors ? PyList_New(0) : nullptr;
+        for (size_t i = 0; numbers && i < sizes.size(); i++) {{
+            PyObject* number = PyLong_FromLongLong(sizes[i]);
+            if (!number || PyList_Append(numbers, number)) Py_CLEAR(numbers);
+            Py_XDECREF(number);
+        }}
+        PyObject* values = numbers ? Py_BuildValue("sOOsL", {mark}, tensors, numbers, call, (long long)place) : nullptr;
+        if (values) PyErr_SetObject(PyExc_RuntimeError, values);
+        Py_XDECREF(tensors);
+        Py_XDECREF(numbers);
+        Py_XDECREF(values);
+    }}
+}};
+static void require(
+    AtenTensorHandle holds, const std::vector<AtenTensorHandle>& operands, std::vector<int64_t> sizes,
+    const char* call, int64_t place) {{
+    if (*static_cast<const bool*>(data(holds))) return;
+    Refused refused{{{{}}, std::move(sizes), call, place}};
+    for (AtenTensorHandle operand : operands) {{
+        refused.operands.push_back(nullptr);
+        share(operand, refused.operands.back());
+    }}
+    throw refused;
+}}
+
 // How many threads operators of this thread use, for a while. What PyTorch has for it holds for later threads, too.
 struct Threads {{
     int of_operators = 0, of_mkl = 0;
@@ -192,6 +230,7 @@ struct Task {{
     Frame frame, results;
     std::vector<int64_t> symbols;
     std::string error;
+    Refused refused;
     bool failed = false;
 
     explicit Task(const Computation& does)
@@ -232,6 +271,9 @@ struct Task {{
             computation.run(computation.of, frame.t.data(), symbols.data(), results.t.data(), state);
         }} catch (const Raised&) {{
             failed = true;
+        }} catch (Refused& values) {{
+            failed = true;
+            refused = std::move(values);
         }} catch (const std::exception& raised) {{
             failed = true;
             error = raised.what();
@@ -245,6 +287,7 @@ struct Task {{
 
     PyObject* given() {{
         if (failed) {{
+            if (refused.call) refused.raise();
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
             return nullptr;
         }}

@@ -32,6 +32,7 @@ import torch
 from lazy_backend.lowering.artefacts import native_calls
 from lazy_backend.lowering.artefacts.extension_template import EXTENSION, METHODS, RUNNER
 from lazy_backend.lowering.artefacts.inductor_module import NotExpressible, check_name, checked_geometries
+from lazy_backend.lowering.checks.refusals import MARK, require
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 from lazy_backend.ports.dispatcher import OpOverload, base_name, function_schema, overload_name
 from lazy_backend.ports.replacements import inductor
@@ -117,6 +118,7 @@ def runner_source(runners: Sequence[Runner], identity: str) -> str:
         products=DEFINITION if any(runner.multiplies for runner in runners) else "",
         native_calls="".join(sorted(set().union(*(runner.native_calls for runner in runners)))),
         conversions=inductor.CONVERSIONS,
+        mark=json.dumps(MARK),
         message=f"{inductor.MESSAGE}()" if inductor.has_message() else _NO_MESSAGE,
         runners="\n".join(f"namespace runner{place} {{\n{runners[place].text}}}\n" for place in places),
         computations=", ".join(f"&runner{place}::computation" for place in places),
@@ -280,7 +282,7 @@ class _RunnerWriter:
         function, written = _shim_of(overload), len(self.lines)
         if self._is_multiplied(overload, called) or self._is_mask(overload, called, name):
             return
-        if self._are_norms(overload, called, name):
+        if self._are_norms(overload, called, name) or self._is_check(overload, called):
             return
         if function not in inductor.shims() and name is None:
             overload, called = _returning_nothing(overload, called)
@@ -345,6 +347,20 @@ class _RunnerWriter:
             self._say(f"drop(t[{slot}]);")
         self._values[name] = _Results(tuple(made))
         self.native_calls.add(native_calls.NORMS)
+        return True
+
+    def _is_check(self, overload: OpOverload, called: ast.Call) -> bool:
+        """Write a check of values. See Note [Values are checked before writes]."""
+        if overload is not require:
+            return False
+        holds, operands, sizes, call, place = called.args
+        temporaries = self.num_slots
+        given = ", ".join(self._item("AtenTensorHandle", operand) for operand in _elements(operands))
+        numbers = ", ".join(map(self._integer, _elements(sizes)))
+        named = f"{json.dumps(ast.literal_eval(call))}, {self._integer(place)}"
+        self._say(f"require({self._item('AtenTensorHandle', holds)}, {{{given}}}, {{{numbers}}}, {named});")
+        for slot in range(temporaries, self.num_slots):
+            self._say(f"drop(t[{slot}]);")
         return True
 
     def _shim(self, function: str, overload: OpOverload, called: ast.Call, name: str | None) -> None:

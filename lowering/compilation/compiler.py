@@ -20,16 +20,17 @@ from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import boxed, load
 from lazy_backend.lowering.artefacts.run_thread import Overlap, RunBeside, RunStarter
-from lazy_backend.lowering.compilation.fx import to_fx
+from lazy_backend.lowering.checks.refusals import Refusal, may_refuse
+from lazy_backend.lowering.checks.value_rules import checked
+from lazy_backend.lowering.compilation.fx import checks_values, to_fx
 from lazy_backend.lowering.compilation.inductor_defects import without_defects
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest
 from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
-from lazy_backend.lowering.ir.graph import Graph, Node
+from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.shapes import symbolic_graph
 from lazy_backend.ports.compilers import for_threads, registered_backend, use_boxed_code
-from lazy_backend.ports.dispatcher import function_schema
 from lazy_backend.ports.fake_tensors import quiet_fake_tensors
 from lazy_backend.ports.thread_modes import WithoutAutocast
 
@@ -56,21 +57,15 @@ def backend_name(backend: Backend) -> str:
 class PlanError(RuntimeError):
     """A compiled graph failed while it ran. Lists the calls that can fail at run time; which one failed is unknown."""
 
-    def __init__(self, graph: Graph, cause: BaseException) -> None:
-        suspects = [node for node in graph.nodes if may_fail_at_run_time(node)][:_MAX_SUSPECTS]
-        lines = "".join(f"\n  {node.name} recorded at {node.site or 'an unknown line'}" for node in suspects)
+    def __init__(self, graph: Graph, cause: BaseException, are_checked: bool) -> None:
+        """`are_checked`: whether what the code checks by itself is not in question."""
+        suspects = [node for node in graph.nodes if may_refuse(node.op) and not (are_checked and checked(node))]
+        named = suspects[:_MAX_SUSPECTS]
+        lines = "".join(f"\n  {node.name} recorded at {node.site or 'an unknown line'}" for node in named)
         super().__init__(f"{cause}" + (f"\n  while running a compiled graph, likely in{lines}" if lines else ""))
 
 
 _MAX_SUSPECTS = 5
-
-# Parts of the names of kernels that check values and may reject them. Any operator outside PyTorch may fail, too.
-_VALUE_CHECKED = ("index", "embedding", "gather", "scatter", "nll_loss", "cholesky", "linalg", "multinomial", "assert")
-
-
-def may_fail_at_run_time(node: Node) -> bool:
-    namespace, name = function_schema(node.op).name.split("::")
-    return namespace not in ("aten", "prims") or any(word in name for word in _VALUE_CHECKED)
 
 
 class CompiledPlan:
@@ -85,7 +80,9 @@ class CompiledPlan:
         may_be_slower: bool = False,
         find_starter: Callable[[], RunStarter | None] = lambda: None,
         left_out: tuple[str, ...] = (),
+        is_in_blocks: bool = False,
     ) -> None:
+        self._is_in_blocks = is_in_blocks
         self._stored = request.stored
         self._sizes = request.sizes
         self._device = request.stored.device
@@ -206,7 +203,17 @@ class CompiledPlan:
             with _no_grad(), WithoutAutocast():
                 return self._aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
-            raise PlanError(self.graph, error) from error
+            described = self.described(error)
+            raise described from described.__cause__
+
+    def described(self, error: Exception) -> Exception:
+        """An error of the compiled code, with the user's line."""
+        refusal = Refusal.of(error)
+        if refusal is not None:
+            return refusal.error(self.graph, not self._is_in_blocks)
+        described = PlanError(self.graph, error, checks_values(self.graph, self.signature))
+        described.__cause__ = error
+        return described
 
 
 class CompiledRun:
@@ -244,7 +251,8 @@ class CompiledRun:
         try:
             outputs, ago, seconds = self._run.results()
         except Exception as error:
-            raise PlanError(self._plan.graph, error) from error
+            described = self._plan.described(error)
+            raise described from described.__cause__
         return self._plan.separate(outputs), ago, seconds
 
 
@@ -291,7 +299,7 @@ def load_graph(data: bytes, request: CompileRequest) -> CompiledPlan:
     # a look at a tensor's memory has no such bits
     has_bits = any(value.meta.conj or value.meta.neg for value in graph.inputs)
     further: dict[str, Any] = {} if has_bits else {"find_starter": loaded.find_starter}
-    further["left_out"] = loaded.left_out
+    further |= {"left_out": loaded.left_out, "is_in_blocks": loaded.is_in_blocks}
     return CompiledPlan(request, loaded.call, loaded.guards, loaded.why_python, loaded.may_be_slower, **further)
 
 

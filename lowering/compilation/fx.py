@@ -37,7 +37,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lazy_backend.lowering.checks.refusals import printed_call, require
+from lazy_backend.lowering.checks.value_rules import ConditionArguments, checked, written_condition
 from lazy_backend.lowering.compilation.scalars import can_promote, emit_promoted
+from lazy_backend.lowering.device_graphs.devices import graph_device
 from lazy_backend.lowering.ir.functional import are_pieces
 from lazy_backend.lowering.ir.graph import (
     Arg,
@@ -108,12 +111,21 @@ class Signature:
         return cls(() if numbers else tuple(sorted(promoted)), graph.num_seeds > 0, numbers, sizes)
 
 
+def checks_values(graph: Graph, signature: Signature) -> bool:
+    """Whether the module checks values by itself. See Note [Values are checked before writes]."""
+    launches_graphs = graph_device(graph.device) is not None  # which read nothing on the host
+    return graph.device.type == "cpu" and not launches_graphs and not signature.numbers
+
+
 def to_fx(graph: Graph, constants: Sequence[float], signature: Signature, hints: Sequence[int] = ()) -> fx.GraphModule:
     """Lower `graph`. Constants that are not inputs become literals. `hints`: its symbols' values, if it has any."""
     writer = _FxWriter(graph, constants, signature, hints)
     pieces = [] if signature.numbers else written_in_pieces(graph)
     writes = {place: (one, piece) for one in pieces for place, piece in one.writes.items()}
+    has_checks = checks_values(graph, signature)
     for place, node in enumerate(graph.nodes):
+        if has_checks and not writer.check_values(node, place):
+            continue
         if place in writes:
             writer.add_write_of_piece(node, place, *writes[place])
         else:
@@ -157,6 +169,28 @@ class _FxWriter:
         else:
             self._add_call(node)
 
+    def check_values(self, node: Node, place: int) -> bool:
+        """Write the check of what `node` refuses. Returns whether it also computes.
+
+        See Note [Values are checked before writes].
+        """
+        found = checked(node)
+        if found is None:
+            return True
+
+        def size(value: Value, dim: int) -> Any:
+            if not self.symbols:
+                return value.meta.shape[dim]
+            return fx.Proxy(self.fx_graph.call_function(aten.sym_size.int, (self.values[value], dim)), self.tracer)
+
+        call = ConditionArguments(node, lambda value: fx.Proxy(self.values[value], self.tracer), size, self._number)
+        shapes = [(value, len(value.meta.shape)) for value in node.inputs()] if self.symbols else []
+        sizes = [size(value, dim).node for value, rank in shapes for dim in range(rank)]
+        operands = [self.values[value] for value in found.values]
+        holds = written_condition(found, call).node
+        self.fx_graph.call_function(require, (holds, operands, sizes, printed_call(node), place))
+        return found.rule.computes
+
     def add_write_of_piece(self, node: Node, place: int, pieces: Pieces, piece: Value) -> None:
         """See Note [Memory written piece by piece]."""
         options: dict[str, Any] = {"dtype": piece.meta.dtype, "device": self.graph.device}
@@ -192,6 +226,9 @@ class _FxWriter:
         if isinstance(arg, tuple):
             return [self._read(item) for item in arg]
         return self._size(arg).node if isinstance(arg, Size) else arg
+
+    def _number(self, arg: Arg) -> Any:
+        return self._size(arg) if isinstance(arg, Size) else arg
 
     def _size(self, size: Size) -> fx.Proxy:
         found = self.sizes.get(size)
@@ -344,12 +381,9 @@ class _FxWriter:
         def cast(value: Any, dtype: torch.dtype) -> Any:
             return aten._to_copy.default(value, dtype=dtype) if isinstance(value, fx.Proxy) else value
 
-        def size(arg: Arg) -> Any:
-            return self._size(arg) if isinstance(arg, Size) else arg
-
         if self.symbols:
-            kwargs = tuple((name, map_arg(size, arg)) for name, arg in node.kwargs)
-            node = replace(node, args=tuple(map_arg(size, arg) for arg in node.args), kwargs=kwargs)
+            kwargs = tuple((name, map_arg(self._number, arg)) for name, arg in node.kwargs)
+            node = replace(node, args=tuple(map_arg(self._number, arg) for arg in node.args), kwargs=kwargs)
         results = emit_promoted(node, proxy, scalar, cast)
         if node.mutates:
             for target, result in zip(node.mutates, results, strict=True):

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from lazy_backend.lowering.checks.refusals import is_check
 from lazy_backend.lowering.compilation import input_copies
 from lazy_backend.lowering.ir.graph import TensorMeta, intern_meta
 from lazy_backend.lowering.ir.overlap import overlap
@@ -44,8 +45,11 @@ from lazy_backend.ports.replacements.inductor_patches import Window, defects_men
 
 
 def without_defects() -> AbstractContextManager[None]:
-    """A block without the defects that the notes of this module name."""
-    return defects_mended(input_copies.copy_what_outlives_its_memory, (input_copies.__file__,), _may_overlap)
+    """A block without the defects that the notes of this module name, in which what checks values comes before what
+    writes inputs (Note [Values are checked before writes]).
+    """
+    copy, files = input_copies.copy_what_outlives_its_memory, (input_copies.__file__,)
+    return defects_mended(copy, files, _may_overlap, is_check)
 
 
 def _may_overlap(one: Window, other: Window) -> bool:

@@ -14,17 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FrameTemplate
 from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Step, Value
 from lazy_backend.lowering.ir.rng import run_seeded
-
-
-class NodeError(RuntimeError):
-    """An operator failed while a graph ran. `__cause__` is the operator's own error."""
-
-    def __init__(self, node: Node, cause: BaseException) -> None:
-        super().__init__(f"{cause}\n  while running {node}\n  recorded at {node.site or 'an unknown line'}")
-        self.node = node
 
 
 class Kernel(Step, Protocol):

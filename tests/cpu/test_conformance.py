@@ -103,6 +103,11 @@ def test_the_published_page_says_of_which_commit_and_databases_it_is() -> None:
     assert databases_of_page()
 
 
+def test_the_published_page_has_what_the_tool_says_of_values_that_operators_refuse() -> None:
+    section = PAGE.read_text().partition("### Values that operators refuse")[2].partition("## Every entry")[0]
+    assert section.strip() in (TOOLS / "conformance_tables.py").read_text()
+
+
 def databases_of_page() -> str:
     """The version of PyTorch whose databases the page lists."""
     said = re.search(r"PyTorch (\d+\.\d+\.\d+) brings databases", PAGE.read_text())

@@ -204,7 +204,7 @@ def test_an_error_is_raised_once_with_its_lines(find: Callable[[torch.Tensor], N
     lookup = Lookup()
     made = lookup.step(lookup.bad)
     lazy_backend.mark_step()
-    with pytest.raises(ExecutionError, match=r"(?s)out of bounds.*test_runs_beside\.py"):
+    with pytest.raises(ExecutionError, match=r"(?s)out of range.*test_runs_beside\.py"):
         find(made)
     with pytest.raises(PoisonedTensorError):
         made.tolist()

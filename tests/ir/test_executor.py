@@ -12,7 +12,7 @@ from builder import VISIT, Program, aten, visiting
 from harness import assert_same
 from torch.utils import _pytree as pytree
 
-from lazy_backend.lowering.interpreter.kernels import NodeError
+from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.plans.policy import at_once
 from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature

@@ -14,9 +14,9 @@ import torch
 from builder import VISIT, Built, Program, aten, branches, built, chain, random_graph, visiting, visits, wide
 from harness import assert_same, run_program
 
+from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
-from lazy_backend.lowering.interpreter.kernels import NodeError
 from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import dependencies

@@ -21,6 +21,7 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.artefacts import artefact
 from lazy_backend.lowering.artefacts.inductor_module import NotExpressible, NotLight, inductor_module
 from lazy_backend.lowering.artefacts.runner_source import Wrapper, runner_of
+from lazy_backend.lowering.checks.refusals import MARK
 from lazy_backend.lowering.compilation import build
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
@@ -132,14 +133,16 @@ def test_python_goes_on_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted > 1000  # with the GIL held during the run: one or two
 
 
-def test_an_error_in_a_kernel_is_raised_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_refused_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program()
     table, places = program.input(torch.randn(4, 3)), program.input(torch.tensor([1, 2]))
     rows = program.call(aten.index_select.default, table, 0, places)
     call = compiled(program.graph(program.call(aten.exp.default, rows)), "native", monkeypatch)
     given = torch.randn(4, 3)
-    with pytest.raises(RuntimeError, match="index out of bounds"):
+    with pytest.raises(RuntimeError) as caught:
         call([given, torch.tensor([1, 9])])
+    mark, (index,), *_ = caught.value.args
+    assert (mark, index.tolist()) == (MARK, [1, 9])
     assert given._use_count() == 1  # type: ignore[attr-defined]
     assert_same(call([given, torch.tensor([3, 0])])[0], given[[3, 0]].exp())
     with pytest.raises(RuntimeError, match="other arguments"):

@@ -12,9 +12,10 @@ import torch
 from builder import VISIT, Built, Program, aten, built, random_graph, visiting, visits
 from harness import assert_same
 
+from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
-from lazy_backend.lowering.interpreter.kernels import NodeError, make_kernels
+from lazy_backend.lowering.interpreter.kernels import make_kernels
 from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.interpreter.streams import LeafStreams

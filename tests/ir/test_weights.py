@@ -7,7 +7,8 @@ import torch
 from builder import Program, aten
 from harness import assert_same
 
-from lazy_backend.lowering.interpreter.kernels import NodeError, make_kernels
+from lazy_backend.lowering.checks.refusals import NodeError
+from lazy_backend.lowering.interpreter.kernels import make_kernels
 from lazy_backend.lowering.ir.graph import Graph, intern_meta
 from lazy_backend.lowering.serving.constant_folding import ConstantFolder, split_constants
 from lazy_backend.lowering.serving.weights import InputError, Weights, process_weights

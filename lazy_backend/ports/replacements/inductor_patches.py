@@ -21,8 +21,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
+from lazy_backend.ports.dispatcher import OpOverload
 from lazy_backend.ports.port import Port, source_hash
 from lazy_backend.ports.table import (
+    CHECKS_FIRST,
     LATE_READS,
     READS_AFTER_WRITES,
     READS_OF_WHAT_IS_WRITTEN,
@@ -37,8 +39,17 @@ aten = torch.ops.aten
 # Size, stride, offset and dtype of a tensor in its buffer.
 Window = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 MayOverlap = Callable[[Window, Window], bool]
+IsCheck = Callable[[Any], bool]
 
-PORTS = (READS_OF_WHAT_IS_WRITTEN, READS_AFTER_WRITES, TRANSPOSED_SUMS, LATE_READS, UNREAD_BUFFERS, STORED_TWICE)
+PORTS = (
+    READS_OF_WHAT_IS_WRITTEN,
+    READS_AFTER_WRITES,
+    TRANSPOSED_SUMS,
+    LATE_READS,
+    UNREAD_BUFFERS,
+    STORED_TWICE,
+    CHECKS_FIRST,
+)
 
 # Sources that have the defect: PyTorch 2.13, and for the first one 2.14.
 _FUSABLE_WITH_DEFECT = ("9ce5df50", "3f8d5dc9")
@@ -46,6 +57,7 @@ _STORE_WITH_DEFECT = ("55151ced",)
 
 # Of this thread, while inductor compiles for us.
 _may_overlap: ContextVar[MayOverlap | None] = ContextVar("may_overlap", default=None)
+_is_check: ContextVar[IsCheck | None] = ContextVar("is_check", default=None)
 
 
 def _is_ours(port: Port) -> bool:
@@ -53,8 +65,13 @@ def _is_ours(port: Port) -> bool:
 
 
 @contextlib.contextmanager
-def defects_mended(copy: Callable[[fx.Graph], None], files: tuple[str, ...], may_overlap: MayOverlap) -> Iterator[None]:
-    """A block in which inductor compiles right. `copy`: a pass before the lowering, whose code is in `files`."""
+def defects_mended(
+    copy: Callable[[fx.Graph], None], files: tuple[str, ...], may_overlap: MayOverlap, is_check: IsCheck
+) -> Iterator[None]:
+    """A block in which inductor compiles right. `copy`: a pass before the lowering, whose code is in `files`.
+
+    `is_check`: whether an operator checks values.
+    """
     from torch._inductor import config
 
     _put_in_place()
@@ -62,12 +79,13 @@ def defects_mended(copy: Callable[[fx.Graph], None], files: tuple[str, ...], may
     passes = [] if before is None else list(before) if isinstance(before, list | tuple) else [before]
     # the pass is part of the keys of inductor's caches, and stands for the rest
     patch = {"post_grad_custom_post_pass": [*passes, _as_pass(copy, files)]} if LATE_READS.fits() else {}
-    token = _may_overlap.set(may_overlap)
+    tokens = _may_overlap.set(may_overlap), _is_check.set(is_check)
     try:
         with config.patch(patch):
             yield
     finally:
-        _may_overlap.reset(token)
+        _may_overlap.reset(tokens[0])
+        _is_check.reset(tokens[1])
 
 
 def _as_pass(copy: Callable[[fx.Graph], None], files: tuple[str, ...]) -> Any:
@@ -98,6 +116,10 @@ def _put_in_place() -> None:
 
         if source_hash(Scheduler.fusable_weak_dep) in _FUSABLE_WITH_DEFECT:
             READS_AFTER_WRITES.put(Scheduler, "fusable_weak_dep", _fusable(Scheduler.fusable_weak_dep))
+    if CHECKS_FIRST.fits():
+        from torch._inductor.scheduler import Scheduler
+
+        CHECKS_FIRST.put(Scheduler, "compute_dependencies", _checks_first(Scheduler.compute_dependencies))
     if TRANSPOSED_SUMS.fits():
         from torch._inductor.codegen.cpp import CppTile2DKernel
 
@@ -213,6 +235,51 @@ def _reads_where_it_writes(scheduler: Any, written: str, reader: Any, writer: An
         for read in reads
     )
     return at_its_places and sum(map(bool, reads_by_node)) <= 1
+
+
+# ----- the order of loops
+
+
+def _checks_first(compute: Callable[..., None]) -> Callable[..., None]:
+    """`compute`, with dependencies on checks. See Note [Values are checked before writes]."""
+
+    @functools.wraps(compute)
+    def compute_dependencies(scheduler: Any) -> None:
+        if _is_ours(CHECKS_FIRST):
+            _add_dependencies_on_checks(scheduler)
+        compute(scheduler)
+
+    return compute_dependencies
+
+
+def _add_dependencies_on_checks(scheduler: Any) -> None:
+    """Let what writes an input, goes to places that it computes, or checks, come after the checks before it.
+
+    The nodes are in the order of the program by now, so that this makes no cycle.
+    """
+    from torch._inductor.virtualized import V
+
+    is_check = _is_check.get()
+    assert is_check is not None
+    check = None
+    for node in scheduler.nodes:
+        op = getattr(node.node, "op_overload", None)
+        checks = isinstance(op, OpOverload) and is_check(op)
+        if check is not None and (checks or _writes_input(node, V.graph.graph_inputs) or _is_indirect(node)):
+            V.graph.additional_buffer_deps[node.get_name()].add(check)
+        if checks:
+            check = node.get_outputs()[0].get_name()
+
+
+def _writes_input(node: Any, inputs: Any) -> bool:
+    return any(name in inputs for made in node.get_outputs() for name in made.get_mutations())
+
+
+def _is_indirect(node: Any) -> bool:
+    from torch._inductor.dependencies import MemoryDep
+
+    places = (*node.read_writes.reads, *node.read_writes.writes)
+    return any(isinstance(one, MemoryDep) and one.is_indirect() for one in places)
 
 
 # ----- the code of a loop
