@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from harness import SyncAt, assert_like_eager, assert_same, count, grid
@@ -343,3 +345,72 @@ def test_integers_compute_like_eagers(dtype: torch.dtype) -> None:
         return made + [x.to(torch.float16), torch.where(x > 1, x, 0), x.double().argmax(), F.one_hot(x.long() % 3, 3)]
 
     assert_same(run("lazy"), run("cpu"))
+
+
+# ----- reads at every step: each costs a wait, and what lies between them is known
+
+
+class Loop:
+    """What a training loop keeps on the host between its steps."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).to("lazy")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
+        self.average = 0.0
+        self.best = float("inf")
+
+    def note(self, loss: float) -> None:
+        self.average, self.best = 0.9 * self.average + 0.1 * loss, min(self.best, loss)
+
+    def step(self, read: Callable[[Loop, torch.Tensor], object], place: str) -> None:
+        loss = self.model(torch.randn(8, 8).to("lazy")).square().mean()
+        if place == "before backward":
+            read(self, loss)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if place == "after backward":
+            read(self, loss)
+        self.optimizer.step()
+        if place == "after the step":
+            read(self, loss)
+        lazy_backend.mark_step()
+
+
+def refuse(condition: bool) -> None:
+    if condition:
+        raise AssertionError
+
+
+READS_OF_LOOPS: dict[str, Callable[[Loop, torch.Tensor], object]] = {
+    "item": lambda loop, loss: loop.note(loss.item()),
+    "format": lambda loop, loss: f"{loss:.3f} {loss}",
+    "equal": lambda loop, loss: torch.equal(loss, loss.detach() + 1),
+    "allclose": lambda loop, loss: torch.allclose(loss, loss.detach() + 1),
+    "if any": lambda loop, loss: refuse(bool(torch.isnan(loop.model[0].weight).any())),
+    "if all": lambda loop, loss: refuse(not (loss.detach() >= 0).all()),
+    "bool of a comparison": lambda loop, loss: loss < 1e9 and loss > -1,
+    "tolist": lambda loop, loss: loop.model[0].weight.norm(dim=1).tolist(),
+    "cpu": lambda loop, loss: loss.detach().cpu().numpy(),
+    "nonzero": lambda loop, loss: (loop.model[0].weight > 0).nonzero(),
+    "unique": lambda loop, loss: torch.unique(loop.model[0].weight > 0),
+    "topk": lambda loop, loss: loop.model[0].bias.topk(2).indices.tolist(),
+    "elements": lambda loop, loss: [one.item() for one in loop.model[2].bias],
+    "largest of several": lambda loop, loss: max(p.detach().abs().max() for p in loop.model.parameters()).item(),
+    "rate by what is read": lambda loop, loss: loop.plateau.step(loss.item()),
+    "float from what is read": lambda loop, loss: (loop.model[0].weight.detach() * loss.item()).sum(),
+}
+
+
+@pytest.mark.parametrize("place", ["before backward", "after backward", "after the step"])
+@pytest.mark.parametrize("name", READS_OF_LOOPS)
+def test_a_read_at_every_step_is_no_miss(name: str, place: str) -> None:
+    lazy_backend.config.first_sight = "run"
+    loop = Loop()
+    for _ in range(5):
+        loop.step(READS_OF_LOOPS[name], place)
+    with count("UncachedCompile") as misses, count("CachedCompile") as hits, count("SyncTensorsGraph") as syncs:
+        for _ in range(6):
+            loop.step(READS_OF_LOOPS[name], place)
+    assert (misses(), hits()) == (0, syncs())
+    assert syncs() >= 6
