@@ -154,6 +154,7 @@ PARTS: tuple[Part, ...] = (
     Part("lowering.ir.optimizers", ("_library", "undo_if"), Life.PROCESS, "an operator of ours"),
     Part("lowering.ir.passes", ("_watchers",), Life.PROCESS, "what is told of graph passes"),
     Part("lowering.ir.program", ("SLOTS", "INPUTS"), Life.FACTS, "tokens, each once"),
+    Part("ports.fake_tensors", ("_library",), Life.PROCESS, "fake kernels for operators that PyTorch has none for"),
     Part("lowering.ir.rng", ("_library", "_seeded_ops"), Life.PROCESS, "operators of ours that take a seed"),
     Part("lowering.ir.rng", ("_generators", "_source"), Life.THREAD, "where a thread draws from"),
     Part("lowering.ir.schema", ("schema_of",), Life.FACTS, "schemas"),

@@ -1,6 +1,7 @@
 """Fake tensors: what an operator returns, without its values.
 
-In: `torch._subclasses`. Out: the same under public names. A name that is missing is None: its port says so.
+In: `torch._subclasses`. Out: the same under public names, and fake kernels for operators that PyTorch has none for. A
+name that is missing is None: its port says so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from lazy_backend.ports.dispatcher import has_kernel
 from lazy_backend.ports.port import optional
 
 
@@ -41,3 +45,50 @@ def quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         _log.disabled = False
+
+
+# ----- operators of PyTorch that have no fake kernel, though what they return depends on no value
+
+
+def _contiguous_like(place: int) -> Callable[..., torch.Tensor]:
+    """A fake kernel that returns a contiguous tensor of the shape and dtype of the operand at `place`."""
+    return lambda *operands, **options: torch.empty_like(operands[place], memory_format=torch.contiguous_format)
+
+
+def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = torch.empty_like(a.mT, memory_format=torch.contiguous_format).mT
+    return columns, a.new_empty((*a.shape[:-2], min(a.shape[-2:])))
+
+
+def _fake_quantized(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def _histogram(x: torch.Tensor, bins: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(bins), x.new_empty(bins + 1)
+
+
+# As the kernels for the CPU allocate: `aten/src/ATen/native`.
+_FAKES: dict[str, Callable[..., Any]] = {
+    "aten::multi_margin_loss_backward": _contiguous_like(1),
+    "aten::multilabel_margin_loss_backward": _contiguous_like(1),
+    "aten::fractional_max_pool3d_backward": _contiguous_like(1),
+    "aten::_ctc_loss_backward": _contiguous_like(1),
+    "aten::_ctc_loss_backward.Tensor": _contiguous_like(1),
+    "aten::_standard_gamma_grad": _contiguous_like(0),
+    "aten::_dirichlet_grad": _contiguous_like(0),
+    "aten::_sample_dirichlet": _contiguous_like(0),
+    "aten::binomial": _contiguous_like(0),
+    "aten::fake_quantize_per_tensor_affine_cachemask": _fake_quantized,
+    "aten::fake_quantize_per_channel_affine_cachemask": _fake_quantized,
+    "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _fake_quantized,
+    "aten::geqrf": _geqrf,
+    "aten::histogram.bin_ct": _histogram,
+}
+_library = torch.library.Library("aten", "FRAGMENT")  # kept: its kernels end with it
+
+
+def give_fake_kernel(name: str) -> None:
+    """Register a fake kernel for an operator if it is one of `_FAKES` and has none yet. May be done twice."""
+    if name in _FAKES and not has_kernel(name, "Meta"):
+        torch.library.register_fake(name, _FAKES[name], lib=_library)

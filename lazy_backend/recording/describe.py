@@ -15,7 +15,7 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import further_frames, user_site
 from lazy_backend.lowering.ir import rng
-from lazy_backend.lowering.ir.graph import Constant, TensorMeta, intern_meta, meta_of
+from lazy_backend.lowering.ir.graph import Constant, TensorMeta, intern_meta, is_contiguous, meta_of
 from lazy_backend.lowering.ir.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
 from lazy_backend.lowering.ir.schema import OpSchema
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
@@ -57,9 +57,16 @@ def _check_arguments(
             raise mixed_devices(context, op, target)
     if traits.draws and rng.draws_random_numbers(op, args) and not rng.can_seed(op):
         raise NotRecordable("it draws random numbers and takes no generator")
+    if op is aten.as_strided_scatter.default and not _is_whole(args[0]._data):
+        raise NotRecordable("it addresses memory around its operand")
     # `index` has the tag only because of masks
     if traits.runs_at_once and (op is not aten.index.Tensor or _has_mask(args[1])):
         raise NotRecordable(traits.runs_at_once)
+
+
+def _is_whole(data: TensorData) -> bool:
+    """Whether `data` is all of its memory, in order."""
+    return data.meta is data.storage.meta and is_contiguous(data.meta)
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:

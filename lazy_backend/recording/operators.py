@@ -9,7 +9,7 @@ import torch
 from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
 from lazy_backend.lowering.ir.schema import OpSchema, schema_of
 from lazy_backend.ports.dispatcher import OpOverload, function_schema, has_kernel
-from lazy_backend.ports.fake_tensors import has_fake_kernel
+from lazy_backend.ports.fake_tensors import give_fake_kernel, has_fake_kernel
 
 aten = torch.ops.aten
 
@@ -83,18 +83,19 @@ def _inspect(op: OpOverload) -> Traits:
     tags = op.tags
     is_ours = op.namespace in ("aten", "prims")
     draws = torch.Tag.nondeterministic_seeded in tags
+    give_fake_kernel(op.name())
     reason = None
     if torch.Tag.dynamic_output_shape in tags:
         reason = "its output depends on values"
     # the first is enough for most, and a tenth of the other's cost
-    elif not (is_ours and _has_kernel(op, "Meta")) and not has_fake_kernel(op) and not is_fused_optimizer(op):
+    elif not (is_ours and _computes_metadata(op)) and not has_fake_kernel(op) and not is_fused_optimizer(op):
         reason = "it has no fake kernel"
     name = function_schema(op).name
     return Traits(
         schema=schema,
         draws=draws,
         runs_at_once=reason,
-        is_checked=bool(schema.mutates or draws or reason or name in INDEX_OPS),
+        is_checked=bool(schema.mutates or draws or reason or name in INDEX_OPS or name == "aten::as_strided_scatter"),
         resizes=name in _RESIZING or any(arg.kwarg_only and arg.is_write for arg in function_schema(op).arguments),
         # For custom operators, only the fake kernel says that shapes depend on values; for powers of booleans, only
         # the fake kernel says what a compiler would make of them.
@@ -102,8 +103,9 @@ def _inspect(op: OpOverload) -> Traits:
     )
 
 
-def _has_kernel(op: OpOverload, key: str) -> bool:
-    return has_kernel(op.name(), key)
+def _computes_metadata(op: OpOverload) -> bool:
+    """Whether a kernel of PyTorch's computes the metadata of results: one for it, or one that calls other operators."""
+    return any(has_kernel(op.name(), key) for key in ("Meta", "CompositeExplicitAutogradNonFunctional"))
 
 
 # Ops of most training steps. Looking up an op takes 0.1 ms, torch's own part included, and a first step has tens.

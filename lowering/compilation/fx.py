@@ -59,7 +59,7 @@ from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arg
 from lazy_backend.lowering.ir.shapes import Size
 from lazy_backend.lowering.ir.windows import Pieces, without_out, written_in_pieces
 from lazy_backend.ports.dispatcher import OpOverload, base_name, overload_name
-from lazy_backend.ports.fake_tensors import FakeTensorMode, quiet_fake_tensors
+from lazy_backend.ports.fake_tensors import FakeTensorMode, give_fake_kernel, quiet_fake_tensors
 from lazy_backend.ports.replacements import inductor
 
 aten = torch.ops.aten
@@ -160,6 +160,7 @@ class _FxWriter:
         self.numbers = [self.fx_graph.placeholder(f"c{i}") for i in numbers]
 
     def add(self, node: Node) -> None:
+        give_fake_kernel(node.op.name())
         promoted = not self.promotes.isdisjoint(constants_of(node))
         # AOTAutograd of 2.13 cannot functionalise fused optimizers: it takes an empty tensor list as non-functional
         if promoted or (not self.signature.numbers and (can_write_out(node) or _has_list_of_numbers(node))):
