@@ -33,7 +33,7 @@ from lazy_backend.recording.record import add_handler, record, record_factory
 from lazy_backend.recording.storage import LazyUntypedStorage
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
-from lazy_backend.tensors.outside import new_data, new_unwritten, upload
+from lazy_backend.tensors.outside import mixed_devices, new_data, new_unwritten, upload, without_value
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, alias_of, assign, wrap
 from lazy_backend.tensors.thread_state import run_clean, within_kernel
@@ -183,6 +183,8 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
 
 def _lazy_copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """`aten::_copy_from` on the Lazy key: `torch.tensor(..., device="lazy")` comes here, below __torch_dispatch__."""
+    if not isinstance(source, LazyTensor) and source.device.type == "lazy":
+        raise without_value(aten._copy_from.default, source)
     return _copy(aten.copy_.default, (target, source), {})  # type: ignore[no-any-return]
 
 
@@ -204,6 +206,8 @@ def _local_scalar(op: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _lazy_local_scalar(tensor: torch.Tensor) -> Any:
+    if not isinstance(tensor, LazyTensor):
+        raise without_value(aten._local_scalar_dense.default, tensor)
     return _local_scalar(aten._local_scalar_dense.default, (tensor,), {})
 
 
@@ -212,10 +216,8 @@ def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
     if a.shape != b.shape:
         return False
     if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
-        raise DeviceError(
-            f"expected all tensors to be on the same device, but found {a.device} and {b.device} in aten::equal\n"
-            f"  at {user_site()}\n  move one of them, as in tensor.to({str(a.device)!r})"
-        )
+        lazy, other = (a, b) if isinstance(a, LazyTensor) else (b, a)
+        raise mixed_devices(lazy._data.context, op, other)
     one, other = reads.read(a._data, "equal"), reads.read(b._data, "equal")
     return bool(run_clean(op, one, other))
 

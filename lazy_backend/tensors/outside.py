@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy  # type: ignore[attr-defined]
 
 from lazy_backend.cache.constants import ConstantKey, DataCacheArena
 from lazy_backend.errors import DeviceError, LazyBackendError
@@ -105,9 +106,22 @@ def quantized_error() -> LazyBackendError:
     )
 
 
+def without_value(op: Any, tensor: torch.Tensor) -> LazyBackendError:
+    """The error for a tensor that says it is on the device, where it has no value."""
+    what, advice = f"a {type(tensor).__name__}", "use the lazy tensor that it was made from"
+    if is_lazy(tensor):
+        what, advice = "a parameter or buffer without a shape", "call its module first, or materialize() it"
+    return LazyBackendError(
+        f"{what} on {tensor.device}, which {function_schema(op).name} takes, has no value there\n"
+        f"  at {user_site()}\n  {advice}"
+    )
+
+
 def mixed_devices(context: DeviceContext, op: Any, tensor: torch.Tensor) -> LazyBackendError:
     if tensor.is_quantized:  # PyTorch moves no quantised tensor to this device, and does not ask us
         return quantized_error()
+    if tensor.device.type == "lazy":
+        return without_value(op, tensor)
     return DeviceError(
         f"expected all tensors to be on the same device, but found {context.device} and {tensor.device} in "
         f"{function_schema(op).name}\n  at {user_site()}\n  move one of them, as in tensor.to({str(context.device)!r})"

@@ -12,7 +12,7 @@ import torch
 from harness import assert_same, count, grid
 
 import lazy_backend
-from lazy_backend import DeviceError, LazyTensor
+from lazy_backend import DeviceError, LazyBackendError, LazyTensor
 
 # ----- printing and reading
 
@@ -434,6 +434,47 @@ def test_a_cpu_tensor_does_not_mix() -> None:
     assert first == "expected all tensors to be on the same device, but found lazy:0 and cpu in aten::add"
     assert "test_tensor.py:" in line
     assert advice == "  move one of them, as in tensor.to('lazy:0')"
+
+
+def below_the_device(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that PyTorch makes where it asks no class: it says that it is on the device, and that is all."""
+    with torch._C._DisableTorchDispatch():
+        return x.detach()
+
+
+def without_a_shape(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.UninitializedParameter(device=x.device)
+
+
+def buffer_without_a_shape(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.parameter.UninitializedBuffer(device=x.device)
+
+
+USES_WITHOUT_VALUE: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
+    "operand": (below_the_device, lambda x, odd: x + odd),
+    "first operand": (below_the_device, lambda x, odd: odd * x),
+    "list": (below_the_device, lambda x, odd: torch.cat([x, odd])),
+    "out": (below_the_device, lambda x, odd: torch.add(x, x, out=odd)),
+    "equal": (below_the_device, lambda x, odd: torch.equal(x, odd)),
+    "copy_": (below_the_device, lambda x, odd: x.copy_(odd)),
+    "cpu": (below_the_device, lambda x, odd: odd.cpu()),
+    "item": (lambda x: below_the_device(x[0]), lambda x, odd: odd.item()),
+    "parameter without a shape": (without_a_shape, lambda x, odd: odd.long()),
+    "buffer without a shape": (buffer_without_a_shape, lambda x, odd: odd.long()),
+}
+
+
+@pytest.mark.parametrize("name", USES_WITHOUT_VALUE)
+def test_a_tensor_of_the_device_without_a_value_is_named(name: str) -> None:
+    make, use = USES_WITHOUT_VALUE[name]
+    x = grid("lazy", 3)
+    with pytest.raises(LazyBackendError, match="has no value there") as caught:
+        use(x, make(x))
+    _, line, advice = str(caught.value).split("\n")
+    assert "test_tensor.py:" in line
+    assert "same device" not in str(caught.value)
+    assert advice
+    assert_same(x, torch.arange(3.0))
 
 
 def test_an_in_place_op_on_a_cpu_tensor_does_not_mix() -> None:
