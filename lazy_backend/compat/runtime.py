@@ -110,6 +110,8 @@ PARTS: tuple[Part, ...] = (
     Part("ports.replacements.inductor_patches", ("_put_in_place",), Life.PROCESS, "changes of Inductor"),
     Part("ports.replacements.inductor_patches", ("_may_overlap", "_is_check"), Life.THREAD,
          "whether a compile is ours"),
+    Part("ports.replacements.inductor_patches", ("_stored_sums",), Life.USERS, "names of sums, by kernel of Inductor"),
+    Part("ports.replacements.moving", ("_thread",), Life.THREAD, "whether a module is being converted"),
     Part("ports.replacements.collectives", ("_functional",), Life.PROCESS, "collectives in order"),
     Part("compat.torch_lazy", ("_installation",), Life.PROCESS, "what stands in for torch._lazy"),
     Part("ports.replacements.when_imported", ("_finder",), Life.PROCESS, "modules to change when they are imported"),
