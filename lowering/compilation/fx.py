@@ -55,6 +55,7 @@ from lazy_backend.lowering.ir.graph import (
     map_arg,
 )
 from lazy_backend.lowering.ir.optimizers import can_write_out
+from lazy_backend.lowering.ir.overlap import overlaps_itself
 from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arguments, seeded_op
 from lazy_backend.lowering.ir.shapes import Size
 from lazy_backend.lowering.ir.windows import Pieces, without_out, written_in_pieces
@@ -81,6 +82,13 @@ _STRIDED = frozenset(
 )  # fmt: skip
 # Operators on lists whose formulas take numbers, too.
 _ARITHMETIC = frozenset(f"_foreach_{name}" for name in ("add", "sub", "mul", "div", "addcmul", "addcdiv"))
+# Operators that put their second operand into a view of a copy of the first one.
+_SCATTERS = frozenset(
+    (
+        aten.diagonal_scatter.default, aten.select_scatter.default, aten.slice_scatter.default,
+        aten.as_strided_scatter.default,
+    )
+)  # fmt: skip
 # Operators that put their third operand into the first one, by places.
 _PUTS = frozenset(
     (
@@ -246,6 +254,10 @@ class _FxWriter:
         if node.seed is not None:
             args, kwargs = (*seeded_arguments(op, args, kwargs), self.seeds, node.seed), {}
             op = seeded_op(op)
+        if op in _SCATTERS and not self.signature.numbers and overlaps_itself(node.inputs()[0].meta):
+            # inductor writes into a copy that has the strides of its operand
+            options = {"memory_format": torch.contiguous_format}
+            args = (self.fx_graph.call_function(aten.clone.default, (args[0],), options), *args[1:])
         if op in _PUTS and not self.signature.numbers:
             args = self._with_values_cast(node, args)
         copies = self._copies_of_recast_targets(node) if op.namespace not in ("aten", "prims") else {}
