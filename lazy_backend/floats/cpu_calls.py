@@ -13,8 +13,12 @@ from typing import Any
 import torch
 
 from lazy_backend.ports import trees
+from lazy_backend.ports.cpython import is_a
 
-_CONSTANT = int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+_CONSTANT_TYPES = (
+    bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_CONSTANT = frozenset(map(id, _CONSTANT_TYPES))  # a metaclass may define how classes are found
 
 
 def content(tensor: torch.Tensor) -> bytes:
@@ -83,9 +87,9 @@ def item_of(tensor: torch.Tensor) -> float:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         return [value]
-    return [one for one in trees.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return [one for one in trees.tree_leaves(value) if is_a(one, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,11 +116,11 @@ class Reader:
 
 def literal_key(value: Any) -> Hashable:
     """What is equal for two operands that are the same at each replay."""
-    if isinstance(value, float):
+    if type(value) is float:
         return float, struct.pack("d", value)
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         return value.dtype, tuple(value.shape), content(value)
-    if isinstance(value, slice):
+    if type(value) is slice:
         return slice, value.start, value.stop, value.step
     return (type(value), value) if is_constant(value) else ("object", id(value))
 
@@ -126,9 +130,9 @@ def are_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if type(value) is tuple or type(value) is torch.Size:
         return all(map(is_constant, value))
-    return value is None or isinstance(value, _CONSTANT)
+    return id(type(value)) in _CONSTANT
 
 
 def constant(value: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from lazy_backend.floats.cpu_calls import (
 )
 from lazy_backend.floats.formulas import Literal, Operand, Tape, TracedFloat, untraced
 from lazy_backend.ports import trees
-from lazy_backend.ports.cpython import UNHELD, counts_of
+from lazy_backend.ports.cpython import UNHELD, counts_of, is_a
 from lazy_backend.ports.tensor_types import address_of, base_of, is_view, use_count, version_of
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -89,7 +89,7 @@ class CpuTensors:
                     options = {key: _element(one, place) for key, one in kwargs.items()}
                     self._note_in_place(method, target, [_element(one, place) for one in args[1:]], options)
                 return
-        flat = all(not isinstance(one, list | tuple | dict) for one in (*args, *kwargs.values()))
+        flat = all(not is_a(one, list | tuple | dict) for one in (*args, *kwargs.values()))
         if flat and len(written) == 1 and written[0] is first and result is first:
             self._note_in_place(func, first, args[1:], kwargs)
         else:
@@ -147,9 +147,9 @@ class CpuTensors:
         self._track(made, node, True)
 
     def operand(self, value: Any) -> Operand:
-        if isinstance(value, TracedFloat) and value.tape is self._tape:
+        if type(value) is TracedFloat and value.tape is self._tape:
             return value.number
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             return self._tracked[id(value)].node
         return Literal(untraced(value))
 

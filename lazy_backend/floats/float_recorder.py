@@ -25,8 +25,9 @@ from lazy_backend.floats.hyperparameters import float_places
 from lazy_backend.floats.mirrors import Mirrors
 from lazy_backend.floats.torch_hooks import FloatSeer
 from lazy_backend.ports import trees
-from lazy_backend.ports.tensor_types import IS_VIEW
-from lazy_backend.ports.thread_modes import WithoutTorchFunction
+from lazy_backend.ports.cpython import is_a
+from lazy_backend.ports.tensor_types import IS_VIEW, device_of
+from lazy_backend.ports.thread_modes import WithoutSubclasses, WithoutTorchFunction
 from lazy_backend.tensors.state import DeviceContext, LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -189,7 +190,7 @@ class FloatRecorder(FloatSeer):
         call = _SeenCall(func, name, args, kwargs, operands, is_lazy)
         if not self._try(self._before, call):
             return func(*_untraced(args), **_untraced(kwargs))
-        if any(one.__class__ is TracedFloat for one in operands):
+        if any(type(one) is TracedFloat for one in operands):
             result = func(*_untraced(args), **_untraced(kwargs))
         else:
             result = func(*args, **kwargs)
@@ -201,7 +202,8 @@ class FloatRecorder(FloatSeer):
     def _try(self, note: Callable[..., None], call: _SeenCall, *further: Any) -> bool:
         """Whether a call could be noted. Tensors of rare kinds, as in transforms, have no storage or no version."""
         try:
-            note(call, *further)
+            with WithoutSubclasses():
+                note(call, *further)
         except (RuntimeError, TypeError) as error:
             self.refuse(f"{call.name} takes a tensor on the CPU that cannot be followed: {error}")
             return False
@@ -229,10 +231,10 @@ class FloatRecorder(FloatSeer):
 
     def _note_untraced(self, call: _SeenCall, result: Any) -> None:
         """A call with neither traced floats nor CPU tensors."""
-        if result.__class__ is LazyTensor:
+        if type(result) is LazyTensor:
             if call.func in _FROM_VALUES and not call.is_lazy and not are_constant(call.args, call.kwargs):
                 self._link_values(call.func, call.args, call.kwargs)
-        elif isinstance(result, torch.Tensor | tuple | list):
+        elif is_a(result, torch.Tensor | tuple | list):
             for made in tensors_in(result):
                 if made.device.type != "cpu":
                     continue
@@ -325,7 +327,7 @@ class FloatRecorder(FloatSeer):
 
     def plain_results(self, leaves: list[Any]) -> list[Any]:
         """The results of the body without traced floats. A replay returns the same floats, or does not take place."""
-        return [leaf.keep_value() if isinstance(leaf, TracedFloat) else leaf for leaf in leaves]
+        return [leaf.keep_value() if type(leaf) is TracedFloat else leaf for leaf in leaves]
 
     def close(self) -> None:
         """Forget everything, as after an exception."""
@@ -393,7 +395,7 @@ def _scan(values: Any, operands: list[Any]) -> bool:
     """Add the traced floats and CPU tensors among arguments to `operands`. Returns whether there is a lazy tensor."""
     is_lazy = False
     for value in values:
-        kind = value.__class__
+        kind = type(value)
         if kind is LazyTensor:
             is_lazy = True
         elif kind is TracedFloat:
@@ -402,8 +404,8 @@ def _scan(values: Any, operands: list[Any]) -> bool:
             is_lazy |= _scan(value, operands)
         elif kind is dict:
             is_lazy |= _scan(value.values(), operands)
-        elif isinstance(value, torch.Tensor):
-            if value.device.type == "cpu":
+        elif issubclass(kind, torch.Tensor):
+            if device_of(value).type == "cpu":
                 operands.append(value)
             else:
                 is_lazy = True
@@ -412,14 +414,14 @@ def _scan(values: Any, operands: list[Any]) -> bool:
 
 def _untraced(value: Any) -> Any:
     """`value` with plain floats in place of traced ones, in new containers where there are any."""
-    kind = value.__class__
+    kind = type(value)
     if kind is TracedFloat:
         return plain(value)
     if kind is tuple:
         return tuple([_untraced(one) for one in value])
-    if kind is list and any(one.__class__ is TracedFloat for one in trees.tree_leaves(value)):
+    if kind is list and any(type(one) is TracedFloat for one in trees.tree_leaves(value)):
         return [_untraced(one) for one in value]
-    if kind is dict and any(one.__class__ is TracedFloat for one in trees.tree_leaves(value)):
+    if kind is dict and any(type(one) is TracedFloat for one in trees.tree_leaves(value)):
         return {key: _untraced(one) for key, one in value.items()}
     return value
 
@@ -430,7 +432,7 @@ def call_traced(function: Callable[..., Any], recorder: FloatRecorder, args: Any
 
     def trace(value: Any) -> Any:
         nonlocal count
-        kind = value.__class__
+        kind = type(value)
         if kind is float:
             count += 1
             return recorder.argument(count - 1)
@@ -441,8 +443,8 @@ def call_traced(function: Callable[..., Any], recorder: FloatRecorder, args: Any
                 new = trace(value[key])
                 if new is not value[key]:
                     recorder.replace(value, key, new)
-        elif isinstance(value, list | tuple | dict):  # `_match_the_rest` finds where these go
-            count += sum(leaf.__class__ is float for leaf in trees.tree_leaves(value))
+        elif issubclass(kind, list | tuple | dict):  # `_match_the_rest` finds where these go
+            count += sum(type(leaf) is float for leaf in trees.tree_leaves(value))
         return value
 
     return function(*[trace(arg) for arg in args], **{name: trace(value) for name, value in kwargs.items()})

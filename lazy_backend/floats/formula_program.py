@@ -19,6 +19,7 @@ from lazy_backend.floats.cpu_tensors import Held
 from lazy_backend.floats.float_recorder import Choice, RecordedFloats
 from lazy_backend.floats.formulas import Guard, OtherOutcome, bits, compile_formulas, needed, reached
 from lazy_backend.floats.mirrors import value_of
+from lazy_backend.ports.cpython import is_a
 from lazy_backend.ports.tensor_types import foreach_copy
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -139,8 +140,8 @@ class _Places:
         self._tensors = [
             (entry, name, value)
             for entry in self._dicts
-            if isinstance(entry, dict)
-            for name, value in entry.items()
+            if is_a(entry, dict)
+            for name, value in dict.items(entry)
             if id(value) in wanted
         ]
 
@@ -149,7 +150,7 @@ class _Places:
         if len(dicts) != len(self._dicts) or not all(map(is_, dicts, self._dicts)):
             raise Stale("an optimizer's state was replaced")
         for entry, name, tensor in self._tensors:
-            if entry.get(name) is not tensor:
+            if dict.get(entry, name) is not tensor:
                 raise Stale("an optimizer's state was replaced")
 
 

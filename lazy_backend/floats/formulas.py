@@ -66,6 +66,9 @@ class Guard:
     outcome: Any
 
 
+_BY_VALUE = frozenset(map(id, (int, bool, str)))
+
+
 def _key_of(operand: Operand) -> Hashable:
     if isinstance(operand, int):
         return operand
@@ -73,7 +76,7 @@ def _key_of(operand: Operand) -> Hashable:
     kind = type(value)
     if kind is float:
         return kind, bits(value)
-    return (kind, value) if kind in (int, bool, str) else (kind, id(value))  # alive as long as its node
+    return (kind, value) if id(kind) in _BY_VALUE else (id(kind), id(value))  # alive as long as its node
 
 
 class Tape:
@@ -137,28 +140,28 @@ class Tape:
 # ----- the float
 
 
-_PLAIN_NUMBERS = frozenset((int, float, bool))
+_PLAIN_NUMBERS = frozenset(map(id, (int, float, bool)))
 
 
 def _operand(value: Any, tape: Tape) -> Operand:
-    if isinstance(value, TracedFloat):
+    if type(value) is TracedFloat:
         return value.number if value.tape is tape else Literal(plain(value))
     return Literal(value)
 
 
 def untraced(value: Any) -> Any:
-    return plain(value) if isinstance(value, TracedFloat) else value
+    return plain(value) if type(value) is TracedFloat else value
 
 
 def _apply(function: Callable[..., Any], *operands: Any) -> Any:
     """`function` of numbers, one of them traced: traced if a replay can compute it."""
-    tape = next(one.tape for one in operands if isinstance(one, TracedFloat))
+    tape = next(one.tape for one in operands if type(one) is TracedFloat)
     for one in operands:
-        if isinstance(one, torch.Tensor):
+        if issubclass(type(one), torch.Tensor):
             return NotImplemented  # the tensor's turn, with the traced float as its argument
-        if isinstance(one, TracedFloat):
+        if type(one) is TracedFloat:
             tape = one.tape if one.tape.is_open else tape
-        elif type(one) not in _PLAIN_NUMBERS:
+        elif id(type(one)) not in _PLAIN_NUMBERS:
             return function(*_values_kept(operands))
     values = [untraced(one) for one in operands]
     if not tape.is_open:
@@ -175,16 +178,16 @@ def _apply(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _values_kept(operands: Sequence[Any]) -> list[Any]:
-    return [one.keep_value() if isinstance(one, TracedFloat) else one for one in operands]
+    return [one.keep_value() if type(one) is TracedFloat else one for one in operands]
 
 
 def _compare(function: Callable[[Any, Any], Any], self: TracedFloat, other: Any) -> Any:
-    if isinstance(other, torch.Tensor):
+    if issubclass(type(other), torch.Tensor):
         return NotImplemented
-    if type(other) not in _PLAIN_NUMBERS and not isinstance(other, TracedFloat):
+    if id(type(other)) not in _PLAIN_NUMBERS and type(other) is not TracedFloat:
         return function(self.keep_value(), other)
     outcome = function(plain(self), untraced(other))
-    tape = self.tape if self.tape.is_open or not isinstance(other, TracedFloat) else other.tape
+    tape = self.tape if self.tape.is_open or type(other) is not TracedFloat else other.tape
     tape.guard(function, (_operand(self, tape), _operand(other, tape)), outcome)
     return outcome
 
@@ -307,7 +310,7 @@ class TracedFloat(float):
         return sys.modules["numpy"].asarray(self.keep_value(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        untraced = [one.keep_value() if isinstance(one, TracedFloat) else one for one in inputs]
+        untraced = [one.keep_value() if type(one) is TracedFloat else one for one in inputs]
         return getattr(ufunc, method)(*untraced, **options)
 
 

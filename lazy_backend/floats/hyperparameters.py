@@ -5,13 +5,16 @@ In: an optimizer. Out: `OptimizerGuard`.
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from lazy_backend.ports.cpython import is_a, items_of
+
+_PLAIN = frozenset(map(id, (type(None), bool, int, float, str)))
 
 
 class OptimizerGuard:
@@ -24,10 +27,10 @@ class OptimizerGuard:
         self._values = [tuple(group.values()) for group in self._groups]
         # lists and dicts may be written to without being replaced
         self._contents = [
-            (value, copy.copy(value))
+            (value, _contents_of(value))
             for group in self._groups
             for name, value in group.items()
-            if name != "params" and isinstance(value, list | dict)
+            if name != "params" and is_a(value, list | dict)
         ]
         self._floats = self._read_floats()
         self.names = self._find_names()
@@ -85,17 +88,22 @@ def float_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, A
     """Where the floats among the hyperparameters are: group, name, and the length if they are in a tuple."""
     for group in optimizer.param_groups:
         for name, value in group.items():
-            if isinstance(value, float):
+            if is_a(value, float):
                 yield group, name, None
-            elif type(value) is tuple and any(isinstance(one, float) for one in value):
+            elif type(value) is tuple and any(is_a(one, float) for one in value):
                 yield group, name, len(value)
 
 
-def _same_contents(value: Any, before: Any) -> bool:
-    if len(value) != len(before):
-        return False
-    pairs = zip(value.values(), before.values()) if isinstance(value, dict) else zip(value, before)  # noqa: B905
-    return all(a is b or (type(a) is type(b) and _is_plain(a) and bool(a == b)) for a, b in pairs)
+def _contents_of(value: Any) -> list[Any]:
+    """The values in a list or a dict."""
+    return list(dict.values(value) if is_a(value, dict) else items_of(value))
+
+
+def _same_contents(value: Any, before: list[Any]) -> bool:
+    now = _contents_of(value)
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) and _is_plain(a) and bool(a == b)) for a, b in zip(now, before, strict=True)
+    )
 
 
 def _same_but_for_floats(a: Any, b: Any) -> bool:
@@ -110,4 +118,4 @@ def _same_but_for_floats(a: Any, b: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether comparing `value` runs no tensor code."""
-    return value is None or type(value) in (bool, int, float, str)
+    return id(type(value)) in _PLAIN

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lazy_backend.floats.formulas import Literal, Operand, Tape, TracedFloat, untraced
+from lazy_backend.ports.cpython import is_a
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor, backing_tensor
@@ -83,8 +84,8 @@ class Mirrors:
     def expect(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the scalars in the optimizer's state."""
         for entry in optimizer.state.values():
-            for value in entry.values() if isinstance(entry, dict) else ():
-                if value.__class__ is LazyTensor and not value.dim():
+            for value in dict.values(entry) if is_a(entry, dict) else ():
+                if type(value) is LazyTensor and not value.dim():
                     self._outside.add(id(value))
 
     def node_of(self, tensor: Any) -> int | None:
@@ -124,13 +125,13 @@ class Mirrors:
         return found
 
     def _operand(self, value: Any) -> Operand | None:
-        if isinstance(value, TracedFloat) and value.tape is self._tape:
+        if type(value) is TracedFloat and value.tape is self._tape:
             return value.number
-        if value.__class__ is LazyTensor:
+        if type(value) is LazyTensor:
             return self.node_of(value)
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             return None if value.dim() or value.device.type != "cpu" else Literal(value.detach().clone())
-        if isinstance(value, torch.device) or (isinstance(value, str) and value.startswith("lazy")):
+        if type(value) is torch.device or (type(value) is str and value.startswith("lazy")):
             return Literal("cpu")
         return Literal(untraced(value))
 

@@ -1,6 +1,13 @@
-"""CPython: reference counts, frames, the garbage collector's generations, the layout of instances.
+"""CPython: reference counts, frames, the garbage collector's generations, the layout and the contents of objects.
 
-In: `sys`, `gc`. Out: what holds on every version: counts less what the counting itself adds, measured at import.
+In: `sys`, `gc`, `type`. Out: what holds on every version: counts less what the counting itself adds, as measured at
+import.
+
+Note [No code of the user's]
+Whoever walks modules and their state meets objects of any class. The class decides what `len(x)`, `x == y`, `x in s`,
+`for _ in x`, `x.name`, `isinstance(x, C)` and `hash(x)` run, and its metaclass what `C.__name__`, `C == D` and `C in
+table` run. Such code may raise, have effects or be slow. So walks ask the built-in types that a class derives from, as
+in `tuple.__len__(x)`; they compare classes by `is`, and look them up by id.
 """
 
 from __future__ import annotations
@@ -8,10 +15,11 @@ from __future__ import annotations
 import _thread
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from sys import getrefcount
-from types import FrameType
+from types import FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
 from typing import Any
 
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
@@ -55,10 +63,100 @@ def sees_young_objects() -> bool:
     return any(one is made for one in young_objects())
 
 
+# ----- objects, see Note [No code of the user's]
+
+
+def is_a(value: Any, kinds: Any) -> bool:
+    """`isinstance` that does not ask the object: a proxy may answer anything for `__class__`, or raise."""
+    return issubclass(type(value), kinds)
+
+
+# What a class says of itself, whatever its metaclass says.
+mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+namespace_of: Callable[[type], MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
+name_of: Callable[[type], str] = type.__dict__["__name__"].__get__
+module_of: Callable[[type], Any] = type.__dict__["__module__"].__get__  # no string if the class sets it so
+_offset_of_dict: Callable[[type], int] = type.__dict__["__dictoffset__"].__get__
+_basic_size_of: Callable[[type], int] = type.__dict__["__basicsize__"].__get__
+
 # An instance that has a `__dict__` and nothing else: larger ones have state in C, or slots.
 _SIZE_OF_PLAIN_INSTANCE: int = type("_Plain", (), {}).__basicsize__
 
 
 def has_only_a_dict(kind: type) -> bool:
     """Whether instances of a class have attributes in a `__dict__`, and nothing besides."""
-    return kind.__dictoffset__ != 0 and kind.__basicsize__ <= _SIZE_OF_PLAIN_INSTANCE
+    return _offset_of_dict(kind) != 0 and _basic_size_of(kind) <= _SIZE_OF_PLAIN_INSTANCE
+
+
+NO_ATTRIBUTES: dict[str, Any] = {}
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The `__dict__` of an object; `NO_ATTRIBUTES` if it has none, or shows none."""
+    for kind in mro_of(type(value)):
+        found = namespace_of(kind).get("__dict__")
+        if type(found) is GetSetDescriptorType or type(found) is MemberDescriptorType:
+            attributes = found.__get__(value)
+            return attributes if is_a(attributes, dict) else NO_ATTRIBUTES
+    return NO_ATTRIBUTES
+
+
+def slots_of(kind: type) -> Iterator[MemberDescriptorType]:
+    """The slots that a class adds to those of its bases: `slot.__get__(instance)` raises where nothing is set."""
+    namespace = namespace_of(kind)
+    if "__slots__" in namespace:
+        yield from (member for member in namespace.values() if type(member) is MemberDescriptorType)
+
+
+CONTAINERS: tuple[type, ...] = (dict, list, tuple, deque, set, frozenset)
+
+
+def container_kind(value: Any) -> Any:
+    """The built-in type of containers that an object's class is or derives from, or None."""
+    kind = type(value)
+    for one in CONTAINERS:
+        if kind is one:
+            return one
+    return next((one for one in CONTAINERS if issubclass(kind, one)), None)
+
+
+def length_of(container: Any) -> int:
+    """The number of values in a container."""
+    return int(container_kind(container).__len__(container))
+
+
+def items_of(container: Any) -> Iterator[Any]:
+    """The values in a container, or the keys of a dict."""
+    iterator: Iterator[Any] = container_kind(container).__iter__(container)
+    return iterator
+
+
+class _Contents:
+    """What is in a container whose class may define how it is read."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __len__(self) -> int:
+        return length_of(self._of)
+
+    def __iter__(self) -> Iterator[Any]:
+        return items_of(self._of)
+
+
+def values_view(container: Any) -> Any:
+    """What is in a container, as it changes: its length and its values, those of a dict."""
+    kind = container_kind(container)
+    if kind is dict:
+        return dict.values(container)
+    return container if kind is type(container) else _Contents(container)
+
+
+def keys_view(container: Any) -> Any:
+    """The keys of a dict, as they change, in its order."""
+    if is_a(container, OrderedDict):
+        # whose order is another one than that of the dict within. Looks keys up: strings and numbers
+        return OrderedDict.keys(container)
+    return dict.keys(container)

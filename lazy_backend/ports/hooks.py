@@ -15,6 +15,8 @@ import torch.optim.lr_scheduler
 import torch.overrides
 from torch.nn.modules import module as _modules
 
+from lazy_backend.ports.cpython import attributes_of, is_a
+
 # torch.optim deletes the attribute `optimizer` that the import of its module sets
 _optimizers: Any = sys.modules["torch.optim.optimizer"]
 
@@ -22,7 +24,6 @@ _optimizers: Any = sys.modules["torch.optim.optimizer"]
 
 # Attributes of a module that hold its registered tensors and submodules.
 PARAMETERS, BUFFERS, MODULES = REGISTRIES = ("_parameters", "_buffers", "_modules")
-registered_tensors: Callable[[torch.nn.Module], tuple[dict[str, Any], dict[str, Any]]] = attrgetter(PARAMETERS, BUFFERS)
 # Attributes that hold the hooks of a module's calls.
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Attributes of modules and optimizers that neither forward nor backward nor a step reads by itself: those for
@@ -46,6 +47,22 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = tuple(
         "_global_backward_hooks",
     )
 )
+
+
+def modules_within(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """`module` and all modules within, each once, with its path: as `named_modules`, which classes may override."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    waiting = [("", module)]
+    while waiting:
+        path, one = waiting.pop()
+        if id(one) in found:
+            continue
+        found[id(one)] = path, one
+        children = dict.items(dict.get(attributes_of(one), MODULES, {}))
+        prefix = f"{path}." if path else ""
+        waiting += [(prefix + name, child) for name, child in children if is_a(child, torch.nn.Module)][::-1]
+    return list(found.values())
+
 
 # What `Module.__call__` calls in place of the module's code, as `Module.compile` sets it; None for most. Copies and
 # pickles of a module leave it out.

@@ -29,6 +29,7 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = optional("torch._neg_view", t
 
 # ----- attributes of tensors: getters of C, 60 ns
 
+device_of: Callable[[torch.Tensor], torch.device] = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 IS_VIEW = "_is_view"  # as function modes see it

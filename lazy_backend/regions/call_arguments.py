@@ -9,13 +9,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from lazy_backend.ports import trees
+from lazy_backend.ports.cpython import container_kind, is_a, items_of, name_of
+from lazy_backend.ports.tensor_types import device_of
 from lazy_backend.ports.thread_modes import is_deterministic, may_use_efficient, may_use_flash, may_use_math
-from lazy_backend.replay.plain_values import is_plain, plain_key
+from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain, plain_key
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
@@ -58,8 +61,13 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
     """The arguments of a call, or why it runs as written."""
     leaves: Sequence[Any] = args
     spec = None
-    if kwargs or not all(arg.__class__ is LazyTensor or _is_leaf(arg) for arg in args):
-        leaves, spec = trees.tree_flatten((args, kwargs))
+    if kwargs or not all(type(arg) is LazyTensor or _is_leaf(arg) for arg in args):
+        if any(map(_has_odd_key, chain(args, kwargs.values()))):
+            return "it got a dict whose keys define how they are found"
+        try:
+            leaves, spec = trees.tree_flatten((args, kwargs))
+        except Exception as error:  # the user's, of classes that cannot be hashed or taken apart
+            return f"it got an argument that cannot be looked into: {name_of(type(error))}"
         if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
             return "it got a dict whose keys are not strings"
     key: list[Any] = [spec, *_choices_of_kernels(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
@@ -67,7 +75,7 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
     context: DeviceContext | None = None
     first: dict[int, int] = {}
     for leaf in leaves:
-        if leaf.__class__ is LazyTensor:
+        if type(leaf) is LazyTensor:
             data = leaf._data
             if context is None:
                 context = data.context
@@ -81,12 +89,12 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
                 same = next((number for number, one in enumerate(tensors) if one is leaf), -1)
                 key.append((data.meta, leaf.requires_grad, place, same))
             tensors.append(leaf)
-        elif isinstance(leaf, torch.Tensor):
-            return f"it got a tensor on {leaf.device}"
+        elif is_a(leaf, torch.Tensor):
+            return f"it got a tensor on {device_of(leaf)}"
         elif is_plain(leaf):
-            key.append((type(leaf), plain_key(leaf)))
+            key.append((class_key(type(leaf)), plain_key(leaf)))
         else:
-            return f"it got a {type(leaf).__name__}, which may change without being noticed"
+            return f"it got a {name_of(type(leaf))}, which may change without being noticed"
     autocast = describe_autocast()
     key += [torch.get_default_dtype(), autocast]
     context = context or contexts.get_device_context(None)
@@ -95,6 +103,14 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
 
 def _is_string(key: Any) -> bool:
     return type(key) is str
+
+
+def _has_odd_key(value: Any) -> bool:
+    """Whether a dict has a key whose class defines how it is found, at any depth in lists, tuples and dicts."""
+    kind = container_kind(value)
+    if kind is dict:
+        return not all(map(has_plain_hash, dict.keys(value))) or any(map(_has_odd_key, dict.values(value)))
+    return (kind is list or kind is tuple) and any(map(_has_odd_key, items_of(value)))
 
 
 def _choices_of_kernels() -> tuple[bool, ...]:
@@ -108,4 +124,5 @@ def _choices_of_kernels() -> tuple[bool, ...]:
 
 
 def _is_leaf(arg: Any) -> bool:
-    return not isinstance(arg, list | tuple | dict) and type(arg) not in trees.SUPPORTED_NODES
+    kind = type(arg)
+    return not issubclass(kind, list | tuple | dict) and (type(kind) is type and kind not in trees.SUPPORTED_NODES)

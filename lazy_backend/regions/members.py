@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
-from lazy_backend.ports.hooks import REGISTRIES, registered_tensors
+from lazy_backend.ports.cpython import attributes_of, container_kind, is_a, items_of, mro_of, namespace_of
+from lazy_backend.ports.hooks import BUFFERS, PARAMETERS, REGISTRIES, modules_within
+from lazy_backend.replay.plain_values import has_plain_hash, text_of
 from lazy_backend.tensors.tensor import LazyTensor
 
 # How deep lists and dicts in a module's attributes are searched for tensors.
 _DEPTH = 3
+_SEARCHED = (dict, list, tuple)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,18 +36,23 @@ class MemberPlace:
 
 
 def members_of(module: torch.nn.Module) -> list[tuple[MemberPlace, LazyTensor]]:
-    """The lazy tensors among the parameters, buffers and attributes of `module` and its submodules."""
+    """The lazy tensors among the parameters, buffers and attributes of `module` and its submodules.
+
+    Without those in containers whose class defines how they are read.
+    """
     found: list[tuple[MemberPlace, LazyTensor]] = []
-    for path, owner in module.named_modules():
+    for path, owner in modules_within(module):
         prefix = f"{path}." if path else ""
-        for registered in registered_tensors(owner):
-            found += _lazy(MemberPlace(registered, name, prefix + name) for name in registered)
-        for name, value in owner.__dict__.items():
+        attributes = attributes_of(owner)
+        for registry in (PARAMETERS, BUFFERS):
+            registered = dict.get(attributes, registry, {})
+            found += _lazy(MemberPlace(registered, name, prefix + name) for name in dict.keys(registered))
+        for name, value in list(dict.items(attributes)):
             if name in REGISTRIES:
                 continue
             if type(value) is LazyTensor:
-                found.append((MemberPlace(owner.__dict__, name, prefix + name), value))
-            elif isinstance(value, list | tuple | dict) and value:
+                found.append((MemberPlace(attributes, name, prefix + name), value))
+            else:
                 found += _lazy(_inside(value, prefix + name, _DEPTH))
     return found
 
@@ -57,9 +65,18 @@ def _lazy(members: Iterable[MemberPlace]) -> Iterator[tuple[MemberPlace, LazyTen
 
 
 def _inside(container: Any, name: str, depth: int) -> Iterator[MemberPlace]:
-    items = container.items() if isinstance(container, dict) else enumerate(container)
+    kind = container_kind(container)
+    if kind not in _SEARCHED or not _is_read_as(kind, type(container)):
+        return
+    items = dict.items(container) if kind is dict else enumerate(items_of(container))
     for key, value in list(items):
-        if isinstance(value, torch.Tensor):
-            yield MemberPlace(container, key, f"{name}[{key!r}]")
-        elif depth and isinstance(value, list | tuple | dict):
-            yield from _inside(value, f"{name}[{key!r}]", depth - 1)
+        if is_a(value, torch.Tensor) and has_plain_hash(key):
+            yield MemberPlace(container, key, f"{name}[{text_of(key)}]")
+        elif depth and is_a(value, _SEARCHED):
+            yield from _inside(value, f"{name}[{text_of(key)}]", depth - 1)
+
+
+def _is_read_as(kind: type, own: type) -> bool:
+    """Whether `container[key]` is that of the built-in type."""
+    found = next(space["__getitem__"] for space in map(namespace_of, mro_of(own)) if "__getitem__" in space)
+    return found is namespace_of(kind)["__getitem__"]

@@ -29,7 +29,8 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.ports.autograd_engine import backward_hooks_of, keep_versions
-from lazy_backend.ports.hooks import CALL_HOOKS, REGISTRIES, call_of, entry_of, set_entry
+from lazy_backend.ports.cpython import attributes_of, is_a
+from lazy_backend.ports.hooks import BUFFERS, CALL_HOOKS, PARAMETERS, call_of, entry_of, modules_within, set_entry
 from lazy_backend.ports.table import REGIONS
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.ports.thread_modes import is_any_autocast_enabled
@@ -60,7 +61,6 @@ from lazy_backend.regions.results import (
     why_not_made_anew,
 )
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
-from lazy_backend.replay.reachable import Reachable
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -305,8 +305,9 @@ class CapturedModule:
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
         followed = [(tensor, version_of(tensor) if tensor.requires_grad else -1) for tensor in arguments.tensors]
+        sources = state.random_sources(module)
         with context.lock:
-            start = StretchStart(context, _random_state(module))
+            start = StretchStart(context, RandomState(sources.generators, sources.states))
         held = [_run_body(module, given.args, given.kwargs)]
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
@@ -402,8 +403,9 @@ class CapturedModule:
             if self._failures >= PATIENCE:
                 self.account.warn(f"a call changes what it is made of: {state.why()}")
             raise NotReplayable(f"a call changes what it is made of: {state.why()}")
-        for path, inner in module.named_modules():
-            if not all(self._knows_hook(hook) for name in CALL_HOOKS for hook in getattr(inner, name).values()):
+        for path, inner in modules_within(module):
+            registries = [dict.get(attributes_of(inner), name) or {} for name in CALL_HOOKS]
+            if not all(map(self._knows_hook, chain.from_iterable(map(dict.values, registries)))):
                 raise NotReplayable(f"{path or self._name} has hooks, which a replay would not call")
         hooked = _hooked(members_of(module))
         if hooked is not None:
@@ -501,18 +503,13 @@ def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.T
     return [tensor.grad if tensor.is_leaf else None for _, tensor in members]
 
 
-def _random_state(module: torch.nn.Module) -> RandomState:
-    """The states of the random number generators that the module's code can name."""
-    modules = list(module.modules())
-    values = [value for one in modules for name, value in one.__dict__.items() if name not in REGISTRIES]
-    reach = Reachable([*(one.forward for one in modules), *values])
-    return RandomState(reach.generators, reach.random_states)
-
-
 def _context_of(module: torch.nn.Module) -> DeviceContext | None:
     """The lazy device of a module, going by its first parameter or buffer."""
-    first = next(chain(module.parameters(), module.buffers()), None)
-    return first._data.context if isinstance(first, LazyTensor) else None
+    attributes = [attributes_of(one) for _, one in modules_within(module)]
+    registries: list[Any] = [dict.get(each, name) or {} for name in (PARAMETERS, BUFFERS) for each in attributes]
+    tensors = chain.from_iterable(map(dict.values, registries))
+    first = next((tensor for tensor in tensors if tensor is not None), None)
+    return first._data.context if type(first) is LazyTensor else None
 
 
 def _are_leaves_without_hooks(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> bool:
@@ -527,5 +524,5 @@ def _hooked(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> str | None:
 
 def _differentiable(leaves: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors among the results of a body that its graph leads to, each once."""
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, LazyTensor) and leaf.grad_fn is not None}
+    found = {id(leaf): leaf for leaf in leaves if is_a(leaf, LazyTensor) and leaf.grad_fn is not None}
     return list(found.values())

@@ -11,18 +11,46 @@ from typing import Any
 
 import torch
 
-from lazy_backend.ports.hooks import REGISTRIES
+from lazy_backend.ports.hooks import REGISTRIES, modules_within
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.regions.accounts import FIRST_CHECK
 from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.programs import Program
+from lazy_backend.replay.plain_values import is_plain
+from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import StructureGuard
 from lazy_backend.tensors.tensor import LazyTensor
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
 _IN_ATTRIBUTES = re.compile(rf"^dict(?:\['(?:{'|'.join(REGISTRIES)})'\])?\['(\w+)'\]")
+# Of a container that code names, more values are not searched for sources of random numbers.
+_LARGEST_CONTAINER = 100
 # Argument signatures that one module remembers.
 _MAX_SIGNATURES = 64
+
+
+class RandomSources:
+    """The sources of random numbers that a module's code can name. Does not refer to the module.
+
+    To find them takes long, as it follows all functions that the code calls. So they are found once, and again if
+    something that code names is another object, or if there are more globals.
+    """
+
+    __slots__ = ("generators", "states", "_named", "_globals")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        reach = Reachable([one for _, one in modules_within(module)], largest=_LARGEST_CONTAINER)
+        self.generators = reach.generators
+        self.states = reach.random_states
+        # a number that is counted up is no source
+        self._named = [(place, is_plain(place.get())) for place in reach.named]
+        self._globals = [(known, len(known)) for known in reach.globals.values()]
+
+    def hold(self) -> bool:
+        """Whether these are the sources still."""
+        return all(len(known) == count for known, count in self._globals) and all(
+            place.holds() or (was_plain and is_plain(place.get())) for place, was_plain in self._named
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -41,11 +69,12 @@ class AlikeCalls:
 class ModuleState:
     """What is known of a module while it is made of the same parts, with the same attributes."""
 
-    __slots__ = ("signatures", "_type", "_guard", "_host")
+    __slots__ = ("signatures", "_type", "_guard", "_host", "_sources")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.signatures: dict[Any, AlikeCalls] = {}
         self._type = type(module)
+        self._sources: RandomSources | None = None
         self._guard = StructureGuard([module.__dict__])
         # tensors on the CPU, whose values Python may read, with their versions
         self._host = [(one, version_of(one)) for one in self._guard.tensors if type(one) is not LazyTensor]
@@ -70,6 +99,12 @@ class ModuleState:
 
     def _host_holds(self) -> bool:
         return not self._host or all(version_of(one) == version for one, version in self._host)
+
+    def random_sources(self, module: torch.nn.Module) -> RandomSources:
+        """The sources of random numbers of the module, which is as this says."""
+        if self._sources is None or not self._sources.hold():
+            self._sources = RandomSources(module)
+        return self._sources
 
     def why(self) -> str:
         text = self._guard.why() or "a tensor on the CPU was written"

@@ -32,6 +32,7 @@ from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, Pro
 from lazy_backend.floats.hyperparameters import OptimizerGuard
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.ir.ranges import is_profiling
+from lazy_backend.ports.cpython import attributes_of, is_a
 from lazy_backend.ports.hooks import (
     HOOKS_AFTER_ALL_STEPS,
     HOOKS_BEFORE_ALL_STEPS,
@@ -75,16 +76,16 @@ def _operands_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Operand, L
         yield parameter, parameter
         if type(parameter.grad) is LazyTensor:
             yield number, parameter.grad
-        state = optimizer.state.get(parameter)
-        for value in state.values() if isinstance(state, dict) else ():
+        state: Any = optimizer.state.get(parameter)
+        for value in dict.values(state) if is_a(state, dict) else ():
             if type(value) is LazyTensor:
                 yield value, value
 
 
 def _nested_in(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for state in optimizer.state.values():
-        for value in state.values() if isinstance(state, dict) else (state,):
-            if not isinstance(value, torch.Tensor) and not is_plain(value):
+        for value in dict.values(state) if is_a(state, dict) else (state,):
+            if not is_a(value, torch.Tensor) and not is_plain(value):
                 yield value
 
 
@@ -107,7 +108,7 @@ class _OptimizerParts:
     @staticmethod
     def _find(optimizer: torch.optim.Optimizer) -> list[Any]:
         lists = [group["params"] for group in optimizer.param_groups]
-        states = [state.values() if isinstance(state, dict) else (state,) for state in optimizer.state.values()]
+        states = [dict.values(state) if is_a(state, dict) else (state,) for state in optimizer.state.values()]
         return [optimizer.__dict__.values(), optimizer.state.keys(), *lists, *states]
 
     def hold(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -292,7 +293,7 @@ class CapturedOptimizer:
             return "step() was given a closure"
         if any(step_hooks_of(optimizer)):
             return "it has hooks"
-        if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        if any(dict.get(attributes_of(optimizer), name) is not None for name in ("found_inf", "grad_scale")):
             return "a GradScaler has it unscale its gradients"
         if HOOKS_BEFORE_ALL_STEPS:
             return "hooks of all optimizers are registered"
@@ -332,7 +333,7 @@ class CapturedOptimizer:
     ) -> bool:
         assert state.floats is not None
         tensors: list[Any] = [grads[one] if one.__class__ is int else one for one in state.operands]  # type: ignore
-        if given is None or not tensors or not all(tensor.__class__ is LazyTensor for tensor in tensors):
+        if given is None or not tensors or not all(type(tensor) is LazyTensor for tensor in tensors):
             return False
         try:
             evaluated = state.floats.evaluate(given)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.ir.program import Call, Same, Token
+from lazy_backend.ports.cpython import is_a, name_of
+from lazy_backend.ports.tensor_types import device_of
 from lazy_backend.regions.members import MemberPlace
 from lazy_backend.regions.results import ResultStructure
 from lazy_backend.regions.stretch import NotReplayable, Stretch, tokens_of
@@ -93,7 +95,7 @@ class Program:
     def operands(self, arguments: Sequence[LazyTensor]) -> list[LazyTensor] | None:
         """The operands of a call now; None if something else than a lazy tensor is in the place of one."""
         found = [arguments[p] if p.__class__ is int else p.container[p.key] for p in self.places]  # type: ignore
-        return found if all(tensor.__class__ is LazyTensor for tensor in found) else None
+        return found if all(type(tensor) is LazyTensor for tensor in found) else None
 
     @property
     def is_differentiable(self) -> bool:
@@ -192,15 +194,15 @@ def _leaf(
     argument_data: Sequence[TensorData],
     tokens: list[Token],
 ) -> Leaf:
-    if not isinstance(leaf, torch.Tensor):
+    if not is_a(leaf, torch.Tensor):
         return PlainLeaf(leaf)
     for number, argument in enumerate(arguments):
         if leaf is argument:
             return ArgumentLeaf(number)
+    if type(leaf) is not LazyTensor:
+        raise NotReplayable(f"it returns a {name_of(type(leaf))} on {device_of(leaf)}")
     if vars(leaf).keys() - _OWN_ATTRIBUTES:
         raise NotReplayable("it sets an attribute of a tensor that it returns")
-    if type(leaf) is not LazyTensor:
-        raise NotReplayable(f"it returns a {type(leaf).__name__} on {leaf.device}")
     data = leaf._data
     if data.epoch is not stretch.epoch or data.token not in stretch.made:
         raise NotReplayable("it returns a tensor that it did not make, and that is no argument")
@@ -214,7 +216,7 @@ def _leaf(
 def _check_separate(stretch: Stretch, result: Sequence[Any], tokens: Sequence[Token]) -> None:
     """Two returned tensors must not share memory: autograd counts writes to both as one, and a replay's apart."""
     roots = [stretch.root(token) for token in tokens]
-    counted = [leaf for leaf in result if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    counted = [leaf for leaf in result if is_a(leaf, torch.Tensor) and not leaf.is_inference()]
     if len(set(roots)) < len(roots) and counted:
         raise NotReplayable("it returns two tensors that share memory")
 

@@ -24,8 +24,18 @@ from typing import Any
 import torch
 
 from lazy_backend.ports import trees
-from lazy_backend.ports.cpython import UNHELD, counts_of
-from lazy_backend.replay.plain_values import value_key
+from lazy_backend.ports.cpython import (
+    UNHELD,
+    attributes_of,
+    container_kind,
+    counts_of,
+    is_a,
+    items_of,
+    length_of,
+    module_of,
+    name_of,
+)
+from lazy_backend.replay.plain_values import has_plain_hash, value_key
 
 # Modules of libraries whose classes are records. Checked on transformers 5.23.
 _RECORDS = ("transformers.cache_utils",)
@@ -59,7 +69,7 @@ class ResultStructure:
 
 def flatten_result(result: Any) -> tuple[list[Any], ResultStructure | None]:
     """The leaves of `result` and its structure, which is None for a tensor alone."""
-    if isinstance(result, torch.Tensor):
+    if is_a(result, torch.Tensor):
         return [result], None
     try:
         return _flatten(result, set())
@@ -77,8 +87,8 @@ def unflatten_result(leaves: Iterable[Any], structure: ResultStructure | None) -
 def opaque_in(leaves: Iterable[Any]) -> str | None:
     """The class of a leaf that may hold tensors of its own, if there is one."""
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor | type) and (callable(leaf) or value_key(leaf) is None):
-            return type(leaf).__name__
+        if not is_a(leaf, torch.Tensor | type) and (callable(leaf) or value_key(leaf) is None):
+            return name_of(type(leaf))
     return None
 
 
@@ -90,16 +100,17 @@ def kept_container(held: list[Any]) -> str | None:
     pending: list[tuple[Any, Any]] = [(held, 0)]
     while pending:
         parent, key = pending.pop()
-        value = dict.__getitem__(parent, key) if isinstance(parent, dict) else parent[key]
-        if isinstance(value, list | dict):
+        value = container_kind(parent).__getitem__(parent, key)
+        kind = container_kind(value)
+        if kind is list or kind is dict:
             # an ordered dict of transformers has its values as attributes, too
-            is_attribute = isinstance(key, str) and getattr(parent, "__dict__", {}).get(key) is value
+            is_attribute = type(key) is str and attributes_of(parent).get(key) is value
             if counts_of([value])[0] - UNHELD > _REFERENCES + is_attribute:
-                return type(value).__name__
-        if isinstance(value, list | tuple):
-            pending += [(value, place) for place in range(len(value))]
-        elif isinstance(value, dict):
-            pending += [(value, name) for name in value]
+                return name_of(type(value))
+        if kind is list or kind is tuple:
+            pending += [(value, place) for place in range(length_of(value))]
+        elif kind is dict:
+            pending += [(value, name) for name in dict.keys(value) if has_plain_hash(name)]
     return None
 
 
@@ -132,7 +143,7 @@ def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
     leaves: list[Any] = []
     records: list[_Record | None] = []
     for leaf in found:
-        if type(leaf).__module__ in _RECORDS and hasattr(leaf, "__dict__"):
+        if module_of(type(leaf)) in _RECORDS and hasattr(leaf, "__dict__"):
             if id(leaf) in seen:
                 raise _OccursTwice
             seen.add(id(leaf))
@@ -148,12 +159,13 @@ def _flatten(result: Any, seen: set[int]) -> tuple[list[Any], ResultStructure]:
 
 def _see_containers(values: Iterable[Any], seen: set[int]) -> None:
     for value in values:
-        if isinstance(value, list | dict):
+        kind = container_kind(value)
+        if kind is list or kind is dict:
             if id(value) in seen:
                 raise _OccursTwice
             seen.add(id(value))
-        if isinstance(value, list | tuple | dict):
-            _see_containers(value.values() if isinstance(value, dict) else value, seen)
+        if kind is not None:
+            _see_containers(dict.values(value) if kind is dict else items_of(value), seen)
 
 
 def _unflatten(given: Any, structure: ResultStructure) -> Any:

@@ -20,7 +20,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from sys import getrefcount
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,8 +31,8 @@ from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
 from lazy_backend.floats.torch_hooks import FloatSeer, TorchHooks
-from lazy_backend.ports.cpython import UNHELD, counts_of, young_objects
-from lazy_backend.ports.hooks import HOOKS_AFTER_ALL_STEPS, HOOKS_BEFORE_ALL_STEPS, HOOKS_OF_ALL_MODULES
+from lazy_backend.ports.cpython import UNHELD, attributes_of, counts_of, is_a, young_objects
+from lazy_backend.ports.hooks import HOOKS_AFTER_ALL_STEPS, HOOKS_BEFORE_ALL_STEPS, HOOKS_OF_ALL_MODULES, PARAMETERS
 from lazy_backend.ports.tensor_types import base_of, use_count, version_of
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
@@ -45,40 +47,46 @@ class Watch:
     """
 
     def __init__(self, arguments: Sequence[LazyTensor]) -> None:
-        self.modules: dict[torch.nn.Module, None] = {}
-        self.optimizers: dict[torch.optim.Optimizer, None] = {}
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._seen: set[int] = set()
         self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors calls an operator
         self.contexts: set[DeviceContext] = set()  # of the operands
         self.recorder: FloatSeer | None = None  # while the body runs
         self._arguments = set(map(id, arguments))
 
     def see_module(self, module: torch.nn.Module) -> None:
-        self.modules[module] = None
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.modules.append(module)
 
     def see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizers[optimizer] = None
+        if id(optimizer) not in self._seen:
+            self._seen.add(id(optimizer))
+            self.optimizers.append(optimizer)
         if self.recorder is not None:
             self.recorder.install(optimizer)
 
     def see_operands(self, operands: Sequence[Any]) -> None:
         for operand in operands:
             first = operand[0] if type(operand) is list and operand else operand
-            if first.__class__ is LazyTensor:
+            if type(first) is LazyTensor:
                 self.contexts.add(first._data.context)
-            if operand.__class__ is LazyTensor and operand.requires_grad and operand.is_leaf and not _is_inner(operand):
+            if type(operand) is LazyTensor and operand.requires_grad and operand.is_leaf and not _is_inner(operand):
                 self.leaves[id(operand)] = operand
 
     def parameters(self) -> list[LazyTensor]:
         """The lazy parameters of the modules and optimizers seen, and the leaves, each once."""
         found: list[torch.Tensor] = []
         for module in self.modules:
-            found += module.parameters(recurse=False)
+            registered = dict.values(dict.get(attributes_of(module), PARAMETERS, {}))
+            found += [parameter for parameter in registered if parameter is not None]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 found += group["params"]
         found += self.leaves.values()
         unique = {id(tensor): tensor for tensor in found if id(tensor) not in self._arguments}
-        return [tensor for tensor in unique.values() if isinstance(tensor, LazyTensor)]
+        return [tensor for tensor in unique.values() if is_a(tensor, LazyTensor)]  # type: ignore[misc]
 
     def host_versions(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors in the optimizers' state that are not lazy, each with its version counter."""
@@ -87,9 +95,9 @@ class Watch:
 
 def host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors in the optimizer's state that are not lazy: step counts, in most optimizers."""
-    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
-    tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
-    return [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
+    states = [dict.values(state) for state in optimizer.state.values() if is_a(state, dict)]
+    tensors = [value for values in states for value in values if is_a(value, torch.Tensor)]
+    return [tensor for tensor in tensors if not is_a(tensor, LazyTensor)]
 
 
 class TensorSet:
@@ -203,8 +211,8 @@ class _Watches:
 def _wait_for_body(operands: Sequence[Any]) -> None:
     """Wait for the body of a captured function that another thread runs on the device of `operands`."""
     for operand in operands:
-        first = operand[0] if isinstance(operand, list | tuple) and operand else operand
-        if first.__class__ is LazyTensor:
+        first = operand[0] if type(operand) in (list, tuple) and operand else operand
+        if type(first) is LazyTensor:
             first._data.context.wait_for_body()
             return
 
@@ -221,13 +229,16 @@ class GlobalHookGuard:
 
     def holds(self) -> bool:
         # almost always there are none: 0.2 µs
-        return (not any(_GLOBAL_HOOKS) and not self._hooks) or _global_hooks() == self._hooks
+        return (not any(_GLOBAL_HOOKS) and not self._hooks) or self._are_same(_global_hooks())
+
+    def _are_same(self, now: list[Any]) -> bool:
+        return len(now) == len(self._hooks) and all(map(is_, now, self._hooks))
 
 
 def _global_hooks() -> list[Any]:
     """All global hooks but our own, which come and go with watches."""
     hooks = [hook for each in _GLOBAL_HOOKS for hook in list(each.values())]
-    return [hook for hook in hooks if getattr(hook, "__self__", None) is not watches]
+    return [hook for hook in hooks if not (is_a(hook, MethodType) and hook.__self__ is watches)]
 
 
 def _is_there(hook: RemovableHandle) -> bool:

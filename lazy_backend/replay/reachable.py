@@ -25,16 +25,29 @@ import types
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
-from random import Random
+from random import Random, SystemRandom
 from sys import getrefcount
 from typing import Any
 
 import torch
 
-from lazy_backend.ports.hooks import REGISTRIES
-from lazy_backend.replay.plain_values import is_a, is_plain
+from lazy_backend.ports.cpython import (
+    attributes_of,
+    container_kind,
+    is_a,
+    items_of,
+    length_of,
+    module_of,
+    mro_of,
+    name_of,
+    namespace_of,
+    slots_of,
+    values_view,
+)
+from lazy_backend.ports.hooks import REGISTRIES, modules_within
+from lazy_backend.replay.plain_values import has_plain_hash, is_plain, is_process_wide
 from lazy_backend.tensors.tensor import LazyTensor
 
 # More values than this are not walked, 1 µs each: what lies beyond is unknown.
@@ -47,6 +60,8 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
 _NO_CONTAINERS = (
     types.FunctionType | types.MethodType | types.ModuleType | type | torch.nn.Module | torch.optim.Optimizer
 )
+# What a name of one of these stands for changes only where code is replaced.
+_DEFINITIONS = types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type
 # What `StructureGuard` sees of a module or an optimizer.
 _REGISTRIES = frozenset((*REGISTRIES, "state", "param_groups", "defaults"))
 
@@ -62,13 +77,13 @@ class StatePlace:
 
     @property
     def where(self) -> tuple[Any, int, Any]:
-        return self.read, id(self.container), self.key
+        return self.read, id(self.container), name_of_key(self.key)
 
     def get(self) -> Any:
         """What is there now; None if there is nothing."""
         try:
             return self.read(self.container, self.key)
-        except (LookupError, ValueError, AttributeError):
+        except _NOTHING_THERE:
             return None
 
     def holds(self) -> bool:
@@ -79,12 +94,22 @@ def _entry(container: Any, key: Any) -> Any:
     return dict.get(container, key)  # unlike `container[key]`, it does not fill a defaultdict
 
 
+def _entry_of_key(container: Any, key: Any) -> Any:
+    """As `_entry`, for a key whose class defines how it is found."""
+    return next((value for own, value in dict.items(container) if own is key), None)
+
+
 def _class_entry(attributes: Any, key: Any) -> Any:
     return attributes.get(key)
 
 
-def _item(container: Any, key: Any) -> Any:
-    return container[key]
+def _slot(value: Any, slot: Any) -> Any:
+    return slot.__get__(value)
+
+
+_ITEM_READERS: dict[type, Callable[[Any, int], Any]] = {list: list.__getitem__, deque: deque.__getitem__}
+# Raised by readers. A dict may be changed by another thread meanwhile.
+_NOTHING_THERE = (LookupError, ValueError, AttributeError, RuntimeError)
 
 
 def _contents(cell: types.CellType, key: Any) -> Any:
@@ -98,34 +123,47 @@ def _names_of(code: types.CodeType) -> set[str]:
 
 
 class Reachable:
-    """What `roots` reach: functions, or objects that are arguments. Keeps it alive."""
+    """What `roots` reach: functions, or objects that are arguments. Keeps it alive.
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    Runs no code of theirs (Note [No code of the user's]), and goes nowhere that grows with the process: not from a
+    logger to all others, nor from a module or a class to more than functions name. `largest`: of containers, how many
+    values are walked. `count`: of the values walked.
+    """
+
+    def __init__(self, roots: Iterable[Any], largest: int = _MOST_VALUES) -> None:
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tensors: dict[int, LazyTensor] = {}
         self.generators: list[torch.Generator] = []
         self.random_states: list[Callable[[], Any]] = []
+        self.globals: dict[int, dict[str, Any]] = {}  # of the functions found, by id
+        self.named: list[StatePlace] = []  # that code names: globals, variables, attributes of classes and modules
+        self.count = 0
         # by id of a value: who leads to it, and where; no place but a part's name if that cannot change, as in a tuple
         self._ways: dict[int, list[tuple[int, StatePlace | Hashable]]] = {}
         self._values: dict[int, Any] = {}
         self._names: set[str] = set()  # that the functions found so far name
+        self._new_names: set[str] = set()  # those that `_named` was not searched for
         self._named: list[tuple[Any, Any, Any]] = []  # attributes that are walked where a function names them
         self._walked: set[tuple[Any, int, Any]] = set()
-        self._count = 0
         self._waiting: deque[Any] = deque()
+        self._largest = largest
         for number, root in enumerate(roots):
             self._find(root, None, number)
-        known = -1
-        while known != len(self._names):  # again if functions were found that name more
-            known = len(self._names)
-            for each in list(self._named):
-                self._find_named(*each)
-            while self._waiting and self._count < _MOST_VALUES:
+        self._walk()
+
+    def _walk(self) -> None:
+        while True:
+            while self._waiting and self.count < _MOST_VALUES:
                 self._expand(self._waiting.popleft())
+            if not self._new_names:
+                return
+            names, self._new_names = self._new_names, set()
+            for each in list(self._named):
+                self._find_named(names, *each)
 
     def _find(self, value: Any, owner: Any, place: StatePlace | Hashable) -> None:
-        self._count += 1
+        self.count += 1
         if is_plain(value):
             return
         self._ways.setdefault(id(value), []).append((id(owner), place))
@@ -139,7 +177,7 @@ class Reachable:
         elif is_a(value, torch.nn.Module):
             self.modules.append(value)
             self._expand_class(value)
-            for module in value.modules():
+            for _, module in modules_within(value):
                 self._expand_attributes(module)
         elif is_a(value, torch.optim.Optimizer):
             self.optimizers.append(value)
@@ -151,100 +189,119 @@ class Reachable:
             self._find(value.__func__, value, "__func__")
         elif is_a(value, functools.partial):
             for name in ("func", "args", "keywords"):
-                self._find(getattr(value, name), value, name)
+                self._find(namespace_of(functools.partial)[name].__get__(value), value, name)
         elif is_a(value, types.ModuleType):
-            if value.__name__.partition(".")[0] not in _LIBRARIES:
-                self._add_named(_entry, vars(value), value)
-        elif type(value).__name__ in ("_lru_cache_wrapper", "_lru_list_elem"):  # what is in there stays the same
-            for number, part in enumerate(gc.get_referents(value)):
+            attributes = attributes_of(value)
+            if not _is_of_library(dict.get(attributes, "__name__")):
+                self._add_named(_entry, attributes, value)
+        elif name_of(type(value)) in ("_lru_cache_wrapper", "_lru_list_elem"):  # what is in there stays the same
+            for number, part in enumerate(islice(gc.get_referents(value), self._largest)):
                 self._find(part, value, number)
         elif is_a(value, torch.Generator):
             self.generators.append(value)
-        elif not is_a(value, torch.Tensor):
+        elif not is_a(value, torch.Tensor) and not is_process_wide(type(value)):
             self._expand_object(value)
 
     def _expand_attributes(self, value: Any) -> None:
         """Walk the objects in a module or an optimizer that `StructureGuard` does not look into."""
-        attributes = _attributes_of(value)
-        for name, attribute in list(attributes.items()):
-            if name not in _REGISTRIES and not (is_a(attribute, dict | set) and not len(attribute)):
-                self._find_at(_entry, attributes, name, value)
+        attributes = attributes_of(value)
+        for name, attribute in list(dict.items(attributes)):
+            if name not in _REGISTRIES and not (is_a(attribute, dict | set) and not length_of(attribute)):
+                self._find_at(_entry, attributes, name, value, attribute)
 
     def _expand_function(self, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            self._find_at(_contents, cell, name, function)
-        if not _is_of_library(function):
+            self._read_at(_contents, cell, name, function)
+        if not _is_of_library(function.__module__):
             names = _names_of(function.__code__)
+            self._new_names |= names - self._names
             self._names |= names
-            for name in names & function.__globals__.keys():
-                self._find_at(_entry, function.__globals__, name, function)
+            self.globals[id(function.__globals__)] = function.__globals__
+            for name in names & dict.keys(function.__globals__):
+                self._read_at(_entry, function.__globals__, name, function)
         for name in list(vars(function)):
-            self._find_at(_entry, vars(function), name, function)
+            self._read_at(_entry, vars(function), name, function)
         self._find(function.__defaults__, function, "__defaults__")
         self._find(function.__kwdefaults__, function, "__kwdefaults__")
 
     def _add_named(self, read: Any, attributes: Any, owner: Any) -> None:
         """Walk those of `attributes` that some function names, found by now or later."""
         self._named.append((read, attributes, owner))
-        self._find_named(read, attributes, owner)
+        self._find_named(self._names, read, attributes, owner)
 
-    def _find_named(self, read: Any, attributes: Any, owner: Any) -> None:
-        for name in self._names & attributes.keys():
-            self._find_at(read, attributes, name, owner)
+    def _find_named(self, names: set[str], read: Any, attributes: Any, owner: Any) -> None:
+        keys = dict.keys(attributes) if is_a(attributes, dict) else attributes.keys()
+        for name in names & keys:
+            self._read_at(read, attributes, name, owner)
 
     def _expand_object(self, value: Any) -> None:
-        if is_a(value, dict):
-            for key in list(dict.keys(value)):
-                self._find_at(_entry, value, key, value)
-        elif is_a(value, list | deque):
-            for number in range(min(len(value), _MOST_VALUES)):
-                self._find_at(_item, value, number, value)
-        elif is_a(value, tuple | set | frozenset):
-            for number, item in enumerate(value):  # all items of a set are in one place
-                self._find(item, value, number if is_a(value, tuple) else "item")
+        kind = container_kind(value)
+        if kind is dict:
+            for key, item in list(islice(dict.items(value), self._largest)):
+                self._find_at(_entry if has_plain_hash(key) else _entry_of_key, value, key, value, item)
+        elif kind in _ITEM_READERS:
+            for number, item in enumerate(list(islice(items_of(value), self._largest))):
+                self._find_at(_ITEM_READERS[kind], value, number, value, item)
+        elif kind is not None:
+            for number, item in enumerate(islice(items_of(value), self._largest)):  # a set's are in one place
+                self._find(item, value, number if kind is tuple else "item")
         elif is_a(value, type):
-            if not _is_of_library(value):
-                self._add_named(_class_entry, vars(value), value)
-        elif _is_of_library(type(value), ("lazy_backend",)):  # a captured function: what it does
-            self._find(_attributes_of(value).get("__wrapped__"), value, "__wrapped__")
+            if not _is_of_library(module_of(value)):
+                self._add_named(_class_entry, namespace_of(value), value)
+        elif _is_of_library(module_of(type(value)), ("lazy_backend",)):  # a captured function: what it does
+            self._find(attributes_of(value).get("__wrapped__"), value, "__wrapped__")
         else:
             self._note_random_source(value)
-            attributes = _attributes_of(value)
-            for name in list(attributes):
-                self._find_at(_entry, attributes, name, value)
+            attributes = attributes_of(value)
+            for name, attribute in list(dict.items(attributes)):
+                self._find_at(_entry, attributes, name, value, attribute)
             self._expand_class(value)
 
     def _expand_class(self, value: Any) -> None:
         """The methods and attributes that code names, how an object is called, and attributes in slots."""
-        for kind in type(value).__mro__:
-            if _is_of_library(kind):
+        for kind in mro_of(type(value)):
+            if _is_of_library(module_of(kind)):
                 continue
-            self._add_named(_class_entry, vars(kind), value)
+            namespace = namespace_of(kind)
+            self._add_named(_class_entry, namespace, value)
             for name in ("__call__", "forward"):
-                self._find_at(_class_entry, vars(kind), name, value)
-            for name in _slots_of(kind):
-                self._find_at(getattr, value, name, value)
+                self._read_at(_class_entry, namespace, name, value)
+            for slot in slots_of(kind):
+                self._read_at(_slot, value, slot, value)
 
-    def _find_at(self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any) -> None:
-        # `vars` of a class makes a new proxy each time
-        where = (read, id(owner) if read is _class_entry else id(container), key)
-        if where in self._walked:
-            return
-        self._walked.add(where)
+    def _read_at(self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any) -> None:
+        """As `_find_at`, if something is there."""
         try:
             value = read(container, key)
-        except (LookupError, ValueError, AttributeError):
+        except _NOTHING_THERE:
             return
-        self._find(value, owner, StatePlace(read, container, key, id(value)))
+        place = self._find_at(read, container, key, owner, value)
+        if place is not None and not is_a(value, _DEFINITIONS) and read is not _slot:
+            self.named.append(place)
+
+    def _find_at(
+        self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any, value: Any
+    ) -> StatePlace | None:
+        """Find `value`, which is at a place. Returns the place, if it is a new one."""
+        # `namespace_of` a class makes a new proxy each time
+        where = (read, id(owner) if read is _class_entry else id(container), name_of_key(key))
+        if where in self._walked:
+            return None
+        self._walked.add(where)
+        place = StatePlace(read, container, key, id(value))
+        self._find(value, owner, place)
+        return place
 
     def _note_random_source(self, value: Any) -> None:
-        if is_a(value, Random):
-            self.random_states.append(value.getstate)
+        if is_a(value, SystemRandom):
+            self.random_states.append(object)  # draws what cannot be seen: each time another state
+        elif is_a(value, Random):
+            self.random_states.append(functools.partial(Random.getstate, value))
         numpy = sys.modules.get("numpy")
         if numpy is not None and is_a(value, numpy.random.Generator):
-            self.random_states.append(lambda: repr(value.bit_generator.state))
+            self.random_states.append(functools.partial(_state_of, numpy, value))
         if numpy is not None and is_a(value, numpy.random.RandomState):
-            self.random_states.append(lambda: repr(value.get_state(legacy=False)))
+            self.random_states.append(lambda: repr(numpy.random.RandomState.get_state(value, legacy=False)))
 
     # ----- places
 
@@ -301,33 +358,25 @@ class Reachable:
         return number in self._ways
 
 
+def _state_of(numpy: Any, generator: Any) -> str | object:
+    source = numpy.random.Generator.bit_generator.__get__(generator)
+    # a class of the user's may have no state: then it may draw unseen
+    return repr(source.state) if str(module_of(type(source))).startswith("numpy.") else object()
+
+
 def name_of_key(key: Any) -> Hashable:
-    """What stands for a key of a dict, or for an index."""
-    return key if is_plain(key) else ("id", id(key))
+    """What stands for a key of a dict, for an index or for a slot."""
+    if type(key) is types.MemberDescriptorType:
+        return key.__name__
+    return key if is_plain(key) and has_plain_hash(key) else ("id", id(key))
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_of_library(kind: type | types.FunctionType, libraries: Container[str] = _LIBRARIES) -> bool:
-    module = kind.__module__
+def _is_of_library(module: Any, libraries: Container[str] = _LIBRARIES) -> bool:
     return type(module) is str and module.partition(".")[0] in libraries
 
 
-def _slots_of(kind: type) -> Iterator[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    for name in (slots,) if isinstance(slots, str) else tuple(slots):
-        if name not in ("__dict__", "__weakref__"):
-            yield name
-
-
 def _is_large(value: Any) -> bool:
-    return is_a(value, dict | list | deque) and len(value) > _MOST_KEYS
+    return is_a(value, dict | list | deque) and length_of(value) > _MOST_KEYS
 
 
 class PlaceGuard:
@@ -339,9 +388,10 @@ class PlaceGuard:
         self._containers = list(young)
         self._counts: list[int] = []
         # what a body may walk through
-        self._walked = [one for one in self._on_the_way if is_a(one, dict | list | deque) and not _is_large(one)]
+        walked = [one for one in self._on_the_way if is_a(one, dict | list | deque) and not _is_large(one)]
+        self._walked = list(map(values_view, walked))
         self._lengths = list(map(len, self._walked))
-        self._dicts = [one for one in self._walked if is_a(one, dict)]  # the order of keys is that of values
+        self._dicts = [dict.keys(one) for one in walked if is_a(one, dict)]  # the order of keys is that of values
         self._keys = list(chain.from_iterable(self._dicts))
 
     def settle(self) -> None:

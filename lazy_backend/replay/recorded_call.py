@@ -26,6 +26,7 @@ from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
+from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.captured_state import (
     GradHolder,
@@ -81,7 +82,7 @@ class ReturnedValue:
     copy: Any
 
     def agrees(self, other: object) -> bool:
-        if not isinstance(other, ReturnedValue) or isinstance(self.value, torch.Tensor):
+        if not isinstance(other, ReturnedValue) or is_a(self.value, torch.Tensor):
             return False
         return self.key == other.key and (self.key is not None or self.value is other.value)
 
@@ -184,10 +185,10 @@ class RecordedCall:
 
 def flatten_result(result: Any) -> tuple[list[Any], trees.TreeSpec | None]:
     """The leaves of what a body returned, detached: a replay has no autograd graph of the body."""
-    if isinstance(result, LazyTensor):
+    if is_a(result, LazyTensor):
         return [result.detach()], None
     leaves, spec = trees.tree_flatten(result)
-    return [leaf.detach() if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], spec
+    return [leaf.detach() if is_a(leaf, LazyTensor) else leaf for leaf in leaves], spec
 
 
 def unflatten_result(leaves: Sequence[Any], spec: trees.TreeSpec | None) -> Any:
@@ -201,12 +202,12 @@ class Values:
     """Arguments that are compared by value and that the body could write to: arrays, dataclasses and the like."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_plain(leaf)]
+        others = [leaf for leaf in leaves if not is_a(leaf, torch.Tensor) and not is_plain(leaf)]
         self._before = [(leaf, value_key(leaf)) for leaf in others]
 
     def changed(self) -> str:
         """The type of an argument that was changed since; empty if none was."""
-        changed = [type(leaf).__name__ for leaf, key in self._before if value_key(leaf) != key]
+        changed = [name_of(type(leaf)) for leaf, key in self._before if value_key(leaf) != key]
         return changed[0] if changed else ""
 
 
@@ -379,7 +380,7 @@ def record_call(
 def _describe_returned(
     leaf: Any, storages: Sequence[LazyStorage], inputs: Sequence[TensorData], arguments: Arguments
 ) -> ReturnedTensor | ReturnedValue:
-    if not isinstance(leaf, LazyTensor):
+    if not is_a(leaf, LazyTensor):
         return _returned_value(leaf)
     storage = leaf._data.storage
     kinds = (

@@ -62,10 +62,8 @@ class Found:
         self.leaves = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
         # made during the call, as the garbage collector has not run since; by id
         self.young = set(map(id, young_objects()))
-        all_modules, all_optimizers = (
-            dict.fromkeys((*modules, *reach.modules)),
-            dict.fromkeys((*optimizers, *reach.optimizers)),
-        )
+        all_modules = {id(module): module for module in (*modules, *reach.modules)}.values()
+        all_optimizers = {id(one): one for one in (*optimizers, *reach.optimizers)}.values()
         self.roots: tuple[Root, ...] = (*all_modules, *all_optimizers)
         self.structure = StructureGuard(all_modules, all_optimizers)
         everywhere = (*self.structure.tensors, *reach.tensors.values(), *self.leaves)

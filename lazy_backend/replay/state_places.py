@@ -36,8 +36,9 @@ from weakref import ref
 import torch
 
 from lazy_backend.lowering.ir.graph import TensorMeta
+from lazy_backend.ports.cpython import is_a, length_of
 from lazy_backend.ports.hooks import REGISTRIES
-from lazy_backend.replay.plain_values import is_a
+from lazy_backend.replay.plain_values import text_of
 from lazy_backend.replay.reachable import Reachable, name_of_key
 from lazy_backend.replay.structure import Structure
 from lazy_backend.tensors.state import LazyStorage, TensorData
@@ -171,11 +172,12 @@ def _itself(value: Any) -> Any:
 
 def _item(read: Callable[[], Any], number: int) -> Any:
     container = read()
-    return container[number] if is_a(container, tuple) and number < len(container) else None
+    return tuple.__getitem__(container, number) if is_a(container, tuple) and number < length_of(container) else None
 
 
 def _grad_of(read: Callable[[], Any]) -> Any:
-    return getattr(read(), "grad", None)
+    tensor = read()
+    return tensor.grad if type(tensor) is LazyTensor else None
 
 
 def _text(step: Hashable) -> str:
@@ -184,7 +186,7 @@ def _text(step: Hashable) -> str:
         return "" if step in REGISTRIES else step if step == ".grad" else f".{step}"
     if isinstance(step, tuple) and len(step) == 4:
         is_entry, _, _, key = step
-        return f"[{key!r}]" if is_entry else f".{key}"
+        return f"[{text_of(key)}]" if is_entry else f".{key}"
     return f"[{step}]" if isinstance(step, int) else ""
 
 

@@ -16,7 +16,8 @@ attributes of classes, and the hyperparameters in param groups, which `Optimizer
 than 1000 values it sees the length.
 
 The check compares one flat list of values by identity, in C: 25 ns for a value, 10 ns for a key, 250 ns for a
-parameter: 1.5 µs for a small module. Only if that fails, everything is walked again and compared by value.
+parameter: 1.5 µs for a small module. Only if that fails, everything is walked again and compared by value. No code of
+the user's runs (Note [No code of the user's]).
 """
 
 from __future__ import annotations
@@ -26,28 +27,43 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 
 from lazy_backend.ports.autograd_engine import TENSOR_HOOKS, accumulate_hooks_of, backward_hooks_of
-from lazy_backend.ports.cpython import LOCK_TYPES, has_only_a_dict
+from lazy_backend.ports.cpython import (
+    CONTAINERS,
+    LOCK_TYPES,
+    NO_ATTRIBUTES,
+    attributes_of,
+    container_kind,
+    has_only_a_dict,
+    is_a,
+    items_of,
+    keys_view,
+    length_of,
+    name_of,
+    values_view,
+)
 from lazy_backend.ports.hooks import REGISTRIES, UNREAD
 from lazy_backend.ports.thread_modes import WithoutSubclasses
-from lazy_backend.replay.plain_values import is_a, is_plain, same_plain
+from lazy_backend.replay.plain_values import is_plain, is_process_wide, plain_key, same_plain, text_of
 
 # What is looked at: a dict stands for the module whose attributes it holds, which is not kept alive then.
 Root = torch.nn.Module | torch.optim.Optimizer | dict[str, Any]
 
 # Of a container with more values, such as a vocabulary, only the length is seen: else each check would take 40 µs.
 _LARGEST_CONTAINER = 1000
-_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 # An object that refers to more than this is no configuration.
 _LARGEST_CONFIGURATION = 5000
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType)
 _IDENTITIES = (torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
-_FACTS = tuple(map(attrgetter, ("requires_grad", *TENSOR_HOOKS)))
+_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_HOOKS = {name: getattr(torch.Tensor, name).__get__ for name in TENSOR_HOOKS}
+_FACTS = (_REQUIRES_GRAD, *_HOOKS.values())
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -108,10 +124,10 @@ class Structure:
     def _add(self, owner: int, key: Any, value: Any) -> None:
         if is_a(value, torch.Tensor):
             self._add_tensor(owner, key, value)
-        elif is_a(value, set) and len(value) <= _LARGEST_CONTAINER and id(value) not in self._seen:
+        elif is_a(value, set) and length_of(value) <= _LARGEST_CONTAINER and id(value) not in self._seen:
             self._seen.add(id(value))
             self.entries.append((owner, key, value))
-            self.entries.append((len(self.entries) - 1, "set", frozenset(value)))
+            self.entries.append((len(self.entries) - 1, "set", frozenset(value)))  # takes the hashes of the set
             self._note(value, self.sequences)
         else:
             self.entries.append((owner, key, value))
@@ -126,46 +142,49 @@ class Structure:
             return
         place = len(self.entries) - 1
         self.tensors.append(tensor)
-        if tensor.is_leaf:
-            self.entries.append((place, "requires_grad", tensor.requires_grad))
-        for name in TENSOR_HOOKS:
-            self._add(place, name, getattr(tensor, name))
+        with WithoutSubclasses():
+            if _IS_LEAF(tensor):
+                self.entries.append((place, "requires_grad", _REQUIRES_GRAD(tensor)))
+            hooks = [(name, read(tensor)) for name, read in _HOOKS.items()]
+        for name, found in hooks:
+            self._add(place, name, found)
 
     def _note(self, container: Any, among: list[Any]) -> None:
-        (among if len(container) else self.empty).append(container)
+        (among if length_of(container) else self.empty).append(container)
 
     def _expand(self, place: int, value: Any) -> None:
         """Add what belongs to a value."""
         if id(value) in self._seen or is_plain(value) or is_a(value, _Tensor | torch.Tensor):
             return
         self._seen.add(id(value))
-        if is_a(value, _CONTAINERS) and len(value) > _LARGEST_CONTAINER:
-            self.entries.append((place, "length", len(value)))
+        kind = container_kind(value)
+        if kind is not None and length_of(value) > _LARGEST_CONTAINER:
+            self.entries.append((place, "length", length_of(value)))
             self.large.append(value)
-        elif is_a(value, dict):
+        elif kind is dict:
             self._expand_dict(place, value)
-        elif is_a(value, list | tuple | deque):
-            if not is_a(value, tuple):
+        elif kind is list or kind is tuple or kind is deque:
+            if kind is not tuple:
                 self._note(value, self.sequences)
-            for number, item in enumerate(value):
+            for number, item in enumerate(items_of(value)):
                 self._add(place, number, item)
-        elif is_a(value, set | frozenset):
-            pass  # its contents were added with it
+        elif kind is not None:
+            pass  # a set, whose contents were added with it
         elif is_a(value, torch.optim.Optimizer):
             self._expand_optimizer(place, value)
         elif is_a(value, torch.nn.Module):
             self.modules.append(value)
             self.types.append(type(value))
-            self._skip_unread(vars(value))
-            self._expand_dict(place, vars(value))
+            self._skip_unread(attributes_of(value))
+            self._expand_dict(place, attributes_of(value))
         elif _is_configuration(value):
-            self._expand_dict(place, _attributes_of(value))
+            self._expand_dict(place, attributes_of(value))
 
     def _skip_unread(self, attributes: dict[str, Any]) -> None:
-        self._seen.update(id(attributes[name]) for name in UNREAD & attributes.keys())
+        self._seen.update(id(attributes[name]) for name in UNREAD & dict.keys(attributes))
 
     def _expand_dict(self, place: int, values: dict[Any, Any]) -> None:
-        has_plain_keys = all(type(key) in (str, int) for key in dict.keys(values))
+        has_plain_keys = all(type(key) is str or type(key) is int for key in dict.keys(values))
         self._note(values, self.dicts if has_plain_keys else self.odd_dicts)
         for key, value in list(dict.items(values)):
             self._add(place, key, value)
@@ -173,10 +192,10 @@ class Structure:
     def _expand_optimizer(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         """The attributes, the state and the lists of parameters."""
         self._seen.add(id(optimizer.param_groups))
-        states = [dict.values(state) for state in optimizer.state.values() if is_a(state, dict)]
+        states = [dict.values(state) for state in dict.values(optimizer.state) if is_a(state, dict)]
         self._of_optimizers.update(map(id, chain.from_iterable(states)))
-        self._skip_unread(vars(optimizer))
-        self._expand_dict(place, vars(optimizer))
+        self._skip_unread(attributes_of(optimizer))
+        self._expand_dict(place, attributes_of(optimizer))
         for number, group in enumerate(optimizer.param_groups):
             self._add(place, f"param_groups[{number}]['params']", group["params"])
 
@@ -201,13 +220,13 @@ class Structure:
     def _step(self, place: int) -> tuple[int, str]:
         owner, key, value = self.entries[place]
         if owner < 0:
-            return owner, type(value).__name__
+            return owner, name_of(type(value))
         of = self.entries[owner][2]
         if key in REGISTRIES and is_a(of, torch.nn.Module):
             return owner, ""  # m._modules["0"] is written m.0
         if self._is_registry(owner) or not is_a(of, dict | list | tuple | deque):
             return owner, f".{key}"
-        return owner, f"[{key!r}]" if is_plain(key) else f"[a {type(key).__name__}]"
+        return owner, f"[{text_of(key)}]"
 
     def _is_registry(self, place: int) -> bool:
         owner, key, _ = self.entries[place]
@@ -224,7 +243,7 @@ class Structure:
         if len(self.entries) != len(now.entries):
             return self._regrouped(now, min(len(self.entries), len(now.entries)))
         changed = [pair for pair in zip(self.types, now.types, strict=True) if pair[0] is not pair[1]]
-        return f"a {changed[0][0].__name__} became a {changed[0][1].__name__}" if changed else ""
+        return f"a {name_of(changed[0][0])} became a {name_of(changed[0][1])}" if changed else ""
 
     def _regrouped(self, now: Structure, place: int) -> str:
         """The walks differ in structure from `place` on: one of them has a value that the other lacks there."""
@@ -245,34 +264,29 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         # `del modules[1]` makes an OrderedDict of a module list's dict
-        return {type(a), type(b)} == {dict, OrderedDict}
+        return all(type(one) is dict or type(one) is OrderedDict for one in (a, b))
     if is_a(a, frozenset):
-        return all(map(is_plain, chain(a, b))) and a == b
-    if is_a(a, dict | list | tuple | deque | set):
+        return all(map(is_plain, chain(items_of(a), items_of(b)))) and _plain_keys(a) == _plain_keys(b)
+    if container_kind(a) is not None:
         return True
     if is_a(a, types.MethodType):
         return a.__func__ is b.__func__ and a.__self__ is b.__self__
     return _is_configuration(a) and _is_configuration(b)
 
 
+def _plain_keys(values: Any) -> set[tuple[int, Any]]:
+    return {(id(type(value)), plain_key(value)) for value in items_of(values)}
+
+
 def _change(before: Any, after: Any) -> str:
     if is_plain(before) and is_plain(after):
-        return f"changed from {before!r} to {after!r}"
+        return f"changed from {text_of(before)} to {text_of(after)}"
     if type(before) is type(after):
-        return f"is another {type(after).__name__}"
-    return f"was {_kind(before)} and is {_kind(after)}"
-
-
-def _kind(value: Any) -> str:
-    return repr(value) if is_plain(value) else f"a {type(value).__name__}"
+        return f"is another {name_of(type(after))}"
+    return f"was {text_of(before)} and is {text_of(after)}"
 
 
 # ----- configurations
-
-
-def _attributes_of(value: Any) -> dict[Any, Any]:
-    found = object.__getattribute__(value, "__dict__")
-    return found if is_a(found, dict) else {}
 
 
 def _is_configuration(value: Any) -> bool:
@@ -283,9 +297,9 @@ def _is_configuration(value: Any) -> bool:
     while waiting:
         for item in _parts_of(waiting.popleft()):
             # a lock says nothing of the attributes beside it, unlike an iterator
-            if id(item) in seen or is_plain(item) or is_a(item, _IDENTITIES) or type(item) in LOCK_TYPES:
+            if id(item) in seen or is_plain(item) or is_a(item, _IDENTITIES + LOCK_TYPES):
                 continue
-            if not is_a(item, _CONTAINERS) and not _has_only_attributes(item):
+            if not is_a(item, CONTAINERS) and not _has_only_attributes(item):
                 return False
             seen.add(id(item))
             waiting.append(item)
@@ -295,15 +309,19 @@ def _is_configuration(value: Any) -> bool:
 
 
 def _has_only_attributes(value: Any) -> bool:
-    return not is_a(value, _OPAQUE + _IDENTITIES) and has_only_a_dict(type(value))
+    return (
+        not is_a(value, _OPAQUE + _IDENTITIES)
+        and has_only_a_dict(type(value))
+        and attributes_of(value) is not NO_ATTRIBUTES
+        and not is_process_wide(type(value))
+    )
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    if is_a(value, dict):
+    kind = container_kind(value)
+    if kind is dict:
         return chain(dict.keys(value), dict.values(value))
-    if is_a(value, list | tuple | set | frozenset | deque):
-        return iter(value)
-    return iter(_attributes_of(value).values())
+    return iter(dict.values(attributes_of(value))) if kind is None else items_of(value)
 
 
 # ----- the guard
@@ -324,12 +342,15 @@ class StructureGuard:
 
     def _take(self, walk: Structure) -> None:
         self._walk = walk
-        self._views: list[Any] = [dict.values(each) for each in (*walk.dicts, *walk.odd_dicts)] + walk.sequences
+        self._views: list[Any] = list(map(values_view, (*walk.dicts, *walk.odd_dicts, *walk.sequences)))
+        self._large, self._empty = list(map(values_view, walk.large)), list(map(values_view, walk.empty))
+        self._views_of_keys = list(map(keys_view, walk.dicts))
+        self._views_of_odd_keys: list[Any] = list(map(dict.keys, walk.odd_dicts))
         self._lengths = list(map(len, self._views))
-        self._large_lengths = list(map(len, walk.large))
+        self._large_lengths = list(map(len, self._large))
         self._values = list(chain.from_iterable(self._views))
-        self._keys = list(chain.from_iterable(walk.dicts))
-        self._odd_keys = list(chain.from_iterable(walk.odd_dicts))
+        self._keys = list(chain.from_iterable(self._views_of_keys))
+        self._odd_keys = list(chain.from_iterable(self._views_of_odd_keys))
         self._facts = _facts(walk.tensors)
 
     @property
@@ -370,12 +391,12 @@ class StructureGuard:
         """Whether every value is the same object as before. May be False although values are equal."""
         walk = self._walk
         return (
-            not any(walk.empty)
+            not any(self._empty)
             and list(map(len, self._views)) == self._lengths
-            and list(map(len, walk.large)) == self._large_lengths
+            and list(map(len, self._large)) == self._large_lengths
             and all(map(is_, chain.from_iterable(self._views), self._values))
-            and list(chain.from_iterable(walk.dicts)) == self._keys
-            and all(map(is_, chain.from_iterable(walk.odd_dicts), self._odd_keys))
+            and list(chain.from_iterable(self._views_of_keys)) == self._keys
+            and all(map(is_, chain.from_iterable(self._views_of_odd_keys), self._odd_keys))
             and all(map(is_, map(type, walk.modules), walk.types))
             # the hooks themselves are among the values
             and all(map(is_, _facts(walk.tensors), self._facts))
