@@ -12,7 +12,7 @@ tensor that the body makes and leaves somewhere, or writes through an alias, can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,17 @@ import torch
 
 from lazy_backend.floats.cpu_calls import are_constant, as_upload, item_of, same_bits, tensors_in
 from lazy_backend.floats.cpu_tensors import CpuTensors, Held
-from lazy_backend.floats.formulas import Literal, Tape, TracedFloat, bits, plain, untraced
+from lazy_backend.floats.formulas import (
+    Literal,
+    Tape,
+    TracedFloat,
+    bits,
+    is_traceable,
+    is_traced,
+    plain,
+    traced_integer,
+    untraced,
+)
 from lazy_backend.floats.hyperparameters import float_places
 from lazy_backend.floats.mirrors import Mirrors
 from lazy_backend.floats.torch_hooks import FloatSeer
@@ -60,6 +70,7 @@ class RecordedFloats:
     unsure: set[int]  # places whose constants may be other floats that are equal by chance
     uploads: dict[LazyStorage, list[int]]
     writes: list[tuple[torch.Tensor, int]]  # CPU tensors from outside, each with its new value
+    settings: list[tuple[dict[str, Any], str, int]]  # entries of groups, by name, each with its new value
     seen: set[int]  # ids of the CPU tensors that the body met, which are alive
     problem: str | None
 
@@ -112,6 +123,8 @@ class FloatRecorder(FloatSeer):
         self._replaced: list[tuple[Any, Any, Any, Any, bool]] = []
         self.cpu = CpuTensors(self.tape)
         self._mirrors = Mirrors(self.tape, self.cpu.leaf)
+        self._counts: Collection[str] = ()
+        self._settings: list[tuple[dict[str, Any], str, int]] = []
         self._constants: dict[int, list[Choice]] = {}
         self._unsure: set[int] = set()
         self._uploads: dict[LazyStorage, list[int]] = {}
@@ -122,21 +135,31 @@ class FloatRecorder(FloatSeer):
         """The `place`-th float argument, traced."""
         return self.tape.traced(self._given[0, place])
 
-    def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put traced floats in place of the optimizer's hyperparameters."""
+    def install(self, optimizer: torch.optim.Optimizer, counts: Collection[str] = ()) -> None:
+        """Put traced floats in place of the optimizer's hyperparameters.
+
+        `counts`: the names of entries that steps change, as a replay will; integers among them are traced too.
+        """
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = optimizer
         self._mirrors.expect(optimizer)
+        self._counts = counts
         count = 0
-        for group, name, length in float_places(optimizer):
+        for group, name, length in float_places(optimizer, counts):
             original = group[name]
             values = (original,) if length is None else original
             traced = []
             for value in values:
-                if isinstance(value, float):
+                if is_a(value, float):
                     node = self._given[id(optimizer), count] = self.tape.leaf(plain(value))
                     traced.append(self.tape.traced(node))
+                    count += 1
+                elif length is None:
+                    traced.append(value)
+                    if is_traceable(value):
+                        node = self._given[id(optimizer), count] = self.tape.leaf(value)
+                        traced[-1] = self.tape.traced(node)
                     count += 1
                 else:
                     traced.append(value)
@@ -161,10 +184,19 @@ class FloatRecorder(FloatSeer):
             if now is new:
                 container[key] = original
             elif is_setting:
-                self.see_schedule()
-            if now is not new and isinstance(now, TracedFloat):
-                container[key] = plain(now)
+                self._see_setting(container, key, now)
+            if now is not new and is_traced(now):
+                container[key] = now.plain()
             self._replaced.pop()
+
+    def _see_setting(self, group: dict[str, Any], name: str, value: Any) -> None:
+        """Note what the body put in place of a hyperparameter."""
+        if name not in self._counts:
+            self.see_schedule()
+        elif is_traced(value) and value.tape is self.tape:
+            self._settings.append((group, name, value.number))
+        else:
+            self.refuse(f"it changes the entry {name!r} of a group as no formula predicts")
 
     def see_schedule(self) -> None:
         self.refuse(
@@ -178,6 +210,8 @@ class FloatRecorder(FloatSeer):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._counts:
+            args, kwargs = _with_kept_integers(args), _with_kept_integers(kwargs)
         name = getattr(func, "__name__", "")
         if name in _METADATA or (name == "__get__" and _property_of(func) not in _TENSOR_PROPERTIES):
             return func(*args, **kwargs)
@@ -351,6 +385,7 @@ class FloatRecorder(FloatSeer):
             self._unsure,
             self._uploads,
             self.cpu.writes(),
+            self._settings,
             self.cpu.seen(),
             self.cpu.problem,
         )
@@ -369,7 +404,7 @@ class FloatRecorder(FloatSeer):
 
     def _match_the_rest(self) -> None:
         """Constants of calls that had no traced float may follow one all the same: backward, floats in containers."""
-        by_bits: dict[bytes, list[int]] = {}
+        by_bits: dict[Hashable, list[int]] = {}
         for number, value in enumerate(self.tape.values):
             if value.__class__ is float:
                 by_bits.setdefault(bits(value), []).append(number)
@@ -423,6 +458,20 @@ def _untraced(value: Any) -> Any:
         return [_untraced(one) for one in value]
     if kind is dict and any(type(one) is TracedFloat for one in trees.tree_leaves(value)):
         return {key: _untraced(one) for key, one in value.items()}
+    return value
+
+
+def _with_kept_integers(value: Any) -> Any:
+    """`value` with plain integers, of which PyTorch's calls depend on the value."""
+    kind = type(value)
+    if kind is traced_integer():
+        return value.keep_value()
+    if kind is tuple:
+        return tuple([_with_kept_integers(one) for one in value])
+    if kind is list and any(type(one) is traced_integer() for one in trees.tree_leaves(value)):
+        return [_with_kept_integers(one) for one in value]
+    if kind is dict:
+        return {key: _with_kept_integers(one) for key, one in value.items()}
     return value
 
 

@@ -64,13 +64,17 @@ class Evaluated:
 
 
 class Commit:
-    """The new values of CPU tensors, stored once the replay is committed: one of its deliveries."""
+    """The new values of CPU tensors, and of entries of groups by name, stored once the replay is committed: one of its
+    deliveries."""
 
-    __slots__ = ("tensors", "values")
+    __slots__ = ("tensors", "values", "settings")
 
-    def __init__(self, tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], values: list[torch.Tensor], settings: list[tuple[dict[str, Any], str, Any]]
+    ) -> None:
         self.tensors = tensors
         self.values = values
+        self.settings = settings
 
     def put(self, data: Any, run: Any) -> None:
         """Store the values, unless `run.delivered`: see `Holder.put`."""
@@ -79,8 +83,11 @@ class Commit:
     def _put(self, run: Any) -> None:
         store, tensors, values = foreach_copy, self.tensors, self.values
         # no Python call between the check and the store: an interrupting call may have delivered, and gone on since
-        if not run.delivered:
+        if not run.delivered and tensors:
             store(tensors, values)
+        for group, name, value in self.settings:
+            if not run.delivered:
+                group[name] = value
 
 
 # ----- leaves on the CPU
@@ -279,6 +286,7 @@ class _FollowedLeaves:
         wanted = [number for choices in recorded.constants.values() for number, _ in choices]
         wanted += [number for numbers in self.latest.uploads.values() for number in numbers]
         wanted += [number for _, number in recorded.writes]
+        wanted += [number for *_, number in recorded.settings]
         wanted += [one for guard in self.guards for one in guard.operands if isinstance(one, int)]
         used = needed(self.tape.nodes, wanted)
         return {
@@ -290,9 +298,21 @@ class _FollowedLeaves:
     def _check_writes(self) -> None:
         """Raise `NotFollowed` if an earlier run wrote something else to CPU tensors."""
         now = {id(tensor): self.keys[node] for tensor, node in self.recorded.writes}
+        settings = {(id(group), name): self.keys[node] for group, name, node in self.recorded.settings}
         for run, keys in self.earlier:
             if {id(tensor): keys[node] for tensor, node in run.floats.writes} != now:
                 raise NotFollowed("it writes a value to a tensor on the CPU that no formula follows")
+            before = {(id(group), name): keys[node] for group, name, node in run.floats.settings}
+            changed = next(
+                (
+                    name
+                    for group, name in {**before, **settings}
+                    if before.get((group, name)) != settings.get((group, name))
+                ),
+                None,
+            )
+            if changed is not None:
+                raise NotFollowed(f"it changes the entry {changed!r} of a group as no formula predicts")
 
 
 # ----- the program
@@ -344,8 +364,9 @@ class FormulaProgram:
         tensors = [tensor for held in read.values() for tensor in held.tensors]
         self._places = [_Places(optimizer, tensors) for optimizer in optimizers] if tensors else []
         self._written = [tensor for tensor, _ in recorded.writes]
-        nodes = list(dict.fromkeys(node for _, node in recorded.writes))
+        nodes = list(dict.fromkeys([*(node for _, node in recorded.writes), *(node for *_, node in recorded.settings)]))
         self._write_places = [nodes.index(node) for _, node in recorded.writes]
+        self._settings = [(group, name, nodes.index(node)) for group, name, node in recorded.settings]
         self._write_nodes = nodes
         self._leaves = [recorded.given[place] for place in self._followed_given]
         self._leaves += [node for node in read if node in choices.followed]
@@ -370,7 +391,7 @@ class FormulaProgram:
         )
         if not unchanged:
             self._check_given(given)
-        elif not self._held and not self._written:
+        elif not self._held and not self._written and not self._settings:
             return Evaluated(self._unchanged, (), None)
         if self._held or self._written:
             return run_clean(self._evaluate, given)
@@ -409,8 +430,8 @@ class FormulaProgram:
                 raise Stale("tensors on the CPU that were equal differ")
             uploads.append(first)
             start += count
-        if not self._written:
+        if not self._written and not self._settings:
             return Evaluated(tuple(constants), uploads, None)
-        return Evaluated(
-            tuple(constants), uploads, Commit(self._written, [values[start + place] for place in self._write_places])
-        )
+        written = [values[start + place] for place in self._write_places]
+        settings = [(group, name, values[start + place]) for group, name, place in self._settings]
+        return Evaluated(tuple(constants), uploads, Commit(self._written, written, settings))

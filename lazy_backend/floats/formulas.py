@@ -17,6 +17,9 @@ formula. That they are still equal is checked at each replay.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import math
 import operator
 import struct
 import sys
@@ -33,9 +36,9 @@ plain = float.__float__  # an exact float, also of a subclass
 _pack = struct.Struct("d").pack
 
 
-def bits(value: float) -> bytes:
-    """What tells two floats apart: -0.0 from 0.0, but no NaN from itself."""
-    return _pack(value)
+def bits(value: float) -> Hashable:
+    """What tells two floats apart: -0.0 from 0.0, but no NaN from itself. Of an integer, itself."""
+    return value if type(value) is int else _pack(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,8 +122,9 @@ class Tape:
             self.guards.append(Guard(function, tuple(operands), outcome))
 
     def traced(self, number: int) -> TracedFloat:
-        """The float of a node, for Python to compute with."""
-        made = TracedFloat(self.values[number])
+        """The number of a node, for Python to compute with."""
+        value = self.values[number]
+        made: Any = TracedFloat(value) if type(value) is float else traced_integer()(value)
         made.tape, made.number = self, number
         self._made.append(made)
         return made
@@ -143,23 +147,28 @@ class Tape:
 _PLAIN_NUMBERS = frozenset(map(id, (int, float, bool)))
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a number remembers how it was computed."""
+    return issubclass(type(value), Traced)
+
+
 def _operand(value: Any, tape: Tape) -> Operand:
-    if type(value) is TracedFloat:
-        return value.number if value.tape is tape else Literal(plain(value))
+    if is_traced(value):
+        return value.number if value.tape is tape else Literal(value.plain())  # type: ignore[no-any-return]
     return Literal(value)
 
 
 def untraced(value: Any) -> Any:
-    return plain(value) if type(value) is TracedFloat else value
+    return value.plain() if is_traced(value) else value
 
 
 def _apply(function: Callable[..., Any], *operands: Any) -> Any:
     """`function` of numbers, one of them traced: traced if a replay can compute it."""
-    tape = next(one.tape for one in operands if type(one) is TracedFloat)
+    tape = next(one.tape for one in operands if is_traced(one))
     for one in operands:
         if issubclass(type(one), torch.Tensor):
             return NotImplemented  # the tensor's turn, with the traced float as its argument
-        if type(one) is TracedFloat:
+        if is_traced(one):
             tape = one.tape if one.tape.is_open else tape
         elif id(type(one)) not in _PLAIN_NUMBERS:
             return function(*_values_kept(operands))
@@ -171,25 +180,34 @@ def _apply(function: Callable[..., Any], *operands: Any) -> Any:
     except ArithmeticError:
         _values_kept(operands)
         raise
-    if type(value) is not float:  # a power that is complex
+    if type(value) is not float and not is_traceable(value):  # a power that is complex
         _values_kept(operands)
         return value
     return tape.traced(tape.compute(function, [_operand(one, tape) for one in operands], value))
 
 
 def _values_kept(operands: Sequence[Any]) -> list[Any]:
-    return [one.keep_value() if type(one) is TracedFloat else one for one in operands]
+    return [one.keep_value() if is_traced(one) else one for one in operands]
 
 
-def _compare(function: Callable[[Any, Any], Any], self: TracedFloat, other: Any) -> Any:
+def _compare(function: Callable[[Any, Any], Any], self: Traced, other: Any) -> Any:
     if issubclass(type(other), torch.Tensor):
         return NotImplemented
-    if id(type(other)) not in _PLAIN_NUMBERS and type(other) is not TracedFloat:
+    if id(type(other)) not in _PLAIN_NUMBERS and not is_traced(other):
         return function(self.keep_value(), other)
-    outcome = function(plain(self), untraced(other))
-    tape = self.tape if self.tape.is_open or type(other) is not TracedFloat else other.tape
+    outcome = function(self.plain(), untraced(other))
+    tape = self.tape if self.tape.is_open or not is_traced(other) else other.tape
     tape.guard(function, (_operand(self, tape), _operand(other, tape)), outcome)
     return outcome
+
+
+def of_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `math` that a replay can compute: C code reads a float without asking it."""
+
+    def call(*args: Any) -> Any:
+        return _apply(function, *args) if any(map(is_traced, args)) else function(*args)
+
+    return call
 
 
 def _binary(function: Callable[..., Any]) -> Any:
@@ -208,28 +226,32 @@ def _comparison(function: Callable[..., Any]) -> Any:
     return lambda self, other: _compare(function, self, other)
 
 
-class TracedFloat(float):
-    """A float that remembers the node of the tape that it is. See Note [Floats by formula]."""
+class Traced:
+    """A number that remembers the node of the tape that it is. See Note [Floats by formula]."""
 
-    __slots__ = ("tape", "number")
+    __slots__ = ()
 
     tape: Tape
     number: int
 
-    def keep_value(self) -> float:
+    def plain(self) -> Any:
+        """The number, as if it were not traced."""
+        raise NotImplementedError
+
+    def keep_value(self) -> Any:
         """The plain value, for a use that no formula follows: a replay must find it again."""
-        value = plain(self)
+        value = self.plain()
         self.tape.guard(bits, (self.number,), bits(value))
         return value
 
     def ask(self, function: Callable[..., Any], *further: Any) -> Any:
         """What `function` makes of the value, as a guard."""
-        value = function(plain(self), *further)
+        value = function(self.plain(), *further)
         self.tape.guard(function, (self.number, *map(Literal, further)), value)
         return value
 
     def __float__(self) -> float:
-        return self.keep_value()
+        return float(self.keep_value())
 
     def __bool__(self) -> bool:
         return bool(self.ask(bool))
@@ -241,10 +263,10 @@ class TracedFloat(float):
         return int(self.ask(int))
 
     def __floor__(self) -> int:
-        return int(self.ask(float.__floor__))
+        return int(self.ask(math.floor))
 
     def __ceil__(self) -> int:
-        return int(self.ask(float.__ceil__))
+        return int(self.ask(math.ceil))
 
     def __round__(self, digits: Any = None) -> Any:
         if digits is None:
@@ -262,29 +284,14 @@ class TracedFloat(float):
     def __format__(self, spec: str) -> str:
         return str(self.ask(format, spec))
 
-    def is_integer(self) -> bool:
-        return bool(self.ask(float.is_integer))
-
-    def as_integer_ratio(self) -> tuple[int, int]:
-        return self.keep_value().as_integer_ratio()
-
-    def hex(self) -> str:
-        return self.keep_value().hex()
-
-    def conjugate(self) -> float:
-        return self
-
-    @property
-    def real(self) -> float:  # type: ignore[override]
-        return self
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return float, (self.keep_value(),)
+        value = self.keep_value()
+        return type(value), (value,)
 
-    def __copy__(self) -> float:
+    def __copy__(self) -> Any:
         return self.keep_value()
 
-    def __deepcopy__(self, memo: Any) -> float:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self.keep_value()
 
     __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
@@ -310,8 +317,96 @@ class TracedFloat(float):
         return sys.modules["numpy"].asarray(self.keep_value(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        untraced = [one.keep_value() if type(one) is TracedFloat else one for one in inputs]
-        return getattr(ufunc, method)(*untraced, **options)
+        return getattr(ufunc, method)(*_values_kept(inputs), **options)
+
+
+class TracedFloat(Traced, float):
+    """A float that remembers how it was computed."""
+
+    __slots__ = ("tape", "number")
+
+    def plain(self) -> float:
+        return plain(self)
+
+    def is_integer(self) -> bool:
+        return bool(self.ask(float.is_integer))
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        return plain(self.keep_value()).as_integer_ratio()
+
+    def hex(self) -> str:
+        return str(self.keep_value().hex())
+
+    def conjugate(self) -> float:
+        return self
+
+    @property
+    def real(self) -> float:  # type: ignore[override]
+        return self
+
+
+def _kept(function: Callable[..., Any]) -> Any:
+    return lambda self, *others: function(self.keep_value(), *others)
+
+
+def _kept_reflected(function: Callable[..., Any]) -> Any:
+    return lambda self, other: function(other, self.keep_value())
+
+
+@functools.cache
+def traced_integer() -> Any:
+    """The class of integers that remember how they were computed; None without NumPy.
+
+    No subclass of `int`: C code reads the value of one without asking it, so a table that is looked up by a count would
+    be taken for constant. Where PyTorch takes an `int`, it takes an integer of NumPy too, and asks it by `__index__`.
+    """
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:
+        return None
+    return _integer_over(numpy.int64)
+
+
+def _integer_over(base: Any) -> type:
+    class TracedInteger(Traced, base):  # type: ignore[misc]
+        __slots__ = ("tape", "number", "value")
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def plain(self) -> int:
+            return self.value  # type: ignore[no-any-return]
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__class__":
+                return int  # for `isinstance`
+            if name in _OF_TRACED:
+                return object.__getattribute__(self, name)
+            return getattr(self.keep_value(), name)
+
+        def __index__(self) -> int:
+            return int(self.ask(int))
+
+        def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            return function(*_values_kept(args), **kwargs)
+
+        __and__, __rand__ = _kept(operator.and_), _kept_reflected(operator.and_)
+        __or__, __ror__ = _kept(operator.or_), _kept_reflected(operator.or_)
+        __xor__, __rxor__ = _kept(operator.xor), _kept_reflected(operator.xor)
+        __lshift__, __rlshift__ = _kept(operator.lshift), _kept_reflected(operator.lshift)
+        __rshift__, __rrshift__ = _kept(operator.rshift), _kept_reflected(operator.rshift)
+        __invert__ = _kept(operator.invert)
+
+    return TracedInteger
+
+
+# Attributes that a traced integer has itself. All others are those of its value.
+_OF_TRACED = frozenset(("tape", "number", "value", *vars(Traced)))
+
+
+def is_traceable(value: Any) -> bool:
+    """Whether an integer can be traced."""
+    return type(value) is int and -(2**63) <= value < 2**63 and traced_integer() is not None
 
 
 # ----- computing again
@@ -400,7 +495,8 @@ def compile_formulas(
         assert node.function is not None
         writer.lines.append(f"v{number} = {writer.call(node.function, [name(one) for one in node.operands])}")
         if node.function is operator.pow:
-            writer.lines.append(f"if v{number}.__class__ is not {writer.constant(float)}: raise OtherOutcome")
+            kind = writer.constant(type(values[number]))  # an integer, a float or a complex number
+            writer.lines.append(f"if v{number}.__class__ is not {kind}: raise OtherOutcome")
     for guard in checked:
         outcome, kind = writer.constant(guard.outcome), writer.constant(type(guard.outcome))
         found = f"g{len(writer.lines)}"

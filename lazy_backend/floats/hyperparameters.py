@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lazy_backend.floats.formulas import bits
 from lazy_backend.ports.cpython import is_a, items_of
 
 _PLAIN = frozenset(map(id, (type(None), bool, int, float, str)))
 
 
 class OptimizerGuard:
-    """The hyperparameters of one optimizer. Floats may change: `floats` returns their current values."""
+    """The hyperparameters of one optimizer. Floats may change: `floats` returns their current values.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    So may the integers among the entries named `counts`, which steps change; they are among the floats, too.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, counts: Container[str] = ()) -> None:
         self._reference = weakref.ref(optimizer)
+        self._counts = counts
         self._state = optimizer.state
         self._groups = list(optimizer.param_groups)
         self._values = [tuple(group.values()) for group in self._groups]
@@ -44,7 +49,7 @@ class OptimizerGuard:
     def _find_names(self) -> list[str]:
         """The names of the floats, as in `AdamW.param_groups[0]['lr']`."""
         found = []
-        for group, name, length in float_places(self.optimizer):
+        for group, name, length in float_places(self.optimizer, self._counts):
             place = next(place for place, one in enumerate(self._groups) if one is group)
             count = 1 if length is None else sum(type(value) is float for value in group[name])
             found += [f"{type(self.optimizer).__name__}.param_groups[{place}][{name!r}]"] * count
@@ -53,8 +58,8 @@ class OptimizerGuard:
     def _read_floats(self) -> tuple[float, ...]:
         found: list[float] = []
         for group in self._groups:
-            for value in group.values():
-                if type(value) is float:
+            for name, value in group.items():
+                if type(value) is float or (type(value) is int and name in self._counts):
                     found.append(value)
                 elif type(value) is tuple:
                     found += [one for one in value if type(one) is float]
@@ -79,16 +84,39 @@ class OptimizerGuard:
 
     def _compare(self) -> tuple[float, ...] | None:
         for group, values in zip(self._groups, self._values, strict=True):
-            if not all(map(_same_but_for_floats, group.values(), values)):
-                return None
+            for (name, value), before in zip(group.items(), values, strict=True):
+                is_count = type(value) is type(before) is int and name in self._counts
+                if not is_count and not _same_but_for_floats(value, before):
+                    return None
         return self._read_floats()
 
 
-def float_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, int | None]]:
-    """Where the floats among the hyperparameters are: group, name, and the length if they are in a tuple."""
+def numbers_in(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers among the entries of each group, by name."""
+    return [
+        {name: value for name, value in group.items() if type(value) is int or type(value) is float}
+        for group in optimizer.param_groups
+    ]
+
+
+def changed_numbers(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The names of entries that are other numbers than `numbers_in` found before."""
+    return {
+        name
+        for old, new in zip(before, now, strict=False)
+        for name, value in new.items()
+        if name not in old or type(old[name]) is not type(value) or bits(old[name]) != bits(value)
+    }
+
+
+def float_places(
+    optimizer: torch.optim.Optimizer, counts: Container[str] = ()
+) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    """Where the floats among the hyperparameters are, and the integers named `counts`: group, name, and the length if
+    they are in a tuple."""
     for group in optimizer.param_groups:
         for name, value in group.items():
-            if is_a(value, float):
+            if is_a(value, float) or (type(value) is int and name in counts):
                 yield group, name, None
             elif type(value) is tuple and any(is_a(one, float) for one in value):
                 yield group, name, len(value)

@@ -1,4 +1,4 @@
-"""The functions of PyTorch that are replaced while some thread runs the body of a captured function as written.
+"""Functions of PyTorch and `math` that are replaced while some thread runs the body of a captured function as written.
 
 In: which recorder the calling thread has, if any. Out: a recorder that sees the calls of hooks in backward, and changes
 no choice that PyTorch makes.
@@ -12,12 +12,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lazy_backend.floats.formulas import of_traced
 from lazy_backend.ports import hooks
 from lazy_backend.ports.cpython import frame_at
 from lazy_backend.ports.thread_modes import function_depth, function_mode_at, pop_function_mode, push_function_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_TRACED_MATH = [(function, of_traced(function.original)) for function in hooks.functions_of_math]
 
 
 class FloatSeer(TorchFunctionMode):
@@ -75,6 +79,8 @@ class TorchHooks:
         if self._set_eval_frame is not None:
             self._set_eval_frame.put(self._set_eval_frame_unseen)
         hooks.from_numpy.put(self._from_numpy_seen)
+        for function, traced in _TRACED_MATH:
+            function.put(traced)
         hooks.set_hyperparameter.put(self._set_hyperparameter_seen)
         hooks.has_torch_function.put(self._ask_without_recorder)
         hooks.run_backward.put(self._run_backward_recorded)
@@ -83,6 +89,8 @@ class TorchHooks:
         if self._set_eval_frame is not None:
             self._set_eval_frame.restore()
         hooks.from_numpy.restore()
+        for function, _ in _TRACED_MATH:
+            function.restore()
         hooks.set_hyperparameter.restore()
         hooks.has_torch_function.restore()
         hooks.run_backward.restore()

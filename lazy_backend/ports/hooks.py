@@ -5,6 +5,7 @@ In: `torch.nn`, `torch.optim`. Out: the same under public names.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -130,6 +131,13 @@ class Substitute:
 
 
 from_numpy = Substitute(torch, "from_numpy")
+# Functions of floats, which C code reads without asking.
+_MATH = (
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "copysign", "cos", "cosh", "degrees", "erf",
+    "erfc", "exp", "exp2", "expm1", "fabs", "fmod", "hypot", "isfinite", "isinf", "isnan", "log", "log10", "log1p",
+    "log2", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
+)  # fmt: skip
+functions_of_math = [Substitute(math, name) for name in _MATH if hasattr(math, name)]
 has_torch_function = Substitute(torch.overrides, "has_torch_function")
 run_backward = Substitute(torch.autograd, "_engine_run_backward")
 # Every scheduler of PyTorch sets hyperparameters by this function.

@@ -5,8 +5,9 @@ In: an optimizer's steps within an ordinary loop. Out: the same calls, recorded 
 Note [What a captured optimizer does]
 A step is a stretch like a module's forward (Note [What a captured module does]), which writes to parameters and state
 and returns nothing. Its floats change from step to step: they are formulas over the hyperparameters and the step counts
-that it keeps on the CPU (Note [Floats by formula]). So a jump takes the floats that these formulas give now, and the
-counts advance as the body would have advanced them. Which parameters have gradients is part of what a jump is found by.
+that it keeps on the CPU, or in its groups (Note [Floats by formula]). So a jump takes the floats that these formulas
+give now, and the counts advance as the body would have advanced them. Which entries of its groups a step changes is
+seen at the first step. Which parameters have gradients is part of what a jump is found by.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, ProgramRun, Stale, follow
-from lazy_backend.floats.hyperparameters import OptimizerGuard
+from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, numbers_in
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.ir.ranges import is_profiling
 from lazy_backend.ports.cpython import attributes_of, is_a
@@ -207,7 +208,7 @@ class _ZeroGradEntry:
 class CapturedOptimizer:
     """Replays the steps of one optimizer."""
 
-    __slots__ = ("_name", "_verify", "_written", "_states", "account", "_reference", "__weakref__")
+    __slots__ = ("_name", "_verify", "_written", "_states", "_counts", "account", "_reference", "__weakref__")
 
     def __init__(self, optimizer: torch.optim.Optimizer, verify: bool, warns: bool) -> None:
         forget = weakref.WeakMethod(self._forget)
@@ -217,6 +218,7 @@ class CapturedOptimizer:
         self._verify = verify
         self._written = optimizer.__dict__.get("step")  # a scheduler's, which refers weakly to the optimizer
         self._states: dict[tuple[Any, ...], _StepState] = {}
+        self._counts: frozenset[str] = frozenset()  # names of entries of groups that steps change
         self.account = Account(self._name, "optimizer", warns)
 
     def _forget(self) -> None:
@@ -281,7 +283,7 @@ class CapturedOptimizer:
             return self._run(optimizer, args, kwargs)
         if is_due:
             state.check_at = 2 * state.calls if self._verify else 2**62
-        return self._write(optimizer, state, is_due)
+        return self._write(optimizer, state, given or (), is_due)
 
     def _run(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._written is not None:
@@ -312,7 +314,7 @@ class CapturedOptimizer:
         if state is None or given is None:
             if len(self._states) >= _MAX_STATES:
                 self._states.clear()
-            made = _StepState(_OptimizerParts(optimizer), OptimizerGuard(optimizer))
+            made = _StepState(_OptimizerParts(optimizer), OptimizerGuard(optimizer, self._counts))
             if state is not None:  # it goes on changing: patience does not start again
                 made.failures, made.calls = state.failures, state.calls
             known = {pattern: one for pattern, one in self._states.items() if one.parts.hold(optimizer)}
@@ -353,7 +355,9 @@ class CapturedOptimizer:
 
     # ----- a step as written
 
-    def _write(self, optimizer: torch.optim.Optimizer, state: _StepState, is_check: bool) -> Any:
+    def _write(
+        self, optimizer: torch.optim.Optimizer, state: _StepState, given: tuple[float, ...], is_check: bool
+    ) -> Any:
         metrics.increment("RegionRecorded")
         context = _context_of(optimizer)
         if context is None:
@@ -362,21 +366,22 @@ class CapturedOptimizer:
         with context.lock:
             start = StretchStart(context)
         watch = Watch(())
+        before = numbers_in(optimizer)
         with watches.shown_to(watch), context.registry.watching() as uploads:
             recorder = watch.recorder = FloatRecorder(context, uploads, ())
             try:
-                recorder.install(optimizer)
+                recorder.install(optimizer, self._counts)
                 result = recorder.show(self._run, optimizer, (), {})
             except BaseException:
                 recorder.restore()
                 recorder.close()
                 raise
             recorder.restore()
-            given = state.guard.floats() or ()
             recorded = recorder.finish([optimizer], [0, len(given)])
             has_uploads = bool(uploads)
             uploads.clear()
         try:
+            self._find_counts(changed_numbers(before, numbers_in(optimizer)))
             if has_uploads:
                 raise NotReplayable("it uploads a tensor from the CPU")
             stretch = Stretch(context, start)
@@ -384,6 +389,13 @@ class CapturedOptimizer:
         except NotReplayable as reason:
             self._give_up(state, str(reason))
         return result
+
+    def _find_counts(self, changed: set[str]) -> None:
+        """Follow the entries that a step was seen to change, from the next step on. Raises `NotReplayable`."""
+        if not changed <= self._counts:
+            self._counts |= changed
+            self._states.clear()  # which compare them by value
+            raise NotReplayable(f"a step changes entries of its groups: {', '.join(sorted(map(repr, changed)))}")
 
     def _learn(
         self,

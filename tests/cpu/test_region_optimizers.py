@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import math
 import pickle
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import assert_same, count
@@ -309,6 +311,118 @@ def test_a_captured_optimizer_is_the_optimizer() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+# ----- numbers in groups that steps change
+
+
+class Counted(optim.Optimizer):
+    """Steps by `rate(group, count)`, counting in the group."""
+
+    def __init__(self, parameters: Any, rate: Callable[[Any, Any], float], first: int | None) -> None:
+        self.rate = rate
+        super().__init__(parameters, {"lr": 0.01, "betas": (0.9, 0.99)} | ({} if first is None else {"step": first}))
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            rate = self.rate(group, group["step"])
+            for p in group["params"]:
+                p.add_(p.grad.sign(), alpha=-rate)
+
+
+def _debiased(group: Any, count: Any) -> float:
+    beta1, beta2 = group["betas"]
+    return group["lr"] * math.sqrt(1 - beta2**count) / (1 - math.pow(beta1, count))
+
+
+def _schedule_free(group: Any, count: Any) -> float:
+    lr = group["lr"] * min(1.0, count / 10)
+    lr_max = group["lr_max"] = max(lr, group.get("lr_max", 0.0))
+    weight = count**0.5 * lr_max**2
+    total = group["weight_sum"] = group.get("weight_sum", 0.0) + weight
+    share: float = weight / total
+    return share
+
+
+TABLE = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2] + [0.3] * 40
+
+
+def _by_turns(group: Any, count: Any) -> float:
+    return 0.1 if count % 7 else 0.2
+
+
+def _summed(group: Any, count: Any) -> float:
+    return sum((0.001 for _ in range(count)), 0.01)
+
+
+def _first_of(group: Any, count: Any) -> float:
+    return len(TABLE[: count // 20]) * 0.1 + 0.1
+
+
+def _by_an_array(group: Any, count: Any) -> float:
+    return 0.1 * float(np.searchsorted([12, 25], count) + 1)
+
+
+# whether a replay can follow it
+RATES: dict[str, tuple[Callable[[Any, Any], float], bool]] = {
+    "the count alone": (lambda group, count: group["lr"], True),
+    "Adam's": (_debiased, True),
+    "by a division": (lambda group, count: group["lr"] / count, True),
+    "schedule-free": (_schedule_free, True),
+    "a warm-up": (lambda group, count: group["lr"] * (count / 10 if count < 10 else 1.0), True),
+    "every seventh": (_by_turns, False),
+    "a table": (lambda group, count: TABLE[count], False),
+    "a slice": (_first_of, False),
+    "a loop": (_summed, False),
+    "a dict": (lambda group, count: {count: 0.1}[count] if count < 20 else 0.2, False),
+    "a set": (lambda group, count: 0.1 if count in {20, 21} else 0.2, False),
+    "an array": (_by_an_array, False),
+    "text": (lambda group, count: 0.1 * len(f"{count}"), False),
+    "an integer": (lambda group, count: 0.1 if isinstance(count, int) and count.bit_length() > 4 else 0.2, False),
+    "bits": (lambda group, count: 0.1 if count & 16 else 0.2, False),
+    "a tensor": (lambda group, count: float(torch.tensor(count) > 15) + 0.1, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+@pytest.mark.parametrize("first", [None, 0])
+@pytest.mark.parametrize("name", RATES)
+def test_a_count_in_a_group(name: str, first: int | None) -> None:
+    rate, is_followed = RATES[name]
+    groups = []
+
+    def make(parameters: Any) -> optim.Optimizer:
+        optimizer = Counted(parameters, rate, first)
+        groups.append(optimizer.param_groups[0])
+        return optimizer
+
+    # two of the three stretches of a step are those of the model
+    assert_replayed(make, num_jumps=int(0.95 * 3 * (NUM_STEPS - 12)) if is_followed else 0)
+    for key, value in groups[0].items():
+        assert type(groups[1][key]) is type(value), key
+        if key != "params":
+            assert groups[1][key] == value, key
+    assert groups[1]["step"] == NUM_STEPS + (first or 0)
+
+
+def test_an_entry_that_no_formula_follows_is_named() -> None:
+    def rate(group: Any, count: Any) -> float:
+        group["size"] = float(len(TABLE) + int(count))
+        return 0.1
+
+    parameter = nn.Parameter(torch.ones(3).to("lazy"))
+    optimizer = capture(Counted([parameter], rate, 0))
+
+    def run() -> None:
+        for _ in range(10):
+            parameter.grad = torch.ones(3).to("lazy")
+            optimizer.step()
+            mark_step()
+
+    with pytest.warns(CaptureWarning, match="changes the entry 'size' of a group as no formula predicts"):
+        run()
 
 
 # ----- zero_grad
