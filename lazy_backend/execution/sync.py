@@ -135,8 +135,9 @@ class LazyGraphExecutor:
                 if context.trace.is_empty():
                     return None
                 if context.trace.computed:
-                    self._end_computed_trace(context, sync_config, cause, start)
-                    return None
+                    if self._end_computed_trace(context, sync_config, cause, start):
+                        return None
+                    continue
                 if prepared is None or not prepared.fits(context.trace):
                     prepared = self._prepare(context, sync_config, cause, not is_held)
                 waited_since = waited_since or perf_counter()
@@ -304,9 +305,9 @@ class LazyGraphExecutor:
             return
         run = self._prepare_catch_up(context)
         self.tensor_collection_barrier(run.collection)
-        if context.trace is not trace or trace.cursor is not cursor or trace.changes != changes:
+        # the commit: from here on the run is done once, whatever happens
+        if context.trace is not trace or not trace.become_computed(run, cursor, changes):
             return
-        trace.become_computed(run)  # the commit: from here on the run is done once, whatever happens
         run.start()
         run.do()
         try:
@@ -329,19 +330,25 @@ class LazyGraphExecutor:
 
     def _end_computed_trace(
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, start: float
-    ) -> None:
-        """End a trace that ran while it was recorded. Its graph is made when the path is taken again."""
-        settings = current_environment()
+    ) -> bool:
+        """End a trace that ran while it was recorded. Its graph is made when the path is taken again.
+
+        False, with nothing done, if something came in between.
+        """
+        trace, settings = context.trace, current_environment()
         collection = self.collect_sync_tensors(context, sync_config, cause)
+        cursor = collection.cursor
         record = self.records.begin(collection, settings, False)
-        trace, cursor = context.trace, collection.cursor
+        context.registry.register_all(collection.storages)
+        constants, fresh = tuple(trace.constants), context.fresh_trace()
+        if not context.replace_trace(trace, cursor, fresh):
+            return False
+        context.given_back.forget(collection.given_back)
         bindings = bindings_of(cursor)
         is_known = bindings.has(collection.indices, settings)
         if not is_known:
             self.computations.note_path(cursor)
-            bindings.bind(collection.indices, settings, FirstRun(tuple(trace.constants)))
-        context.registry.register_all(collection.storages)
-        context.new_trace()
+            bindings.bind(collection.indices, settings, FirstRun(constants))
         context.paths.take(cursor)
         counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "ExecuteComputation": 1}
         counted["CachedCompile" if is_known else "UncachedCompile"] = 1
@@ -352,6 +359,7 @@ class LazyGraphExecutor:
             record.plan = str(PlanKind.AS_RECORDED)
             record.outcome = "hit, level 1" if is_known else "miss"
             self.records.end(record, (start - trace.start, 0.0, seconds), None)
+        return True
 
     def defer_again(self, context: DeviceContext) -> None:
         """Defer calls again after a call that was not recorded, in a trace whose calls run as they are recorded.
@@ -362,11 +370,12 @@ class LazyGraphExecutor:
             self._leave_computed(context)
 
     def _leave_computed(self, context: DeviceContext) -> None:
-        trace = context.trace
-        if trace.computed and trace.is_empty():
-            trace.computed = False
-        elif trace.computed:
-            self._end_computed_trace(context, SyncTensorsConfig(), "a call that was not recorded", perf_counter())
+        cause, start = "a call that was not recorded", perf_counter()
+        while (trace := context.trace).computed:
+            if trace.cursor.depth == 0:  # no call between the check and the store
+                trace.computed = False
+            elif self._end_computed_trace(context, SyncTensorsConfig(), cause, start):
+                return
 
     def end_computed(self, context: DeviceContext) -> None:
         """End a trace whose calls ran as they were recorded; what follows is deferred."""

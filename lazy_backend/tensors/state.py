@@ -305,10 +305,14 @@ class Trace:
         """Note a storage that a call made."""
         self.pending.append(ref(storage) if self.computed else storage)
 
-    def become_computed(self, run: Work) -> None:
-        """From here on, `run` gives every recorded call its value."""
-        weak = [_gone if storage is None else ref(storage) for storage in self.pending]
-        self.pending, self.computed = weak, run  # no call between the two stores
+    def become_computed(self, run: Work, cursor: TrieNode[Call | Cut], changes: int) -> bool:
+        """From here on, `run` gives every recorded call its value. False if something came in between."""
+        # an interruption may have made them weak already
+        weak = [_gone if one is None else ref(one) if isinstance(one, LazyStorage) else one for one in self.pending]
+        if self.cursor is not cursor or self.changes != changes:
+            return False
+        self.pending, self.computed = weak, run  # no call since the check
+        return True
 
     def live(self, goes_on: bool = False) -> tuple[tuple[int, ...], list[LazyStorage]]:
         """The live set: the places of the pending storages that are still held, and the storages themselves.
