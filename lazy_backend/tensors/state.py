@@ -320,8 +320,10 @@ class Trace:
         If the trace `goes_on`, also those that were given back.
         """
         self._unfold_held()
-        pending = self.pending.copy()  # an interruption may shorten it
-        if self.computed:
+        computed, pending = self.computed, self.pending.copy()  # an interruption may shorten it
+        while computed is not self.computed:  # and make it weak
+            computed, pending = self.computed, self.pending.copy()
+        if computed:
             held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
         else:
             counts = counts_of(pending)
