@@ -21,7 +21,7 @@ class TrieNode(Generic[T]):
     step makes hundreds of nodes: there are dicts only where they are needed.
     """
 
-    __slots__ = ("parent", "call", "depth", "next_key", "next", "shortcut", "_branches", "bindings", "jumps")
+    __slots__ = ("parent", "call", "depth", "next_key", "next", "shortcut", "_branches", "bindings", "jumps", "known")
 
     def __init__(self, parent: TrieNode[T] | None, call: T | None) -> None:
         self.parent = parent
@@ -36,6 +36,7 @@ class TrieNode(Generic[T]):
         self.bindings: Any = None  # results of earlier syncs at this node; only syncs use them, None before the first
         # stretches of known calls that begin here, by what their operands are; None before the first
         self.jumps: dict[Hashable, Any] | None = None
+        self.known: Any = None  # what a recorder in C++ has read off this node; None before the first time
 
     def branch(self, key: Hashable) -> TrieNode[T] | None:
         """The follower with this key, which is not `next_key`."""
@@ -68,7 +69,7 @@ class Trie(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.roots: dict[Hashable, TrieNode[T]] = {}  # by the settings that what is stored with paths depends on
+        self.roots: dict[Any, TrieNode[T]] = {}  # by the settings that what is stored with paths depends on
         self.size = 0
 
     def root_of(self, settings: Hashable = None) -> TrieNode[T]:
@@ -90,7 +91,7 @@ class Trie(Generic[T]):
         """Drop every path. Cursors into the old paths become invalid."""
         # the old nodes are a cycle (parent <-> followers): break it here rather than leave it to the collector
         for node in [*self.roots.values(), *self]:
-            node._branches = node.bindings = node.jumps = node.next_key = node.next = None
+            node._branches = node.bindings = node.jumps = node.known = node.next_key = node.next = None
         self.roots = {}
         self.size = 0
 

@@ -17,6 +17,7 @@ import torch
 from lazy_backend import metrics
 from lazy_backend.cache.folder import CacheRefused, default_directory
 from lazy_backend.ports.port import VERSIONS, Port, check_all, version
+from lazy_backend.recording.native import native_recorder
 from lazy_backend.settings import config
 
 _STEPS = 12
@@ -29,8 +30,9 @@ def self_check(compiled: bool = True) -> tuple[str, bool]:
     lines = [*_versions(), *_ports(checked, off)]
     problems = len(off)
     if compiled:
+        native_recorder.find()
         trial, failed = _trial()
-        lines += trial
+        lines += [f"known calls    {native_recorder.describe()}", *trial]
         problems += failed
     lines.append("Nothing is off." if not problems else f"{problems} of these cost something: see the lines above.")
     return "\n".join(lines), not problems

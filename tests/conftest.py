@@ -22,16 +22,33 @@ from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice
 from lazy_backend.lowering.ir.passes import check_passes
 from lazy_backend.metrics.names import entry_of
+from lazy_backend.ports.table import NATIVE_RECORDER
+from lazy_backend.recording import native
+from lazy_backend.recording.native import recorder_key
 from lazy_backend.tensors.contexts import contexts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="also run tests marked slow")
+    parser.addoption("--record-in-python", action="store_true", help="do without the recorder in C++")
     parser.addoption("--device-graphs", action="store_true", help="launch runs as graphs of a fake device")
+
+
+def _record_natively(config: pytest.Config) -> None:
+    """Record known calls in C++ from the start, by a recorder that is built once for this version of it."""
+    if config.getoption("--record-in-python") or not NATIVE_RECORDER.fits():
+        return
+    place = config.cache.mkdir("recorder") / f"{recorder_key().hash_hex()}"
+    if not place.exists():
+        made = place.with_suffix(f".{os.getpid()}")
+        made.write_bytes(native.build())
+        made.replace(place)
+    assert native.native_recorder.start(place.read_bytes())
 
 
 def pytest_configure(config: pytest.Config) -> None:
     check_passes()
+    _record_natively(config)
     # a shell that starts a run in the background lets it ignore Ctrl-C, and so would all that tests start
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

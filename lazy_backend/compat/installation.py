@@ -48,6 +48,7 @@ from lazy_backend.precision.casts import custom_casts
 from lazy_backend.precision.grad_scaler import maybe_step
 from lazy_backend.recording import handlers, record
 from lazy_backend.recording.attention import install_attention
+from lazy_backend.recording.native import native_recorder
 from lazy_backend.recording.recurrent import install_recurrent
 from lazy_backend.recording.sparse_operators import install_sparse
 from lazy_backend.regions import accounts
@@ -94,6 +95,7 @@ def install() -> None:
     _switch_device_graphs()
     config.watch("overlap_collectives", _begin_new_traces)
     config.watch("mark_step_on_optimizer_step", step_ends.watch)
+    step_ends.told = native_recorder.note_step
     _wire()
     atexit.register(worker.close)
     atexit.register(_at_exit)  # runs before `worker.close`: the last registered runs first

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class StepEnds:
     """Ends steps, and knows which traces are empty because a step ended by itself."""
 
     def __init__(self) -> None:
+        self.told: Callable[[], object] | None = None  # of each step that ended
         self._hook: Any = None
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._held = threading.local()
@@ -72,6 +73,8 @@ class StepEnds:
             metrics.increment("MarkStep")
         executor.sync_live_tensors_graph(devices, wait, "mark_step")
         history.steps += is_new
+        if self.told is not None:
+            self.told()
         closures.runner.run()
 
     def end_by_itself(self) -> None:

@@ -5,6 +5,8 @@ In: nothing. Out: `Port`s. Their features ask `fits()` before they reach or repl
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -541,6 +543,19 @@ STORED_TWICE = Port(
     "Inductor: sums that are stored twice",
     "torch._inductor.codegen.cpp.CppVecKernel.store_reduction(self, name, index, value)",
     without="graphs with several equal sums in float16 or bfloat16 may not be compiled: a C++ compile error",
+)
+
+
+# ----- what records known calls in C++
+
+NATIVE_RECORDER = Port(
+    "known calls in C++",
+    Probe("Linux", lambda: sys.platform == "linux"),
+    Probe("a Python with a global lock", lambda: getattr(sys, "_is_gil_enabled", lambda: True)()),
+    Probe(
+        "PyTorch's headers", lambda: (Path(torch.__file__).parent / "include/c10/core/impl/PyInterpreter.h").exists()
+    ),
+    without="a call that was recorded before is recorded in Python again: 5 µs instead of 1",
 )
 
 

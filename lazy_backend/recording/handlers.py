@@ -29,7 +29,7 @@ from lazy_backend.ports.dispatcher import (
 )
 from lazy_backend.recording.at_once import run_at_once
 from lazy_backend.recording.operators import learn
-from lazy_backend.recording.record import add_handler, record, record_factory
+from lazy_backend.recording.record import add_handler, record, record_factory, records_alike
 from lazy_backend.recording.storage import LazyUntypedStorage
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
@@ -128,6 +128,7 @@ def _empty_set(op: Op, args: Args, kwargs: Kwargs) -> Any:
 # ----- copies
 
 
+@records_alike
 def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`to`, `cpu`, `float`: recorded within a device; a copy to another device needs the value."""
     source = args[0]
@@ -147,6 +148,7 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return wrap(new_data(target, copied))
 
 
+@records_alike
 def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`dst.copy_(src)`: recorded within a device; an upload if the source is real; a read if the target is."""
     target, source = args[0], args[1]
@@ -318,6 +320,7 @@ def _lu_solve(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return record(aten._conj.default, (record(aten.conj_physical.default, (found,), {}),), {})
 
 
+@records_alike
 def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`zeros_like(x, device=...)` and similar ops: only the geometry of `x` counts."""
     device = kwargs.get("device")

@@ -123,6 +123,21 @@ def add_handler(op: OpOverload, handler: Handler) -> None:
     _handlers[id_of(op)] = handler
 
 
+# Handlers that record what is recorded by a call with the same key, whatever else they do with other calls
+_recorded_alike: set[Handler] = set()
+
+
+def records_alike(handler: Handler) -> Handler:
+    """Decorate a handler: where it records a call, it records this very call and does nothing else."""
+    _recorded_alike.add(handler)
+    return handler
+
+
+def is_recorded_as_it_is(op: OpOverload) -> bool:
+    """Whether a call of `op` that was recorded at some place is recorded there again, without looking at it more."""
+    return _handlers.get(id(op)) in _recorded_alike
+
+
 def add_handlers_of(namespace: str, choose: Callable[[OpOverload], Handler]) -> None:
     """Let `choose` name the handler of each operator of a library, when it first arrives."""
     _handlers_of[namespace] = choose
@@ -191,6 +206,7 @@ def _decompose(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return op.decompose(*args, **kwargs)
 
 
+@records_alike
 def _record_list_write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an in-place foreach op, and bump the version counters: autograd leaves that to the kernel."""
     result = record(op, args, kwargs)
@@ -220,6 +236,7 @@ class _Interrupted(Exception):
     """A signal handler or a finalizer recorded or ran something in between: the call is recorded again, after that."""
 
 
+@records_alike
 def _record_random(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an op that may be given a generator: a lazy one gives the seed, any other gives the numbers themselves."""
     generator = lazy_generator(kwargs.get("generator") or (args[-1] if args else None))
@@ -228,6 +245,7 @@ def _record_random(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     return rng.call_drawing_from(generator, record, op, *rng.without_generator(op, args, kwargs))
 
 
+@records_alike
 def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record a call, or run it at once if it cannot be recorded. Returns what the operator returns."""
     first: Any = args[0] if args else None

@@ -136,7 +136,7 @@ def _load(data: bytes) -> Loaded:
     if header["kind"] == "blocks":
         return _load_blocks(header, blobs)
     with scratch_folder() as folder:
-        units = [_load_extension(blob, folder) for blob in blobs[1:]]
+        units = [load_extension(blob, folder) for blob in blobs[1:]]
     space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}
     for names, unit in zip(header["kernels"], units, strict=True):
         space.update((name, getattr(unit, name)) for name in names)
@@ -199,7 +199,7 @@ def _load_runners(
 ) -> _Runners:
     """The runners of these blocks. `blobs`: the extension with all runners, and units with these `kernels` each."""
     with scratch_folder() as folder:  # shared objects stay mapped after their files are gone
-        extension, *units = [_load_extension(blob, folder) for blob in blobs]
+        extension, *units = [load_extension(blob, folder) for blob in blobs]
     addresses: dict[str, int] = {}
     for names, unit in zip(kernels, units, strict=True):
         addresses.update(zip(names, unit.addresses(), strict=True))
@@ -247,7 +247,8 @@ def _resolve(path: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _load_extension(blob: bytes, folder: Path) -> ModuleType:
+def load_extension(blob: bytes, folder: Path) -> ModuleType:
+    """The extension module `compiled` of a shared object. Loaded once per process."""
     digest = hashlib.blake2b(blob, digest_size=16).hexdigest()
     name = f"_lazy_backend_{digest}.compiled"  # PyInit_compiled; CPython and the linker identify a library by name
     module = sys.modules.get(name)

@@ -57,7 +57,9 @@ def _define_require() -> tuple[torch.library.Library, OpOverload]:
     library.define("require(Tensor holds, Tensor[] operands, SymInt[] sizes, str call, int place) -> ()")
     library.impl("require", _require, "CompositeExplicitAutograd")
     torch.library.register_fake("lazy_backend::require", lambda *arguments: None, lib=library)
-    return library, fx.has_side_effect(torch.ops.lazy_backend.require.default)
+    operator = torch.ops.lazy_backend.require.default
+    fx.has_side_effect(operator)
+    return library, operator
 
 
 # Raises if a condition does not hold. `operands`: what is checked. `sizes`: those of all operands of the call, in a

@@ -256,7 +256,7 @@ class _FxWriter:
             op = seeded_op(op)
         if op in _SCATTERS and not self.signature.numbers and overlaps_itself(node.inputs()[0].meta):
             # inductor writes into a copy that has the strides of its operand
-            options = {"memory_format": torch.contiguous_format}
+            options: dict[str, Any] = {"memory_format": torch.contiguous_format}
             args = (self.fx_graph.call_function(aten.clone.default, (args[0],), options), *args[1:])
         if op in _PUTS and not self.signature.numbers:
             args = self._with_values_cast(node, args)
@@ -345,7 +345,7 @@ class _FxWriter:
         self, node: Node, args: Any, kwargs: Any, dtype: torch.dtype, copies: dict[Any, fx.Node]
     ) -> tuple[Any, Any]:
         """The arguments with floating operands in `dtype`. Casts of operands that `node` writes are put in `copies`."""
-        casts = {
+        casts: dict[Any, fx.Node] = {
             self.values[value]: self._cast(self.values[value], dtype)
             for value in node.inputs()
             if value.meta.dtype.is_floating_point and value.meta.dtype != dtype

@@ -44,6 +44,11 @@ class TokenTable:
             self.reserve(index + 1)
         return self._tokens[index]
 
+    @property
+    def made(self) -> list[Token]:
+        """The tokens so far, by index. This very list grows."""
+        return self._tokens
+
     def reserve(self, count: int) -> None:
         """Make tokens until the table has at least `count`."""
         while count > len(self._tokens):

@@ -1,0 +1,899 @@
+// Records known calls. In: calls of operators with lazy tensors, as PyTorch's dispatcher hands them to Python. Out:
+// their results as lazy tensors, if the program has made the very same call here before; all others go to Python.
+//
+// Note [Known calls in C++]
+// Python decides everything: how a call is described, which of its parts are in the key, what runs at once. It leaves
+// a node for each call at each place of a program. This file only follows a trace along such nodes: where the node
+// after the cursor is that of the same operator with the same key, the results are made from what the node says. It
+// makes no node and no key. Wherever something is not plain - another path, a mode of dispatch, a trace that runs its
+// calls, an operand from another device - it changes nothing, and Python gets the call as if this file were not there.
+//
+// Note [One commit]
+// A call is compared first, which changes nothing. Then its results are allocated: the garbage collector may run, and
+// with it finalizers, which may record or sync. So the trace is looked at again. From there to the end no Python code
+// can run: no other thread, as the GIL is held, no signal handler and no finalizer. Nothing is ever half recorded.
+
+#include <Python.h>
+#include <structmember.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/PyInterpreter.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Export.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+// of torch/csrc/autograd/python_variable.h, which takes as long to compile as all the rest
+TORCH_PYTHON_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
+
+namespace {
+
+using c10::IValue;
+using c10::OperatorHandle;
+
+// ----- references
+
+class Ref {  // a strong reference
+ public:
+  Ref() = default;
+  static Ref taking(PyObject* object) { Ref made; made.object_ = object; return made; }
+  static Ref to(PyObject* object) { return taking(Py_XNewRef(object)); }
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept { std::swap(object_, other.object_); return *this; }
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+
+// ----- what Python handed over: classes, the places of their slots, and objects that mark kinds of arguments
+
+struct Classes {
+  PyTypeObject *lazy_tensor, *storage, *view, *token, *fresh, *view_result, *same, *call;
+} classes;
+
+struct Markers {
+  PyObject *is_true, *is_false, *is_float, *is_complex, *enter, *unwritten;
+  PyObject* layout;  // torch.strided
+  std::array<PyObject*, 4> formats;  // by the number of the memory format
+} markers;
+
+struct Names {
+  PyObject *data, *trace, *dispatch;
+} names;
+
+using Slot = Py_ssize_t;
+
+struct {
+  Slot context, epoch, token, meta;  // of TensorData
+  Slot tensor, error;  // of LazyStorage
+  Slot storage;  // of ViewData
+} data_slots;
+
+struct {
+  Slot epoch, cursor, inputs, groups, constants, pending, computed, unfinished, default_dtype, changes;
+} trace_slots;
+
+struct {
+  Slot next_key, next, call, depth, known;
+} node_slots;
+
+PyObject* dispatch_in_python;  // what `LazyTensor.__torch_dispatch__` is unless somebody watches calls
+PyObject* input_tokens;  // a list
+PyObject* is_recorded_as_it_is;  // (operator) -> bool
+std::vector<OperatorHandle> sharing;  // operators that give another tensor for the same data
+long max_depth;
+int64_t num_known = 0, num_others = 0;
+
+inline PyObject*& slot_of(PyObject* object, Slot place) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + place);
+}
+
+inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
+
+// Put a value into a slot. The old value comes back: it is dropped when everything is in place.
+inline Ref put(PyObject* object, Slot place, PyObject* value) {
+  PyObject*& slot = slot_of(object, place);
+  Ref old = Ref::taking(slot);
+  slot = Py_NewRef(value);
+  return old;
+}
+
+// An attribute that its owner keeps alive, or null.
+PyObject* attribute(PyObject* owner, const char* name) {
+  PyObject* found = PyObject_GetAttrString(owner, name);
+  Py_XDECREF(found);
+  return found;
+}
+
+// ----- lazy tensors
+
+inline PyObject* lazy_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  return object != nullptr && Py_TYPE(object) == classes.lazy_tensor ? object : nullptr;
+}
+
+// What a lazy tensor stands for.
+inline Ref data_of(PyObject* lazy) {
+  Ref found = Ref::taking(PyObject_GetAttr(lazy, names.data));
+  if (!found) PyErr_Clear();
+  return found;
+}
+
+inline PyObject* storage_of(PyObject* data) {
+  return Py_TYPE(data) == classes.storage ? data : slot_of(data, data_slots.storage);
+}
+
+struct Geometry {
+  std::vector<int64_t> sizes, strides;
+  int64_t offset = 0;
+  caffe2::TypeMeta dtype;
+  size_t num_bytes = 0;
+};
+
+// A tensor without memory, as `torch.Tensor._make_wrapper_subclass` makes it.
+at::Tensor bare_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset, caffe2::TypeMeta dtype,
+                       size_t num_bytes, c10::Device device) {
+  static c10::Allocator* const allocator = c10::GetAllocator(c10::kMeta);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes, c10::DataPtr(nullptr, device), allocator,
+                       /*resizable=*/true);
+  auto made = c10::make_intrusive<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::Lazy),
+                                                   dtype);
+  made->set_sizes_and_strides(sizes, strides, offset);
+  made->set_python_dispatch(true);
+  return at::Tensor(std::move(made));
+}
+
+// Give a bare tensor the Python object that stands for `data`. Undefined if there is no memory for one.
+at::Tensor lazy_tensor(at::Tensor bare, PyObject* data) {
+  Ref object = Ref::taking(THPVariable_Wrap(bare, classes.lazy_tensor));
+  if (!object || PyObject_SetAttr(object.get(), names.data, data) != 0) {
+    PyErr_Clear();
+    return at::Tensor();
+  }
+  return bare;
+}
+
+Ref new_data(PyTypeObject* type, PyObject* context, PyObject* epoch, PyObject* token, PyObject* meta) {
+  Ref made = Ref::taking(type->tp_alloc(type, 0));
+  if (!made) {
+    PyErr_Clear();
+    return made;
+  }
+  slot_of(made.get(), data_slots.context) = Py_NewRef(context);
+  slot_of(made.get(), data_slots.epoch) = Py_NewRef(epoch);
+  slot_of(made.get(), data_slots.token) = Py_NewRef(token);
+  slot_of(made.get(), data_slots.meta) = Py_NewRef(meta);
+  return made;
+}
+
+// ----- what a node says
+
+enum class Kind : uint8_t {
+  Token, Enter, Int, Bool, None, Float, String, Enumerator, List, Default,
+};
+
+struct Part {  // of a key
+  Kind kind = Kind::None;
+  int64_t number = 0;  // Int, Bool, Enumerator; the alias group of Enter
+  PyObject* token = nullptr;  // Token
+  PyObject *meta = nullptr, *base = nullptr;  // Enter
+  std::string text;
+  std::vector<Part> items;
+  IValue value;  // Default: what an argument has that the key leaves out
+};
+
+enum class Gives : uint8_t { Nothing, Fresh, View, Same };
+
+struct Result {
+  Gives gives = Gives::Nothing;
+  PyObject *token = nullptr, *meta = nullptr;
+  int argument = -1, item = -1;  // the operand of View and Same
+  Geometry geometry;
+};
+
+struct Known {  // a Python object, which the node keeps
+  PyObject_HEAD
+  struct Content {
+    Ref key, call;  // keep alive what the parts point to
+    std::optional<OperatorHandle> op;  // none if calls like this one go to Python
+    std::vector<Part> parts;  // by the arguments of the schema
+    std::vector<Result> results;
+    std::vector<size_t> written_lists;
+    bool returns_list = false;
+  };
+  Content* content;
+};
+
+void drop_known(PyObject* self) {
+  delete reinterpret_cast<Known*>(self)->content;
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyTypeObject known_type = {PyVarObject_HEAD_INIT(nullptr, 0) "lazy_backend.Known", sizeof(Known)};
+
+bool read_part(PyObject* found, Part& part) {
+  PyTypeObject* type = Py_TYPE(found);
+  if (type == classes.token) {
+    part.kind = Kind::Token;
+    part.token = found;
+  } else if (found == Py_None) {
+    part.kind = Kind::None;
+  } else if (found == markers.is_true || found == markers.is_false) {
+    part.kind = Kind::Bool;
+    part.number = found == markers.is_true;
+  } else if (found == markers.is_float) {
+    part.kind = Kind::Float;
+  } else if (type == &PyLong_Type) {
+    int overflows = 0;
+    part.kind = Kind::Int;
+    part.number = PyLong_AsLongLongAndOverflow(found, &overflows);
+    return overflows == 0;
+  } else if (type == &PyUnicode_Type) {
+    part.kind = Kind::String;
+    part.text = PyUnicode_AsUTF8(found);
+  } else if (THPDtype_Check(found)) {
+    part.kind = Kind::Enumerator;
+    part.number = static_cast<int64_t>(reinterpret_cast<THPDtype*>(found)->scalar_type);
+  } else if (found == markers.layout) {
+    part.kind = Kind::Enumerator;
+    part.number = static_cast<int64_t>(c10::Layout::Strided);
+  } else if (type == &PyTuple_Type) {
+    const Py_ssize_t size = PyTuple_GET_SIZE(found);
+    PyObject* head = size > 0 ? PyTuple_GET_ITEM(found, 0) : nullptr;
+    if (head == markers.enter) {
+      part.kind = Kind::Enter;
+      part.meta = PyTuple_GET_ITEM(found, 1);
+      part.number = PyLong_AsLongLong(PyTuple_GET_ITEM(found, 2));
+      part.base = PyTuple_GET_ITEM(found, 3);
+      return true;
+    }
+    // floats that are structure, and complex numbers, are rare: Python compares them
+    if (head == markers.is_complex ||
+        (head == markers.is_float && size == 2 && PyUnicode_Check(PyTuple_GET_ITEM(found, 1))))
+      return false;
+    part.kind = Kind::List;
+    part.items.resize(size);
+    for (Py_ssize_t place = 0; place < size; ++place)
+      if (!read_part(PyTuple_GET_ITEM(found, place), part.items[place])) return false;
+  } else {
+    for (size_t format = 0; format < markers.formats.size(); ++format)
+      if (found == markers.formats[format]) {
+        part.kind = Kind::Enumerator;
+        part.number = static_cast<int64_t>(format);
+        return true;
+      }
+    return false;
+  }
+  return true;
+}
+
+bool read_sizes(PyObject* tuple, std::vector<int64_t>& sizes) {
+  for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(tuple); ++place)
+    sizes.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, place)));
+  return PyErr_Occurred() == nullptr;
+}
+
+// The parts of a key: the operator, positional arguments, then names and values.
+bool read_arguments(const c10::FunctionSchema& schema, PyObject* key, PyObject* call, Known::Content& content) {
+  PyObject *args = attribute(call, "args"), *kwargs = attribute(call, "kwargs");
+  if (args == nullptr || kwargs == nullptr) return false;
+  const Py_ssize_t num_args = PyTuple_GET_SIZE(args), num_named = PyTuple_GET_SIZE(kwargs);
+  if (PyTuple_GET_SIZE(key) != 1 + num_args + 2 * num_named) return false;
+  const auto& arguments = schema.arguments();
+  content.parts.resize(arguments.size());
+  Py_ssize_t num_found = 0;
+  for (size_t place = 0; place < arguments.size(); ++place) {
+    PyObject* found = nullptr;
+    if (static_cast<Py_ssize_t>(place) < num_args) {
+      found = PyTuple_GET_ITEM(key, 1 + place);
+    } else {
+      for (Py_ssize_t other = 0; other < num_named; ++other)
+        if (arguments[place].name() == PyUnicode_AsUTF8(PyTuple_GET_ITEM(key, 1 + num_args + 2 * other)))
+          found = PyTuple_GET_ITEM(key, 2 + num_args + 2 * other);
+    }
+    if (found != nullptr) {
+      ++num_found;
+      if (!read_part(found, content.parts[place])) return false;
+    } else {
+      if (!arguments[place].default_value()) return false;
+      content.parts[place].kind = Kind::Default;
+      content.parts[place].value = *arguments[place].default_value();
+    }
+    const auto* alias = arguments[place].alias_info();
+    if (alias != nullptr && alias->isWrite() && arguments[place].type()->kind() == c10::TypeKind::ListType)
+      content.written_lists.push_back(place);
+  }
+  return num_found == num_args + num_named;
+}
+
+bool read_result(const c10::FunctionSchema& schema, PyObject* found, Result& result) {
+  if (found == Py_None) return true;
+  PyTypeObject* type = Py_TYPE(found);
+  if (type == classes.same || type == classes.view_result) {
+    PyObject* path = attribute(found, "path");
+    if (path == nullptr || PyTuple_GET_SIZE(path) < 1 || PyTuple_GET_SIZE(path) > 2) return false;
+    PyObject* head = PyTuple_GET_ITEM(path, 0);
+    if (PyLong_Check(head)) {
+      result.argument = static_cast<int>(PyLong_AsLong(head));
+    } else {
+      for (size_t place = 0; place < schema.arguments().size(); ++place)
+        if (schema.arguments()[place].name() == PyUnicode_AsUTF8(head)) result.argument = static_cast<int>(place);
+    }
+    if (result.argument < 0) return false;
+    if (PyTuple_GET_SIZE(path) == 2) result.item = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(path, 1)));
+  }
+  result.gives = type == classes.same ? Gives::Same : type == classes.fresh ? Gives::Fresh : Gives::View;
+  if (result.gives == Gives::Same) return true;
+  result.token = attribute(found, "token");
+  result.meta = attribute(found, "meta");
+  PyObject* wrapper = attribute(found, "wrapper");
+  if (result.token == nullptr || result.meta == nullptr || wrapper == nullptr) return false;
+  if (attribute(result.meta, "conj") != Py_False || attribute(result.meta, "neg") != Py_False) return false;
+  Geometry& geometry = result.geometry;
+  if (!read_sizes(PyTuple_GET_ITEM(wrapper, 0), geometry.sizes)) return false;
+  if (!read_sizes(PyTuple_GET_ITEM(wrapper, 1), geometry.strides)) return false;
+  geometry.offset = PyLong_AsLongLong(PyTuple_GET_ITEM(wrapper, 2));
+  geometry.dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(wrapper, 4))->scalar_type);
+  int64_t last = geometry.offset;  // the furthest element
+  bool is_empty = false;
+  for (size_t dim = 0; dim < geometry.sizes.size(); ++dim) {
+    is_empty = is_empty || geometry.sizes[dim] == 0;
+    last += (geometry.sizes[dim] - 1) * geometry.strides[dim];
+  }
+  geometry.num_bytes = is_empty ? 0 : (last + 1) * geometry.dtype.itemsize();
+  return true;
+}
+
+bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
+  if (Py_TYPE(call) != classes.call || !PyTuple_Check(key) || attribute(call, "seeded") != Py_False) return false;
+  PyObject* op = attribute(call, "op");
+  if (op == nullptr) return false;
+  Ref answer = Ref::taking(PyObject_CallOneArg(is_recorded_as_it_is, op));
+  if (answer.get() != Py_True) return false;
+  Ref name = Ref::taking(PyObject_CallMethod(op, "name", nullptr));
+  if (!name) return false;
+  std::string full = PyUnicode_AsUTF8(name.get()), overload;
+  const auto dot = full.find('.', full.find("::"));
+  if (dot != std::string::npos) {
+    overload = full.substr(dot + 1);
+    full.resize(dot);
+  }
+  const auto handle = c10::Dispatcher::singleton().findSchema({full, overload});
+  if (!handle || !read_arguments(handle->schema(), key, call, content)) return false;
+  PyObject* results = attribute(call, "results");
+  content.results.resize(PyTuple_GET_SIZE(results));
+  for (size_t place = 0; place < content.results.size(); ++place)
+    if (!read_result(handle->schema(), PyTuple_GET_ITEM(results, place), content.results[place])) return false;
+  content.returns_list = attribute(call, "returns_list") == Py_True;
+  content.key = Ref::to(key);
+  content.call = Ref::to(call);
+  content.op = handle;
+  return true;
+}
+
+// What the node after `cursor` says, read once; null without memory.
+Known::Content* known_after(PyObject* cursor, PyObject* node) {
+  PyObject*& slot = slot_of(node, node_slots.known);
+  if (is_none(slot)) {
+    PyObject *key = slot_of(cursor, node_slots.next_key), *call = slot_of(node, node_slots.call);
+    auto content = std::make_unique<Known::Content>();
+    if (is_none(key) || is_none(call) || !read_node(key, call, *content)) content->op.reset();
+    PyErr_Clear();
+    auto* made = PyObject_New(Known, &known_type);
+    if (made == nullptr) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    made->content = content.release();
+    Py_XDECREF(std::exchange(slot, reinterpret_cast<PyObject*>(made)));
+  }
+  return reinterpret_cast<Known*>(slot)->content;
+}
+
+// ----- comparing a call with a node: changes nothing
+
+struct Entering {
+  Ref data, storage;
+  PyObject* token;
+  int64_t group;
+  bool is_new_group;
+};
+
+struct Comparison {
+  PyObject *context, *epoch, *inputs, *groups;
+  c10::Device device;
+  Py_ssize_t num_groups;
+  std::vector<Entering> entering;
+  std::vector<double> constants;
+
+  bool tensor(const Part& part, const at::Tensor& tensor) {
+    PyObject* lazy = lazy_of(tensor);
+    if (lazy == nullptr) return false;
+    Ref data = data_of(lazy);
+    if (!data) return false;
+    if (slot_of(data.get(), data_slots.epoch) == epoch)
+      return part.kind == Kind::Token && slot_of(data.get(), data_slots.token) == part.token;
+    for (const Entering& one : entering)
+      if (one.data.get() == data.get()) return part.kind == Kind::Token && one.token == part.token;
+    return part.kind == Kind::Enter && enters(part, std::move(data));
+  }
+
+  // As `record.enter`.
+  bool enters(const Part& part, Ref data) {
+    if (slot_of(data.get(), data_slots.meta) != part.meta || slot_of(data.get(), data_slots.context) != context)
+      return false;
+    PyObject* storage = storage_of(data.get());
+    if (slot_of(storage, data_slots.meta) != part.base || !is_none(slot_of(storage, data_slots.error))) return false;
+    if (slot_of(storage, data_slots.token) == markers.unwritten && is_none(slot_of(storage, data_slots.tensor)))
+      return false;
+    int64_t group = -1;
+    bool is_new_group = false;
+    if (PyObject* found = PyDict_GetItemWithError(groups, storage)) {
+      group = PyLong_AsLongLong(found);
+    } else {
+      if (slot_of(storage, data_slots.epoch) == epoch) return false;
+      for (const Entering& one : entering)
+        if (one.storage.get() == storage) group = one.group;
+      is_new_group = group < 0;
+      if (is_new_group) group = num_groups;
+    }
+    const Py_ssize_t index = PyList_GET_SIZE(inputs) + static_cast<Py_ssize_t>(entering.size());
+    if (group != part.number || index >= PyList_GET_SIZE(input_tokens)) return false;
+    num_groups += is_new_group;
+    entering.push_back({std::move(data), Ref::to(storage), PyList_GET_ITEM(input_tokens, index), group, is_new_group});
+    return true;
+  }
+
+  bool constant(const IValue& value) {
+    if (value.isDouble()) {
+      constants.push_back(value.toDouble());
+    } else if (const at::Tensor* number = wrapped(value, c10::kDouble)) {
+      constants.push_back(*static_cast<const double*>(number->const_data_ptr()));
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  // A number that PyTorch passes as a tensor, as in `x * 2`: Python gets the number.
+  static const at::Tensor* wrapped(const IValue& value, c10::ScalarType dtype) {
+    if (!value.isTensor()) return nullptr;
+    const at::Tensor& tensor = value.toTensor();
+    const bool is_number = tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    return is_number && tensor.scalar_type() == dtype ? &tensor : nullptr;
+  }
+
+  static bool is_absent(const IValue& value) {
+    return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+  }
+
+  static bool is_default(const IValue& value, const IValue& other) {
+    if (other.isNone()) return is_absent(value);
+    if (other.isInt()) return value.isInt() && value.toInt() == other.toInt();
+    if (other.isBool()) return value.isBool() && value.toBool() == other.toBool();
+    if (other.isDouble()) return value.isDouble() && value.toDouble() == other.toDouble();
+    if (other.isString()) return value.isString() && value.toStringRef() == other.toStringRef();
+    if (!other.isList() || !value.isList()) return false;
+    const auto items = value.toListRef(), others = other.toListRef();
+    if (items.size() != others.size()) return false;
+    for (size_t place = 0; place < items.size(); ++place)
+      if (!is_default(items[place], others[place])) return false;
+    return true;
+  }
+
+  bool same(const Part& part, const IValue& value) {
+    switch (part.kind) {
+      case Kind::Token:
+      case Kind::Enter:
+        return value.isTensor() && tensor(part, value.toTensor());
+      case Kind::Int:
+        if (value.isInt()) return value.toInt() == part.number;
+        if (const at::Tensor* number = wrapped(value, c10::kLong))
+          return *static_cast<const int64_t*>(number->const_data_ptr()) == part.number;
+        return false;
+      case Kind::Bool:
+        return value.isBool() && value.toBool() == (part.number != 0);
+      case Kind::None:
+        return is_absent(value);
+      case Kind::Float:
+        return constant(value);
+      case Kind::String:
+        if (value.isDevice())
+          return part.text == "lazy" && value.toDevice().type() == device.type() &&
+                 (!value.toDevice().has_index() || value.toDevice() == device);
+        return value.isString() && value.toStringRef() == part.text;
+      case Kind::Enumerator:
+        return value.isInt() && value.toInt() == part.number;
+      case Kind::List: {
+        if (!value.isList()) return false;
+        const auto items = value.toListRef();
+        if (items.size() != part.items.size()) return false;
+        for (size_t place = 0; place < items.size(); ++place)
+          if (!same(part.items[place], items[place])) return false;
+        return true;
+      }
+      case Kind::Default:
+        return is_default(value, part.value);
+    }
+    return false;
+  }
+};
+
+// ----- recording a known call
+
+const at::Tensor& operand_of(const Result& result, at::ArrayRef<IValue> args) {
+  const IValue& argument = args[result.argument];
+  return result.item < 0 ? argument.toTensor() : argument.toListRef()[result.item].toTensor();
+}
+
+const at::Tensor* first_lazy(at::ArrayRef<IValue> args) {
+  for (const IValue& arg : args) {
+    if (arg.isTensor()) {
+      if (lazy_of(arg.toTensor()) != nullptr) return &arg.toTensor();
+    } else if (arg.isTensorList()) {
+      const auto items = arg.toListRef();
+      if (!items.empty() && lazy_of(items[0].toTensor()) != nullptr) return &items[0].toTensor();
+    }
+  }
+  return nullptr;
+}
+
+struct Place {  // of a trace
+  PyObject *context, *trace, *cursor;
+  long changes;
+
+  // None where Python has to look at the call.
+  static std::optional<Place> of(PyObject* context) {
+    Ref trace = Ref::taking(PyObject_GetAttr(context, names.trace));
+    if (!trace) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    PyObject* found = trace.get();  // the context keeps it: nothing runs until it is looked at again
+    if (!is_none(slot_of(found, trace_slots.unfinished)) || slot_of(found, trace_slots.computed) != Py_False)
+      return std::nullopt;
+    return Place{context, found, slot_of(found, trace_slots.cursor),
+                 PyLong_AsLong(slot_of(found, trace_slots.changes))};
+  }
+
+  bool still_holds() const {
+    const auto now = of(context);
+    return now && now->trace == trace && now->cursor == cursor && now->changes == changes;
+  }
+};
+
+bool has_usual_dtype(PyObject* trace) {
+  PyObject* dtype = slot_of(trace, trace_slots.default_dtype);
+  return dtype != nullptr && THPDtype_Check(dtype) &&
+         reinterpret_cast<THPDtype*>(dtype)->scalar_type == c10::get_default_dtype_as_scalartype();
+}
+
+// See Note [One commit].
+bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t num_args = op.schema().arguments().size();
+  const auto args = torch::jit::last(*stack, num_args);
+  const at::Tensor* first = first_lazy(args);
+  if (first == nullptr) return false;
+  const Ref first_data = data_of(lazy_of(*first));
+  if (!first_data) return false;
+  PyObject* context = slot_of(first_data.get(), data_slots.context);
+  const auto place = Place::of(context);
+  if (!place || !has_usual_dtype(place->trace)) return false;
+  PyObject* node = slot_of(place->cursor, node_slots.next);
+  if (is_none(node) || PyLong_AsLong(slot_of(node, node_slots.depth)) > max_depth) return false;
+  const Known::Content* known = known_after(place->cursor, node);
+  if (known == nullptr || !known->op || !(*known->op == op) || !place->still_holds()) return false;
+
+  PyObject* epoch = slot_of(place->trace, trace_slots.epoch);
+  PyObject* groups = slot_of(place->trace, trace_slots.groups);
+  Comparison compared{context, epoch, slot_of(place->trace, trace_slots.inputs), groups, first->device(),
+                      PyDict_GET_SIZE(groups)};
+  for (size_t argument = 0; argument < num_args; ++argument)
+    if (!compared.same(known->parts[argument], args[argument])) return false;
+
+  const size_t num_results = known->results.size();
+  std::vector<at::Tensor> tensors(num_results);
+  std::vector<Ref> made(num_results);
+  std::vector<Ref> constants;
+  const Ref kept_trace = Ref::to(place->trace), kept_node = Ref::to(node);
+  for (size_t number = 0; number < num_results; ++number) {
+    const Result& result = known->results[number];
+    if (result.gives == Gives::Nothing) continue;
+    if (result.gives == Gives::Same) {
+      tensors[number] = operand_of(result, args);
+      continue;
+    }
+    if (result.gives == Gives::Fresh) {
+      made[number] = new_data(classes.storage, context, epoch, result.token, result.meta);
+      if (!made[number]) return false;
+      slot_of(made[number].get(), data_slots.tensor) = Py_NewRef(Py_None);
+      slot_of(made[number].get(), data_slots.error) = Py_NewRef(Py_None);
+    } else {
+      const at::Tensor& of = operand_of(result, args);
+      if (of.is_inference() != c10::InferenceMode::is_enabled()) return false;
+      const Ref operand = data_of(lazy_of(of));
+      made[number] = new_data(classes.view, context, epoch, result.token, result.meta);
+      if (!made[number]) return false;
+      slot_of(made[number].get(), data_slots.storage) = Py_NewRef(storage_of(operand.get()));
+    }
+    const Geometry& geometry = result.geometry;
+    tensors[number] = lazy_tensor(bare_tensor(geometry.sizes, geometry.strides, geometry.offset, geometry.dtype,
+                                              geometry.num_bytes, first->device()),
+                                  made[number].get());
+    if (!tensors[number].defined()) return false;
+  }
+  for (const double constant : compared.constants) constants.push_back(Ref::taking(PyFloat_FromDouble(constant)));
+
+  if (!place->still_holds()) return false;
+  // the commit: see the Note
+  std::vector<Ref> dropped;
+  dropped.reserve(2 * compared.entering.size());
+  for (const Entering& one : compared.entering) {
+    if (one.is_new_group) {
+      const Ref group = Ref::taking(PyLong_FromLongLong(one.group));
+      PyDict_SetItem(groups, one.storage.get(), group.get());
+    }
+    dropped.push_back(put(one.data.get(), data_slots.token, one.token));
+    dropped.push_back(put(one.data.get(), data_slots.epoch, epoch));
+    PyList_Append(compared.inputs, one.data.get());
+  }
+  for (const Ref& constant : constants) PyList_Append(slot_of(place->trace, trace_slots.constants), constant.get());
+  for (size_t number = 0; number < num_results; ++number)
+    if (known->results[number].gives == Gives::Fresh)
+      PyList_Append(slot_of(place->trace, trace_slots.pending), made[number].get());
+  for (const size_t argument : known->written_lists)  // autograd leaves that to the kernel
+    for (const IValue& written : args[argument].toListRef())
+      if (!written.toTensor().is_inference()) written.toTensor().unsafeGetTensorImpl()->bump_version();
+  const Ref old_cursor = put(place->trace, trace_slots.cursor, node);
+
+  torch::jit::drop(*stack, num_args);
+  if (known->returns_list) {
+    c10::List<at::Tensor> list;
+    list.reserve(num_results);
+    for (at::Tensor& tensor : tensors) list.push_back(std::move(tensor));
+    torch::jit::push(*stack, std::move(list));
+  } else {
+    for (at::Tensor& tensor : tensors) torch::jit::push(*stack, std::move(tensor));
+  }
+  ++num_known;
+  return true;
+}
+
+// Another tensor for the same data, as the handler of `detach` makes it; undefined where Python has to.
+at::Tensor shared(const at::Tensor& tensor) {
+  PyObject* lazy = lazy_of(tensor);
+  if (lazy == nullptr || tensor.is_conj() || tensor.is_neg()) return at::Tensor();
+  if (tensor.is_inference() != c10::InferenceMode::is_enabled()) return at::Tensor();
+  const Ref data = data_of(lazy);
+  if (!data) return at::Tensor();
+  const auto* found = tensor.unsafeGetTensorImpl();
+  return lazy_tensor(bare_tensor(found->sizes(), found->strides(), found->storage_offset(), found->dtype(),
+                                 found->unsafe_storage().nbytes(), found->device()),
+                     data.get());
+}
+
+bool share(torch::jit::Stack* stack) {
+  at::Tensor made = shared(torch::jit::peek(*stack, 0, 1).toTensor());
+  if (!made.defined()) return false;
+  torch::jit::drop(*stack, 1);
+  torch::jit::push(*stack, std::move(made));
+  ++num_known;
+  return true;
+}
+
+// Whether nobody watches calls in Python.
+bool is_free() {
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         PyDict_GetItemWithError(classes.lazy_tensor->tp_dict, names.dispatch) == dispatch_in_python;
+}
+
+// ----- between PyTorch's dispatcher and Python
+
+using c10::impl::PyInterpreterVTable;
+
+// Takes the place of the table of functions by which PyTorch calls Python. All but two are passed on.
+struct Between final : PyInterpreterVTable {
+  const PyInterpreterVTable* python = nullptr;
+
+  void dispatch(const OperatorHandle& op, torch::jit::Stack* stack) const override {
+    {
+      const Gil gil;
+      if (is_free()) {
+        bool is_sharing = false;
+        for (const OperatorHandle& one : sharing) is_sharing = is_sharing || one == op;
+        if (is_sharing ? share(stack) : record_known(op, stack)) return;
+      }
+      ++num_others;
+    }
+    python->dispatch(op, stack);
+  }
+
+  c10::intrusive_ptr<c10::TensorImpl> detach(const c10::TensorImpl* self) const override {
+    {
+      const Gil gil;
+      if (is_free()) {
+        const auto borrowed = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::
+            unsafe_reclaim_from_nonowning(const_cast<c10::TensorImpl*>(self));
+        at::Tensor made = shared(at::Tensor(borrowed));
+        if (made.defined()) {
+          ++num_known;
+          return made.unsafeReleaseIntrusivePtr();
+        }
+      }
+    }
+    return python->detach(self);
+  }
+
+#define PASSED_ON(type, name, parameters, arguments) \
+  type name parameters const override { return python->name arguments; }
+  PASSED_ON(std::string, name, (), ())
+  PASSED_ON(void, incref, (PyObject* object), (object))
+  PASSED_ON(void, decref, (PyObject* object), (object))
+  PASSED_ON(bool, try_incref, (const c10::impl::PyObjectSlot& slot), (slot))
+  PASSED_ON(size_t, refcnt, (PyObject* object), (object))
+  PASSED_ON(void, reportErrorCallback, (PyObject* callback, c10::DispatchKey key), (callback, key))
+  PASSED_ON(void, python_op_registration_trampoline,
+            (const OperatorHandle& op, c10::DispatchKey key, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+             bool with_keyset, bool with_op),
+            (op, key, keys, stack, with_keyset, with_op))
+  PASSED_ON(void, throw_abstract_impl_not_imported_error,
+            (std::string op, const char* module, const char* context), (op, module, context))
+  PASSED_ON(void, python_dispatcher, (const OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack),
+            (op, keys, stack))
+  PASSED_ON(bool, is_contiguous, (const c10::TensorImpl* self, at::MemoryFormat format), (self, format))
+  PASSED_ON(c10::SymBool, sym_is_contiguous, (const c10::TensorImpl* self, at::MemoryFormat format), (self, format))
+  PASSED_ON(bool, is_strides_like, (const c10::TensorImpl* self, at::MemoryFormat format), (self, format))
+  PASSED_ON(bool, is_non_overlapping_and_dense, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::Device, device, (const c10::TensorImpl* self), (self))
+  PASSED_ON(int64_t, dim, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::IntArrayRef, strides, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::IntArrayRef, sizes, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::SymIntArrayRef, sym_sizes, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::Layout, layout, (const c10::TensorImpl* self), (self))
+  PASSED_ON(int64_t, numel, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::SymInt, sym_numel, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::SymIntArrayRef, sym_strides, (const c10::TensorImpl* self), (self))
+  PASSED_ON(c10::SymInt, sym_storage_offset, (const c10::TensorImpl* self), (self))
+  PASSED_ON(void, trace_gpu_event_creation, (c10::DeviceType type, uintptr_t event), (type, event))
+  PASSED_ON(void, trace_gpu_event_deletion, (c10::DeviceType type, uintptr_t event), (type, event))
+  PASSED_ON(void, trace_gpu_event_record, (c10::DeviceType type, uintptr_t event, uintptr_t stream),
+            (type, event, stream))
+  PASSED_ON(void, trace_gpu_event_wait, (c10::DeviceType type, uintptr_t event, uintptr_t stream),
+            (type, event, stream))
+  PASSED_ON(void, trace_gpu_memory_allocation, (c10::DeviceType type, uintptr_t place), (type, place))
+  PASSED_ON(void, trace_gpu_memory_deallocation, (c10::DeviceType type, uintptr_t place), (type, place))
+  PASSED_ON(void, trace_gpu_stream_creation, (c10::DeviceType type, uintptr_t stream), (type, stream))
+  PASSED_ON(void, trace_gpu_device_synchronization, (c10::DeviceType type), (type))
+  PASSED_ON(void, trace_gpu_stream_synchronization, (c10::DeviceType type, uintptr_t stream), (type, stream))
+  PASSED_ON(void, trace_gpu_event_synchronization, (c10::DeviceType type, uintptr_t event), (type, event))
+  PASSED_ON(void, reset_backward_hooks, (const c10::TensorImpl* self), (self))
+#undef PASSED_ON
+};
+
+Between* between = nullptr;  // never dropped: PyTorch calls Python until the process ends
+
+// ----- the module
+
+Slot slot_in(PyObject* type, const char* name) {
+  const Ref found = Ref::taking(PyObject_GetAttrString(type, name));
+  if (!found) return -1;
+  if (Py_TYPE(found.get()) != &PyMemberDescr_Type) {
+    PyErr_Format(PyExc_TypeError, "%s is no slot", name);
+    return -1;
+  }
+  return reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member->offset;
+}
+
+template <typename T>
+void take(PyObject* given, const char* name, T*& target) {
+  PyObject* found = PyDict_GetItemString(given, name);
+  if (found == nullptr && PyErr_Occurred() == nullptr) PyErr_Format(PyExc_KeyError, "%s", name);
+  target = reinterpret_cast<T*>(Py_XNewRef(found));  // for the life of the process
+}
+
+// start(names): take what Python hands over, and stand between the dispatcher and Python from now on.
+PyObject* start(PyObject*, PyObject* given) {
+  if (between != nullptr) Py_RETURN_NONE;
+  take(given, "LazyTensor", classes.lazy_tensor);
+  take(given, "LazyStorage", classes.storage);
+  take(given, "ViewData", classes.view);
+  take(given, "Token", classes.token);
+  take(given, "Fresh", classes.fresh);
+  take(given, "View", classes.view_result);
+  take(given, "Same", classes.same);
+  take(given, "Call", classes.call);
+  take(given, "true", markers.is_true);
+  take(given, "false", markers.is_false);
+  take(given, "float", markers.is_float);
+  take(given, "complex", markers.is_complex);
+  take(given, "enter", markers.enter);
+  take(given, "unwritten", markers.unwritten);
+  take(given, "strided", markers.layout);
+  PyObject *formats, *shares, *data, *trace, *node, *depth;
+  take(given, "formats", formats);
+  take(given, "shares", shares);
+  take(given, "inputs", input_tokens);
+  take(given, "is_recorded_as_it_is", is_recorded_as_it_is);
+  take(given, "TensorData", data);
+  take(given, "Trace", trace);
+  take(given, "TrieNode", node);
+  take(given, "max_depth", depth);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  for (size_t format = 0; format < markers.formats.size(); ++format)
+    markers.formats[format] = PyTuple_GetItem(formats, static_cast<Py_ssize_t>(format));
+  auto* storage = reinterpret_cast<PyObject*>(classes.storage);
+  auto* view = reinterpret_cast<PyObject*>(classes.view);
+  data_slots = {slot_in(data, "context"), slot_in(data, "epoch"), slot_in(data, "token"), slot_in(data, "meta"),
+                slot_in(storage, "tensor"), slot_in(storage, "error"), slot_in(view, "_storage")};
+  trace_slots = {slot_in(trace, "epoch"), slot_in(trace, "cursor"), slot_in(trace, "inputs"),
+                 slot_in(trace, "groups"), slot_in(trace, "constants"), slot_in(trace, "pending"),
+                 slot_in(trace, "computed"), slot_in(trace, "unfinished"), slot_in(trace, "default_dtype"),
+                 slot_in(trace, "changes")};
+  node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
+                slot_in(node, "known")};
+  names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),
+           PyUnicode_InternFromString("__torch_dispatch__")};
+  max_depth = PyLong_AsLong(depth);
+  for (Py_ssize_t place = 0; place < PyTuple_Size(shares); ++place) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(shares, place));
+    if (const auto handle = c10::Dispatcher::singleton().findSchema({name, ""})) sharing.push_back(*handle);
+  }
+  dispatch_in_python = Py_XNewRef(PyDict_GetItemWithError(classes.lazy_tensor->tp_dict, names.dispatch));
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  auto* interpreter = c10::impl::getGlobalPyInterpreter();
+  auto* made = new Between;
+  made->python = interpreter->vtable_;
+  between = made;
+  interpreter->vtable_ = made;
+  Py_RETURN_NONE;
+}
+
+// set_max_depth(number): the longest trace.
+PyObject* set_max_depth(PyObject*, PyObject* depth) {
+  max_depth = PyLong_AsLong(depth);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// counts(): calls that were recorded here, and those that Python got.
+PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known, num_others); }
+
+PyMethodDef functions[] = {
+    {"start", start, METH_O, nullptr},
+    {"set_max_depth", set_max_depth, METH_O, nullptr},
+    {"counts", counts, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "compiled", nullptr, -1, functions};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_compiled() {
+  known_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  known_type.tp_dealloc = drop_known;
+  if (PyType_Ready(&known_type) < 0) return nullptr;
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,310 @@
+"""Known calls recorded in C++: the same programs, the same results, and Python sees all that is not plain."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lazy_backend
+from lazy_backend.ports.dispatcher import dispatch_keys
+from lazy_backend.recording.native import native_recorder
+from lazy_backend.tensors.contexts import contexts
+
+pytestmark = pytest.mark.skipif(native_recorder.extension is None, reason="known calls are recorded in Python")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with lazy_backend.config.patch(compile="off"):  # bit for bit
+        yield
+
+
+def _known() -> int:
+    return native_recorder.counts()[0]
+
+
+def _others() -> int:
+    return native_recorder.counts()[1]
+
+
+# ----- programs: what they return is compared with eager's
+
+
+def _mlp(device: str, step: int, state: dict[str, Any]) -> torch.Tensor:
+    if not state:
+        torch.manual_seed(0)
+        state["model"] = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3)).to(device)
+        state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), 1e-2)
+    inputs = (torch.arange(32.0) / (10 + step)).reshape(4, 8).to(device)
+    loss = F.cross_entropy(state["model"](inputs), torch.tensor([0, 1, 2, step % 3]).to(device))
+    state["optimizer"].zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
+    for group in state["optimizer"].param_groups:
+        group["lr"] = 1e-2 / (1 + step)
+    state["optimizer"].step()
+    return loss.detach()
+
+
+def _norms(device: str, step: int, state: dict[str, Any]) -> torch.Tensor:
+    if not state:
+        torch.manual_seed(0)
+        layers = torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.GroupNorm(2, 4)
+        state["model"] = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.LayerNorm(64)).to(device)
+        state["optimizer"] = torch.optim.SGD(state["model"].parameters(), 0.1, momentum=0.9)
+    images = (torch.arange(72.0) * (1 + step)).sin().reshape(2, 1, 6, 6).to(device)
+    loss = state["model"](images).square().mean()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    return loss.detach()
+
+
+def _views(device: str, step: int, state: dict[str, Any]) -> torch.Tensor:
+    base = torch.arange(24.0).to(device).reshape(4, 6) * 1.5
+    rows = base.unbind(0)
+    left, right = base.t().split([2, 4])
+    base[1:3, ::2].add_(float(step))
+    flat = torch.cat([rows[0], left.reshape(-1), right[:, 1]])
+    flat.masked_fill_(flat > 10, 2.0).narrow(0, 2, 3).mul_(0.5)
+    return torch.stack([flat.sum(), rows[1].max(), base.var(), base[..., -1].prod()])
+
+
+def _branches(device: str, step: int, state: dict[str, Any]) -> torch.Tensor:
+    value = torch.full((3,), float(step)).to(device)
+    value = value * 2 if step % 2 else value + 3
+    return value.exp() if step % 3 == 0 else value.clamp(min=1, max=5)
+
+
+def _arguments(device: str, step: int, state: dict[str, Any]) -> torch.Tensor:
+    value = torch.linspace(-1, 1, 12).to(device).reshape(3, 4)
+    likes = torch.ones_like(value), torch.zeros_like(value, dtype=torch.float64), value.to(torch.float64, copy=True)
+    found = F.pad(value, [1, 2]).sum(dim=[0], keepdim=True)
+    ordered, places = value.sort(dim=1, descending=step % 2 == 0)
+    numbers = ordered.cumsum(0, dtype=torch.float64), places.to(torch.float64), value.div(3, rounding_mode="floor")
+    return torch.cat(
+        [one.double().reshape(-1) for one in (*likes, found, *numbers, value.add(value, alpha=0.5 + step))]
+    )
+
+
+def _gradients_of_gradients(device: str, step: int, state: dict[str, Any]) -> torch.Tensor:
+    value = (torch.arange(4.0) + step).to(device).requires_grad_()
+    (first,) = torch.autograd.grad(value.pow(3).sum(), value, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), value)
+    with torch.no_grad():
+        value += 1
+    with torch.inference_mode():
+        return torch.stack([first.detach().sum(), second.sum(), (value * 2).sum()])
+
+
+PROGRAMS = (_mlp, _norms, _views, _branches, _arguments, _gradients_of_gradients)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_are_recorded_in_cpp_and_give_what_eager_gives(program: Callable[..., torch.Tensor]) -> None:
+    expected_state: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    in_cpp = 0
+    for step in range(12):
+        expected = program("cpu", step, expected_state)
+        known, size = _known(), contexts.get_device_context(0).trie.size
+        found = program("lazy", step, state)
+        lazy_backend.mark_step()
+        assert torch.equal(found.cpu(), expected), step
+        if step >= 7:  # each of the program's paths was taken before
+            in_cpp += _known() - known
+            assert contexts.get_device_context(0).trie.size == size  # the very nodes that Python made
+    assert in_cpp > 0
+
+
+def _step(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    made = value * 2
+    return made, made.t(), made.add_(1.0), made.detach(), made.unbind(0)[0], made.to(torch.float64)
+
+
+def test_what_is_made_in_cpp_is_like_what_is_made_in_python() -> None:
+    value = torch.ones(2, 3).to("lazy").requires_grad_()
+    described = []
+    for _ in range(4):
+        known = _known()
+        made = _step(value)
+        described.append(
+            [
+                (
+                    type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one.layout,
+                    one.requires_grad, one.is_leaf, one._version, one._is_view(), one.is_inference(),
+                    one.untyped_storage().nbytes(), str(dispatch_keys(one)), type(one.grad_fn).__name__,
+                    one._data.meta, one._data.storage is made[0]._data.storage,
+                )
+                for one in made
+            ]
+        )  # fmt: skip
+        in_cpp = _known() - known
+        lazy_backend.mark_step()
+    assert in_cpp >= 5
+    assert described[0] == described[1] == described[3]
+
+
+def test_python_sees_calls_under_a_mode() -> None:
+    seen: list[Any] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    value = torch.ones(3).to("lazy")
+    for _ in range(4):
+        with Watching():
+            value.mul(2).relu()
+        lazy_backend.mark_step()
+    assert seen.count(torch.ops.aten.relu.default) == 4
+
+
+def test_a_trace_is_cut_where_python_cuts_it() -> None:
+    value = torch.ones(3).to("lazy")
+    for _ in range(3):
+        made = value
+        for _ in range(30):
+            made = made + 1
+        lazy_backend.mark_step()
+    before = lazy_backend.metrics.counter_value("TrimIrGraph")
+    with lazy_backend.config.patch(max_trace_length=10), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazy_backend.GraphCutWarning)
+        made = value
+        for _ in range(30):
+            made = made + 1
+        assert made.tolist() == [31.0] * 3
+    assert lazy_backend.metrics.counter_value("TrimIrGraph") > before
+
+
+def test_other_devices_and_other_tensors_are_refused_as_in_python() -> None:
+    value = torch.ones(3).to("lazy")
+    for _ in range(3):
+        value + value
+        lazy_backend.mark_step()
+    with pytest.raises(RuntimeError, match="same device"):
+        value + torch.ones(3)
+
+
+class _Finalized:
+    """Part of a cycle; its finalizer records, reads and ends steps, when the garbage collector comes to it."""
+
+    def __init__(self, kinds: Iterator[int]) -> None:
+        self.itself = self
+        self.kinds = kinds
+        self.value = torch.ones(3).to("lazy")
+
+    def __del__(self) -> None:
+        made = (self.value + 1) * 2
+        kind = next(self.kinds)
+        if kind == 0:
+            made.sum().item()
+        elif kind == 1:
+            lazy_backend.mark_step()
+
+
+def test_finalizers_that_run_while_results_are_allocated() -> None:
+    expected_state: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    kinds = (number % 5 for number in range(1 << 30))
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(7, 2, 2)
+        for step in range(40):
+            _Finalized(kinds)
+            found = _mlp("lazy", step, state)
+            lazy_backend.mark_step()
+            assert torch.equal(found.cpu(), _mlp("cpu", step, expected_state)), step
+    finally:
+        gc.set_threshold(*threshold)
+        gc.collect()
+
+
+def test_threads_that_record_on_one_device() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    expected_state: dict[str, Any] = {}
+    expected = [_mlp("cpu", step, expected_state) for step in range(30)]
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def train(number: int) -> None:
+        state: dict[str, Any] = {}
+        found[number] = []
+        for step in range(30):
+            found[number].append(_mlp("lazy", step, state).cpu())
+            lazy_backend.mark_step()
+
+    # modules are made one after the other: seeds are the process's
+    states = threading.Lock()
+
+    def run(number: int) -> None:
+        with states:
+            torch.manual_seed(0)
+        train(number)
+
+    try:
+        run(0)
+        threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(map(torch.equal, found[0], expected))
+    assert all(len(one) == 30 for one in found.values())
+
+
+# ----- where it comes from
+
+_LOOP = """
+import torch, lazy_backend
+from lazy_backend.recording.native import native_recorder
+value = torch.ones(3).to("lazy")
+for step in range(130):
+    value = value * 0.5 + 1
+    lazy_backend.mark_step()
+thread = native_recorder._thread
+if thread is not None:
+    thread.join()
+print(native_recorder.state)
+print(value.tolist())
+"""
+
+
+def _run(folder: Any, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LAZY_BACKEND_CACHE_DIR": str(folder), **variables}
+    return subprocess.run([sys.executable, "-c", _LOOP], capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.mark.parametrize("compiler", ["false", "/there/is/no/compiler"])
+def test_without_a_compiler_that_works_calls_are_recorded_in_python(tmp_path: Any, compiler: str) -> None:
+    done = _run(tmp_path, CXX=compiler)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == "[2.0, 2.0, 2.0]"
+    assert done.stderr.count("known calls in C++ is off") == 1
+    assert "ended with status" in done.stderr
+
+
+def test_a_program_that_goes_on_builds_it_and_the_next_finds_it(tmp_path: Any) -> None:
+    built = _run(tmp_path)
+    assert built.stdout.splitlines() == ["in C++", "[2.0, 2.0, 2.0]"], built.stderr
+    found = _run(tmp_path, CXX="false")
+    assert found.stdout.splitlines() == ["in C++", "[2.0, 2.0, 2.0]"], found.stderr
+
+
+def test_a_recorder_is_not_built_where_nothing_is_kept(tmp_path: Any) -> None:
+    done = _run(tmp_path, LAZY_BACKEND_CACHE="0")
+    assert done.stdout.splitlines() == ["not built yet", "[2.0, 2.0, 2.0]"], done.stderr
