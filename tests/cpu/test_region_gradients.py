@@ -290,11 +290,14 @@ AGAIN: dict[str, Gradients] = {
 }
 
 
+# What was replayed runs again, and could not if it used what it has written since; of batch norm, PyTorch has no third
+# derivatives from 2.14 on.
+IMPOSSIBLE = {("SophiaH after replays", "a buffer"), ("third derivatives", "batch norm")}
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize(
-    ("name", "body"),
-    # what was replayed runs again, and could not if it used what it has written since
-    [(name, body) for name in AGAIN for body in BODIES if (name, body) != ("SophiaH after replays", "a buffer")],
+    ("name", "body"), [(name, body) for name in AGAIN for body in BODIES if (name, body) not in IMPOSSIBLE]
 )
 def test_gradients_of_gradients_from_the_first_call_that_is_asked_for_them(name: str, body: str) -> None:
     def run(captured: bool) -> list[Any]:
