@@ -36,9 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _record_natively(config: pytest.Config) -> None:
     """Record known calls in C++ from the start, by a recorder that is built once for this version of it."""
-    if config.getoption("--record-in-python") or not NATIVE_RECORDER.fits():
+    cache = getattr(config, "cache", None)
+    if config.getoption("--record-in-python") or cache is None or not NATIVE_RECORDER.fits():
         return
-    place = config.cache.mkdir("recorder") / f"{recorder_key().hash_hex()}"
+    place = cache.mkdir("recorder") / f"{recorder_key().hash_hex()}"
     if not place.exists():
         made = place.with_suffix(f".{os.getpid()}")
         made.write_bytes(native.build())

@@ -69,6 +69,8 @@ def serve():
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
+    if "tempfile" in sys.modules:  # the program's environment says where temporary files go
+        sys.modules["tempfile"].tempdir = None
     torch.default_generator.seed()  # each process has a seed of its own
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
