@@ -192,7 +192,7 @@ class Structure:
     def _expand_optimizer(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         """The attributes, the state and the lists of parameters."""
         self._seen.add(id(optimizer.param_groups))
-        states = [dict.values(state) for state in dict.values(optimizer.state) if is_a(state, dict)]
+        states = [dict.values(state) for state in optimizer.state.values() if is_a(state, dict)]
         self._of_optimizers.update(map(id, chain.from_iterable(states)))
         self._skip_unread(attributes_of(optimizer))
         self._expand_dict(place, attributes_of(optimizer))
