@@ -84,13 +84,15 @@ def _inspect(op: OpOverload) -> Traits:
     is_ours = op.namespace in ("aten", "prims")
     draws = torch.Tag.nondeterministic_seeded in tags
     give_fake_kernel(op.name())
+    name = function_schema(op).name
     reason = None
     if torch.Tag.dynamic_output_shape in tags:
         reason = "its output depends on values"
+    elif name in _CAST_INSIDE:
+        reason = "autocast casts what its kernel calls"
     # the first is enough for most, and a tenth of the other's cost
     elif not (is_ours and _computes_metadata(op)) and not has_fake_kernel(op) and not is_fused_optimizer(op):
         reason = "it has no fake kernel"
-    name = function_schema(op).name
     return Traits(
         schema=schema,
         draws=draws,
@@ -101,6 +103,10 @@ def _inspect(op: OpOverload) -> Traits:
         # the fake kernel says what a compiler would make of them.
         asks_fake=not is_ours or name in _POWERS or op is aten._padded_dense_to_jagged_forward.default,
     )
+
+
+# Operators without a rule of autocast's, whose kernels call others that have one: a recorded call would not be cast.
+_CAST_INSIDE = frozenset(("aten::_trilinear", "aten::linalg_pinv"))
 
 
 def _computes_metadata(op: OpOverload) -> bool:
