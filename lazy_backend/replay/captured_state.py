@@ -144,6 +144,7 @@ class _Watches:
         self._lock = threading.RLock()
         self._watches: dict[int, Watch | None] = {}
         self._dispatch: Any = None
+        self._replaced: Any = None  # the attribute of `LazyTensor` in whose place `_show` is
         self._hooks: list[RemovableHandle] = []
         self._torch_hooks = TorchHooks(self._recorder)
 
@@ -172,6 +173,7 @@ class _Watches:
         self._torch_hooks.install()
         if LazyTensor.__torch_dispatch__ != self._show:
             self._dispatch = LazyTensor.__torch_dispatch__
+            self._replaced = vars(LazyTensor)["__torch_dispatch__"]
             LazyTensor.__torch_dispatch__ = staticmethod(self._show)  # type: ignore[method-assign, assignment]
         if len(self._hooks) < 2 or not all(map(_is_there, self._hooks)):
             self._remove_hooks()
@@ -179,8 +181,8 @@ class _Watches:
             self._hooks.append(optimizers.register_optimizer_step_pre_hook(self._show_optimizer))
 
     def _remove(self) -> None:
-        if self._dispatch is not None:
-            LazyTensor.__torch_dispatch__ = staticmethod(self._dispatch)  # type: ignore[method-assign, assignment]
+        if self._replaced is not None:  # the very object: by that the recorder in C++ knows that nobody watches
+            LazyTensor.__torch_dispatch__ = self._replaced  # type: ignore[method-assign]
         self._remove_hooks()
         self._torch_hooks.remove()
 

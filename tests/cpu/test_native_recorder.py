@@ -172,6 +172,18 @@ def test_python_sees_calls_under_a_mode() -> None:
     assert seen.count(torch.ops.aten.relu.default) == 4
 
 
+def test_calls_are_recorded_in_cpp_again_when_nobody_watches_them() -> None:
+    layer = lazy_backend.capture(torch.nn.Linear(3, 3).to("lazy"))
+    layer(torch.ones(2, 3).to("lazy")).sum().backward()  # the first call of a capture is watched
+    lazy_backend.mark_step()
+    value = torch.ones(3).to("lazy")
+    for _ in range(4):
+        known = _known()
+        value.mul(2).relu()
+        lazy_backend.mark_step()
+    assert _known() == known + 2
+
+
 def test_a_trace_is_cut_where_python_cuts_it() -> None:
     value = torch.ones(3).to("lazy")
     for _ in range(3):
