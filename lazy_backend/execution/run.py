@@ -140,7 +140,7 @@ class Async(Work):
         context.locker.lock(self)
         if self.place is RunPlace.DEVICE_THREAD:
             context.queue.add(self.do)
-            self.leave_to_queue()
+            self.leave_to(context.queue)
         elif self.beside is not None:
             self._begin(self.beside)
 
@@ -191,7 +191,7 @@ class Async(Work):
         beside = self.beside
         if beside is not None and beside.has_begun:
             return beside.wait(0.0)
-        return self.thread is None and not self.queued
+        return self.thread is None and self.queued is None
 
     def perform(self) -> None:
         """Compute and hand out the results.

@@ -82,7 +82,7 @@ class Work:
         self.ended.acquire()
         self.done = False
         self.thread: int | None = None  # the one that does the work
-        self.queued = False  # whether a thread is known to be about to do the work
+        self.queued: DeviceQueue | None = None  # the queue whose thread is about to do the work
 
     def perform(self) -> None:
         raise NotImplementedError
@@ -90,9 +90,9 @@ class Work:
     def finish(self) -> None:
         raise NotImplementedError
 
-    def leave_to_queue(self) -> None:
-        """Note that a thread is about to do the work: `join` then leaves it to that thread."""
-        self.queued = True
+    def leave_to(self, queue: DeviceQueue) -> None:
+        """Note that a queue's thread is about to do the work: `join` then leaves it to that thread."""
+        self.queued = queue
 
     def is_beneath(self) -> bool:
         """Whether this very thread is doing the work: the caller, a signal handler or a finalizer, interrupted it."""
@@ -118,8 +118,11 @@ class Work:
                 self.ended.release()
 
     def join(self) -> None:
-        """Wait until the work is done; do it if no thread is about to. Returns at once on the thread that does it."""
-        if not self.queued:
+        """Wait until the work is done; do it if no thread is about to. Returns at once on the thread that does it.
+
+        A finalizer may wait on the very thread that is about to: then that is where the work is done.
+        """
+        if self.queued is None or self.queued.is_here():
             self.do()
         while not self.done and not self.is_beneath():
             # a timeout, as an interruption may have kept the lock from being released
@@ -270,6 +273,10 @@ class DeviceQueue:
             thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             thread.start()
             self._thread = thread
+
+    def is_here(self) -> bool:
+        """Whether the calling thread is the one that runs the tasks."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def close(self, timeout: float) -> bool:
         """Finish the tasks that were added, and end the thread; False if that took longer than `timeout` seconds."""

@@ -106,11 +106,23 @@ def test_a_run_that_is_queued_is_left_to_its_thread() -> None:
     locker, done = DeviceLocker(0), []
     task = Task(locker, lambda: done.append(threading.current_thread()))
     locker.lock(task)
-    task.leave_to_queue()
-    thread = threading.Thread(target=task.do)
-    threading.Timer(0.05, thread.start).start()
+    queue = DeviceQueue("runs")
+    task.leave_to(queue)
+    threading.Timer(0.05, queue.add, [task.do]).start()
     locker.barrier()
-    assert done == [thread]
+    assert [thread.name for thread in done] == ["runs"]
+    assert queue.close(30)
+
+
+def test_a_run_that_is_queued_is_done_by_its_own_thread_if_that_waits_for_it() -> None:
+    locker, done, queue = DeviceLocker(0), [], DeviceQueue("runs")
+    later = Task(locker, lambda: done.append("later"))
+    first = Task(locker, lambda: (later.join(), done.append("first")))  # as a finalizer within the run may
+    for task in (first, later):
+        task.leave_to(queue)
+        queue.add(task.do)
+    assert queue.close(30)
+    assert done == ["later", "first"]
 
 
 def test_work_is_done_once() -> None:
