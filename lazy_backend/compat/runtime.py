@@ -130,6 +130,7 @@ PARTS: tuple[Part, ...] = (
          "what operators are like"),
     Part("recording.record", ("_handlers", "_handlers_of", "_recorded_alike"), Life.PROCESS,
          "who handles each operator"),
+    Part("floats.formulas", ("traced_integer",), Life.FACTS, "the class of integers that are followed"),
     Part("recording.native", ("native_recorder", "_SOURCE"), Life.PROCESS, "the recorder in C++"),
     Part("recording.sparse_operators", ("_handlers",), Life.PROCESS, "who handles operators on sparse tensors"),
     Part("regions.accounts", ("_accounts",), Life.USERS, "what replays of captured functions gain"),
