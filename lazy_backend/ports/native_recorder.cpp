@@ -613,6 +613,10 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t argument = 0; argument < num_args; ++argument)
     if (!compared.same(known->parts[argument], args[argument])) return false;
 
+  for (const size_t argument : known->written_lists)  // Python refuses to write inference tensors elsewhere
+    for (const IValue& written : args[argument].toListRef())
+      if (written.toTensor().is_inference() && !c10::InferenceMode::is_enabled()) return false;
+
   const size_t num_results = known->results.size();
   std::vector<at::Tensor> tensors(num_results);
   std::vector<Ref> made(num_results);

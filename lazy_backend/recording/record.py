@@ -128,7 +128,10 @@ _recorded_alike: set[Handler] = set()
 
 
 def records_alike(handler: Handler) -> Handler:
-    """Decorate a handler: where it records a call, it records this very call and does nothing else."""
+    """Decorate a handler: where it records a call, it is this very call, and it does no more than the recorder in C++.
+
+    That counts the versions of lists that are written, as `_record_list_write`.
+    """
     _recorded_alike.add(handler)
     return handler
 

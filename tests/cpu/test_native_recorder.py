@@ -172,6 +172,17 @@ def test_python_sees_calls_under_a_mode() -> None:
     assert seen.count(torch.ops.aten.relu.default) == 4
 
 
+def test_lists_of_inference_tensors_are_refused_as_in_python() -> None:
+    with torch.inference_mode():
+        value = torch.ones(3).to("lazy") * 2
+    for _ in range(4):
+        other = torch.ones(3).to("lazy")
+        torch._foreach_add_([other], 1.0)
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            torch._foreach_add_([value], 1.0)
+        lazy_backend.mark_step()
+
+
 def test_calls_are_recorded_in_cpp_again_when_nobody_watches_them() -> None:
     layer = lazy_backend.capture(torch.nn.Linear(3, 3).to("lazy"))
     layer(torch.ones(2, 3).to("lazy")).sum().backward()  # the first call of a capture is watched
