@@ -18,6 +18,7 @@ from harness import reset_state, settle, thread_state
 
 import lazy_backend
 from lazy_backend import metrics
+from lazy_backend.cache.disk import DiskCache
 from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice
 from lazy_backend.lowering.ir.passes import check_passes
@@ -34,22 +35,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device-graphs", action="store_true", help="launch runs as graphs of a fake device")
 
 
-def _record_natively(config: pytest.Config) -> None:
-    """Record known calls in C++ from the start, by a recorder that is built once for this version of it."""
+def _record_natively(config: pytest.Config) -> bytes | None:
+    """Record known calls in C++ from the start, by a recorder that is built once for this version of it.
+
+    Returns the recorder, for programs that tests start.
+    """
     cache = getattr(config, "cache", None)
     if config.getoption("--record-in-python") or cache is None or not NATIVE_RECORDER.fits():
-        return
+        return None
     place = cache.mkdir("recorder") / f"{recorder_key().hash_hex()}"
     if not place.exists():
         made = place.with_suffix(f".{os.getpid()}")
         made.write_bytes(native.build())
         made.replace(place)
-    assert native.native_recorder.start(place.read_bytes())
+    recorder = place.read_bytes()
+    assert native.native_recorder.start(recorder)
+    return recorder
 
 
 def pytest_configure(config: pytest.Config) -> None:
     check_passes()
-    _record_natively(config)
+    recorder = _record_natively(config)
     # a shell that starts a run in the background lets it ignore Ctrl-C, and so would all that tests start
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     # and programs that tests start keep out of the user's own cache
     os.environ["LAZY_BACKEND_CACHE_DIR"] = os.path.join(folder.name, "lazy_backend")
+    if recorder is not None:
+        DiskCache(os.environ["LAZY_BACKEND_CACHE_DIR"], 2**30).put(recorder_key(), recorder)
     config.add_cleanup(folder.cleanup)
     # most programs of tests are small, and are to be compiled all the same
     os.environ["LAZY_BACKEND_COMPILE_AFTER_OPERATORS"] = "0"

@@ -78,10 +78,10 @@ class NativeRecorder:
         Raises nothing: where it cannot be had, that is said once, and calls are recorded in Python.
         """
         try:
-            found = _from_cache(may_build)
+            found = artefact(may_build)
         except _NotNow:
             return False
-        except _CannotBeBuilt as error:
+        except CannotBeBuilt as error:
             self.state = str(error)
             NATIVE_RECORDER.turn_off(str(error))
             return False
@@ -117,7 +117,7 @@ class NativeRecorder:
 native_recorder = NativeRecorder()
 
 
-class _CannotBeBuilt(Exception):
+class CannotBeBuilt(Exception):
     """Says why."""
 
 
@@ -152,8 +152,11 @@ def recorder_key() -> Key:
     return Key((("recorder", _SOURCE.read_text()), *((name, str(value)) for name, value in made_for().items())))
 
 
-def _from_cache(may_build: bool) -> bytes | None:
-    """The recorder from the disk cache; built and kept there if it is not there and `may_build`."""
+def artefact(may_build: bool) -> bytes | None:
+    """The recorder from the disk cache; built and kept there if it is not there and `may_build`.
+
+    None if there is none, and none may be built or kept. Raises `CannotBeBuilt`.
+    """
     store = artefact_store()
     key = recorder_key()
     found = None if store is None else store.get(key)
@@ -168,14 +171,14 @@ def _from_cache(may_build: bool) -> bytes | None:
 
 
 def build() -> bytes:
-    """The recorder as an artefact. Raises `_CannotBeBuilt`."""
+    """The recorder as an artefact. Raises `CannotBeBuilt`."""
     try:
         with scratch_folder() as folder:
             target = folder / "recorder.so"
             _run(_command(target), folder)
             return pack({"kind": _KIND}, [target.read_bytes()])
     except OSError as error:
-        raise _CannotBeBuilt(f"it cannot be built: {error}") from error
+        raise CannotBeBuilt(f"it cannot be built: {error}") from error
 
 
 def _command(target: Path) -> list[str]:
@@ -213,7 +216,7 @@ def _run(command: list[str], folder: Path) -> None:
         if is_over:  # the program ends
             raise _NotNow
     except subprocess.TimeoutExpired:
-        raise _CannotBeBuilt(f"the C++ compiler took more than {_LONGEST_BUILD:.0f} s") from None
+        raise CannotBeBuilt(f"the C++ compiler took more than {_LONGEST_BUILD:.0f} s") from None
     finally:
         end()
         process.wait()
@@ -221,4 +224,4 @@ def _run(command: list[str], folder: Path) -> None:
     if code != 0:
         errors = [line for line in log.read_text(errors="replace").splitlines() if "error" in line]
         said = f": {errors[0]}" if errors else ""
-        raise _CannotBeBuilt(f"the C++ compiler {command[0]} ended with status {code}{said}")
+        raise CannotBeBuilt(f"the C++ compiler {command[0]} ended with status {code}{said}")
