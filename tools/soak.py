@@ -140,7 +140,7 @@ def start_scenario(name: str, seconds: float, chosen: argparse.Namespace, folder
 def _recorder() -> bytes | None:
     """The recorder of known calls, so that no scenario builds it in the midst of its figures."""
     try:
-        return native.artefact(may_build=True)
+        return native.obtain(may_build=True)
     except native.CannotBeBuilt:
         return None
 

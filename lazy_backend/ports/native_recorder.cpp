@@ -1,5 +1,6 @@
 // Records known calls. In: calls of operators with lazy tensors, as PyTorch's dispatcher hands them to Python. Out:
-// their results as lazy tensors, if the program has made the very same call here before; all others go to Python.
+// their results as lazy tensors, if the program has made the very same call here before; all others go to Python. Copies
+// of batches from the host are made here too: nothing is recorded of them.
 //
 // Note [Known calls in C++]
 // Python decides everything: how a call is described, which of its parts are in the key, what runs at once. It leaves
@@ -16,25 +17,33 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/PyInterpreterHooks.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Export.h>
 
+#include <algorithm>
 #include <array>
+#include <chrono>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
 
 // of torch/csrc/autograd/python_variable.h, which takes as long to compile as all the rest
 TORCH_PYTHON_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
+TORCH_PYTHON_API extern PyObject* THPVariableClass;
 
 namespace {
 
@@ -66,6 +75,14 @@ struct Gil {
   ~Gil() { PyGILState_Release(state); }
 };
 
+struct WithoutGil {
+  explicit WithoutGil(bool is_wanted) : released(is_wanted ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() { if (released != nullptr) PyEval_RestoreThread(released); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  PyThreadState* released;
+};
+
 // ----- what Python handed over: classes, the places of their slots, and objects that mark kinds of arguments
 
 struct Classes {
@@ -79,7 +96,7 @@ struct Markers {
 } markers;
 
 struct Names {
-  PyObject *data, *trace, *dispatch;
+  PyObject *data, *trace, *dispatch, *backing, *device;
 } names;
 
 using Slot = Py_ssize_t;
@@ -101,7 +118,12 @@ struct {
 PyObject* dispatch_in_python;  // what `LazyTensor.__torch_dispatch__` is unless somebody watches calls
 PyObject* input_tokens;  // a list
 PyObject* is_recorded_as_it_is;  // (operator) -> bool
+PyObject* unwritten_storage;  // (shape, stride, dtype, device) -> memory that nobody has used yet, or None
+PyObject* add_event;  // (event): count something
+PyObject *upload_seconds, *upload_bytes;  // names of metrics
 std::vector<OperatorHandle> sharing;  // operators that give another tensor for the same data
+std::optional<OperatorHandle> copying;  // copy_
+std::optional<c10::impl::LocalDispatchKeySet> usual_keys;  // of a thread in no mode
 long max_depth;
 int64_t num_known = 0, num_others = 0;
 
@@ -150,6 +172,16 @@ struct Geometry {
   int64_t offset = 0;
   caffe2::TypeMeta dtype;
   size_t num_bytes = 0;
+
+  void count_bytes() {
+    int64_t last = offset;  // the furthest element
+    bool is_empty = false;
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      is_empty = is_empty || sizes[dim] == 0;
+      last += (sizes[dim] - 1) * strides[dim];
+    }
+    num_bytes = is_empty ? 0 : (last + 1) * dtype.itemsize();
+  }
 };
 
 // A tensor without memory, as `torch.Tensor._make_wrapper_subclass` makes it.
@@ -356,13 +388,7 @@ bool read_result(const c10::FunctionSchema& schema, PyObject* found, Result& res
   if (!read_sizes(PyTuple_GET_ITEM(wrapper, 1), geometry.strides)) return false;
   geometry.offset = PyLong_AsLongLong(PyTuple_GET_ITEM(wrapper, 2));
   geometry.dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(wrapper, 4))->scalar_type);
-  int64_t last = geometry.offset;  // the furthest element
-  bool is_empty = false;
-  for (size_t dim = 0; dim < geometry.sizes.size(); ++dim) {
-    is_empty = is_empty || geometry.sizes[dim] == 0;
-    last += (geometry.sizes[dim] - 1) * geometry.strides[dim];
-  }
-  geometry.num_bytes = is_empty ? 0 : (last + 1) * geometry.dtype.itemsize();
+  geometry.count_bytes();
   return true;
 }
 
@@ -707,6 +733,124 @@ bool share(torch::jit::Stack* stack) {
   return true;
 }
 
+// ----- copies from the host
+
+constexpr size_t kShortCopy = 1 << 16;  // bytes that are copied sooner than another thread would wake
+
+// Memory that nobody has used takes a copy of `source` as its data: as `copy_from_outside`, on a CPU.
+bool upload(torch::jit::Stack* stack) {
+  const at::Tensor target = torch::jit::peek(*stack, 0, 3).toTensor();
+  const at::Tensor& source = torch::jit::peek(*stack, 1, 3).toTensor();
+  constexpr c10::DispatchKeySet unusual{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                        c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
+                                        c10::DispatchKey::ZeroTensor};
+  if (!source.defined() || !source.is_cpu() || source.layout() != c10::kStrided || source.is_quantized() ||
+      source.key_set().has_any(unusual))
+    return false;
+  PyObject* lazy = lazy_of(target);
+  if (lazy == nullptr || target.numel() == 0 || !target.is_non_overlapping_and_dense()) return false;
+  const Ref storage = data_of(lazy);
+  const auto is_unused = [&] {
+    return Py_TYPE(storage.get()) == classes.storage && is_none(slot_of(storage.get(), data_slots.tensor)) &&
+           slot_of(storage.get(), data_slots.token) == markers.unwritten;
+  };
+  if (!storage || !is_unused()) return false;
+  const Ref backing = Ref::taking(PyObject_GetAttr(slot_of(storage.get(), data_slots.context), names.backing));
+  if (!backing || !THPDevice_Check(backing.get())) {
+    PyErr_Clear();
+    return false;
+  }
+  if (!reinterpret_cast<THPDevice*>(backing.get())->device.is_cpu()) return false;
+
+  const auto begin = std::chrono::steady_clock::now();
+  at::Tensor base;
+  {
+    // as `run_clean`: no mode of the thread acts on the copy
+    const c10::InferenceMode none(false);
+    const c10::impl::ForceDispatchKeyGuard usual(*usual_keys);
+    const c10::AutoGradMode without_gradients(false);
+    base = at::detail::empty_strided_cpu(target.sizes(), target.strides(), target.scalar_type());
+    const WithoutGil others_may_run(base.nbytes() > kShortCopy);
+    base.copy_(source);
+  }
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  const Ref wrapped = Ref::taking(THPVariable_Wrap(base, reinterpret_cast<PyTypeObject*>(THPVariableClass)));
+  const Ref event = Ref::taking(Py_BuildValue("({}{OdOn})", upload_seconds, seconds.count(), upload_bytes,
+                                              static_cast<Py_ssize_t>(base.nbytes())));
+  if (!wrapped || !event || !is_unused()) {
+    PyErr_Clear();
+    return false;
+  }
+  const Ref old = put(storage.get(), data_slots.tensor, wrapped.get());
+  Ref::taking(PyObject_CallOneArg(add_event, event.get()));
+  PyErr_Clear();
+  torch::jit::drop(*stack, 3);
+  torch::jit::push(*stack, target);
+  ++num_known;
+  return true;
+}
+
+// The sizes or strides in a list; false for what PyTorch has to look at.
+bool read_numbers(PyObject* found, std::vector<int64_t>& numbers) {
+  if (!PyList_Check(found) && !PyTuple_Check(found)) return false;
+  for (Py_ssize_t place = 0; place < PySequence_Fast_GET_SIZE(found); ++place) {
+    PyObject* number = PySequence_Fast_GET_ITEM(found, place);
+    if (!PyLong_CheckExact(number)) return false;
+    numbers.push_back(PyLong_AsLongLong(number));
+    if (numbers.back() < 0) return false;
+  }
+  return true;
+}
+
+Ref tuple_of(const std::vector<int64_t>& numbers) {
+  Ref made = Ref::taking(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (size_t place = 0; made && place < numbers.size(); ++place)
+    PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(place), PyLong_FromLongLong(numbers[place]));
+  return made;
+}
+
+// A lazy tensor over memory that nobody has used, by the arguments of `empty` or `empty_strided`. Null, without an
+// error, where Python has to look at them.
+Ref unwritten(PyObject* const* args, Py_ssize_t num_args, PyObject* names_of, bool is_strided) {
+  Geometry geometry;
+  if (num_args != (is_strided ? 2 : 1) || !read_numbers(args[0], geometry.sizes)) return Ref();
+  if (is_strided) {
+    if (!read_numbers(args[1], geometry.strides) || geometry.strides.size() != geometry.sizes.size()) return Ref();
+  } else {
+    geometry.strides.resize(geometry.sizes.size());
+    int64_t step = 1;
+    for (size_t dim = geometry.sizes.size(); dim-- > 0; step *= std::max<int64_t>(geometry.sizes[dim], 1))
+      geometry.strides[dim] = step;
+  }
+  PyObject *dtype = Py_None, *device = Py_None;
+  for (Py_ssize_t place = 0; names_of != nullptr && place < PyTuple_GET_SIZE(names_of); ++place) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names_of, place));
+    PyObject* value = args[num_args + place];
+    if (std::strcmp(name, "dtype") == 0 && THPDtype_Check(value)) {
+      dtype = value;
+    } else if (std::strcmp(name, "device") == 0 && THPDevice_Check(value)) {
+      device = value;
+    } else if (value != Py_None && value != Py_False && value != markers.layout && value != markers.formats[0]) {
+      return Ref();
+    }
+  }
+  const Ref shape = tuple_of(geometry.sizes), stride = tuple_of(geometry.strides);
+  if (!shape || !stride) return Ref();
+  PyObject* given[] = {shape.get(), stride.get(), dtype, device};
+  const Ref storage = Ref::taking(PyObject_Vectorcall(unwritten_storage, given, 4, nullptr));
+  if (!storage || storage.get() == Py_None) return Ref();
+  const Ref own = Ref::taking(PyObject_GetAttr(slot_of(storage.get(), data_slots.context), names.device));
+  const auto scalar_type = dtype == Py_None ? c10::get_default_dtype_as_scalartype()
+                                            : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+  geometry.dtype = c10::scalarTypeToTypeMeta(scalar_type);
+  geometry.count_bytes();
+  const at::Tensor made = lazy_tensor(
+      bare_tensor(geometry.sizes, geometry.strides, 0, geometry.dtype, geometry.num_bytes,
+                  reinterpret_cast<THPDevice*>(own.get())->device),
+      storage.get());
+  return made.defined() ? Ref::to(lazy_of(made)) : Ref::taking(PyErr_NoMemory());
+}
+
 // Whether nobody watches calls in Python.
 bool is_free() {
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
@@ -727,7 +871,7 @@ struct Between final : PyInterpreterVTable {
       if (is_free()) {
         bool is_sharing = false;
         for (const OperatorHandle& one : sharing) is_sharing = is_sharing || one == op;
-        if (is_sharing ? share(stack) : record_known(op, stack)) return;
+        if (is_sharing ? share(stack) : (copying && *copying == op && upload(stack)) || record_known(op, stack)) return;
       }
       ++num_others;
     }
@@ -844,6 +988,10 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "Trace", trace);
   take(given, "TrieNode", node);
   take(given, "max_depth", depth);
+  take(given, "unwritten_storage", unwritten_storage);
+  take(given, "add_event", add_event);
+  take(given, "upload_seconds", upload_seconds);
+  take(given, "upload_bytes", upload_bytes);
   if (PyErr_Occurred() != nullptr) return nullptr;
   for (size_t format = 0; format < markers.formats.size(); ++format)
     markers.formats[format] = PyTuple_GetItem(formats, static_cast<Py_ssize_t>(format));
@@ -858,12 +1006,15 @@ PyObject* start(PyObject*, PyObject* given) {
   node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
                 slot_in(node, "known")};
   names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),
-           PyUnicode_InternFromString("__torch_dispatch__")};
+           PyUnicode_InternFromString("__torch_dispatch__"), PyUnicode_InternFromString("backing"),
+           PyUnicode_InternFromString("device")};
   max_depth = PyLong_AsLong(depth);
   for (Py_ssize_t place = 0; place < PyTuple_Size(shares); ++place) {
     const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(shares, place));
     if (const auto handle = c10::Dispatcher::singleton().findSchema({name, ""})) sharing.push_back(*handle);
   }
+  copying = c10::Dispatcher::singleton().findSchema({"aten::copy_", ""});
+  usual_keys = c10::impl::tls_local_dispatch_key_set();
   dispatch_in_python = Py_XNewRef(PyDict_GetItemWithError(classes.lazy_tensor->tp_dict, names.dispatch));
   if (PyErr_Occurred() != nullptr) return nullptr;
   auto* interpreter = c10::impl::getGlobalPyInterpreter();
@@ -881,12 +1032,43 @@ PyObject* set_max_depth(PyObject*, PyObject* depth) {
   Py_RETURN_NONE;
 }
 
-// counts(): calls that were recorded here, and those that Python got.
+// allocator(strided, kernel): a function that makes what `kernel`, that of `empty_strided` or `empty`, makes, and calls
+// it for what is not plain.
+struct Allocator {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject* kernel;
+  bool is_strided;
+};
+
+PyObject* allocate(PyObject* self, PyObject* const* args, size_t num_flagged, PyObject* names_of) {
+  const auto* allocator = reinterpret_cast<Allocator*>(self);
+  Ref made = unwritten(args, PyVectorcall_NARGS(num_flagged), names_of, allocator->is_strided);
+  if (made || PyErr_Occurred() != nullptr) return made.release();
+  return PyObject_Vectorcall(allocator->kernel, args, num_flagged, names_of);
+}
+
+PyTypeObject allocator_type = {PyVarObject_HEAD_INIT(nullptr, 0) "lazy_backend.Allocator", sizeof(Allocator)};
+
+PyObject* allocator(PyObject*, PyObject* args) {
+  int is_strided = 0;
+  PyObject* kernel = nullptr;
+  if (!PyArg_ParseTuple(args, "pO", &is_strided, &kernel)) return nullptr;
+  auto* made = PyObject_New(Allocator, &allocator_type);
+  if (made == nullptr) return nullptr;
+  made->call = allocate;
+  made->kernel = Py_NewRef(kernel);  // for the life of the process
+  made->is_strided = is_strided != 0;
+  return reinterpret_cast<PyObject*>(made);
+}
+
+// counts(): calls that were recorded here, or copied from the host, and those that Python got.
 PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known, num_others); }
 
 PyMethodDef functions[] = {
     {"start", start, METH_O, nullptr},
     {"set_max_depth", set_max_depth, METH_O, nullptr},
+    {"allocator", allocator, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -898,6 +1080,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "compiled", nullptr, -1, functions}
 PyMODINIT_FUNC PyInit_compiled() {
   known_type.tp_flags = Py_TPFLAGS_DEFAULT;
   known_type.tp_dealloc = drop_known;
-  if (PyType_Ready(&known_type) < 0) return nullptr;
+  allocator_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  allocator_type.tp_vectorcall_offset = offsetof(Allocator, call);
+  allocator_type.tp_call = PyVectorcall_Call;
+  if (PyType_Ready(&known_type) < 0 || PyType_Ready(&allocator_type) < 0) return nullptr;
   return PyModule_Create(&module);
 }

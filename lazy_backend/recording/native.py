@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -25,17 +26,22 @@ from typing import Any
 
 import torch
 
+import lazy_backend_autoload as first_use
+from lazy_backend import metrics
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.scratch import scratch_folder
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.disk_cache import artefact_store
-from lazy_backend.lowering.artefacts.artefact import BadArtefact, load_extension, pack, unpack
+from lazy_backend.lowering.artefacts.artefact import load_extension
 from lazy_backend.lowering.artefacts.environment import made_for
+from lazy_backend.lowering.ir.graph import intern_meta
 from lazy_backend.lowering.ir.program import INPUTS, Call, Fresh, Same, Token, View
 from lazy_backend.ports import port
 from lazy_backend.ports.table import NATIVE_RECORDER
 from lazy_backend.recording import record
 from lazy_backend.settings import config
+from lazy_backend.tensors.contexts import contexts
+from lazy_backend.tensors.outside import unwritten_storage
 from lazy_backend.tensors.state import UNWRITTEN, LazyStorage, TensorData, Trace, ViewData
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -46,7 +52,6 @@ _PATIENCE = 120.0
 _LONGEST_BUILD = 600.0
 
 _SOURCE = Path(port.__file__).with_name("native_recorder.cpp")
-_KIND = "recorder"
 
 
 class NativeRecorder:
@@ -78,7 +83,7 @@ class NativeRecorder:
         Raises nothing: where it cannot be had, that is said once, and calls are recorded in Python.
         """
         try:
-            found = artefact(may_build)
+            found = obtain(may_build)
         except _NotNow:
             return False
         except CannotBeBuilt as error:
@@ -90,14 +95,15 @@ class NativeRecorder:
             return False
         return self.start(found)
 
-    def start(self, artefact: bytes) -> bool:
+    def start(self, library: bytes) -> bool:
         """Load the recorder and have it record from now on. Returns whether it does."""
         try:
-            _, blobs = unpack(artefact)
             with scratch_folder() as folder:
-                self.extension = load_extension(blobs[0], folder)
+                self.extension = load_extension(library, folder)
             self.extension.start(_handed_over())
-        except (BadArtefact, ImportError, OSError, KeyError, TypeError) as error:
+            for name, is_strided in (("empty.memory_format", False), ("empty_strided", True)):
+                first_use.change_kernel(name, functools.partial(self.extension.allocator, is_strided))
+        except (ImportError, OSError, KeyError, TypeError) as error:
             self.state = f"cannot be loaded: {error}"
             NATIVE_RECORDER.turn_off(self.state)
             return False
@@ -110,7 +116,7 @@ class NativeRecorder:
         return "recorded in C++" if self.extension is not None else f"recorded in Python; the one in C++: {self.state}"
 
     def counts(self) -> tuple[int, int]:
-        """Calls that were recorded in C++, and those that Python got since the recorder was there."""
+        """Calls that C++ recorded, or copied from the host, and those that Python got since the recorder was there."""
         return (0, 0) if self.extension is None else self.extension.counts()
 
 
@@ -141,18 +147,33 @@ def _handed_over() -> dict[str, Any]:
         "inputs": INPUTS.made,
         "is_recorded_as_it_is": record.is_recorded_as_it_is,
         "max_depth": config.max_trace_length,
+        "unwritten_storage": _unwritten_storage,
+        "add_event": metrics.event_sink(),
+        "upload_seconds": "TransferToDeviceTime",
+        "upload_bytes": "OutboundData",
     }
+
+
+def _unwritten_storage(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | None
+) -> LazyStorage | None:
+    """Memory of this geometry that is not used yet; None on a device that was not used before."""
+    context = contexts.made_context(None if device is None else device.index)
+    if context is None:
+        return None
+    return unwritten_storage(context, intern_meta(shape, stride, 0, dtype or torch.get_default_dtype()))
 
 
 # ----- where it comes from
 
 
 def recorder_key() -> Key:
-    """What a recorder is for: its source, PyTorch, Python, processor."""
-    return Key((("recorder", _SOURCE.read_text()), *((name, str(value)) for name, value in made_for().items())))
+    """What a recorder is for: its source, PyTorch, Python, processor. It serves any number of threads."""
+    parts = {name: str(value) for name, value in made_for().items() if name != "threads"}
+    return Key((("recorder", _SOURCE.read_text()), *parts.items()))
 
 
-def artefact(may_build: bool) -> bytes | None:
+def obtain(may_build: bool) -> bytes | None:
     """The recorder from the disk cache; built and kept there if it is not there and `may_build`.
 
     None if there is none, and none may be built or kept. Raises `CannotBeBuilt`.
@@ -171,12 +192,12 @@ def artefact(may_build: bool) -> bytes | None:
 
 
 def build() -> bytes:
-    """The recorder as an artefact. Raises `CannotBeBuilt`."""
+    """The recorder, an extension of Python. Raises `CannotBeBuilt`."""
     try:
         with scratch_folder() as folder:
             target = folder / "recorder.so"
             _run(_command(target), folder)
-            return pack({"kind": _KIND}, [target.read_bytes()])
+            return target.read_bytes()
     except OSError as error:
         raise CannotBeBuilt(f"it cannot be built: {error}") from error
 

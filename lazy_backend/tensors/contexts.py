@@ -47,6 +47,10 @@ class DeviceContextArena:
         found = self._contexts.get(index)
         return self._make_context(index) if found is None else found
 
+    def made_context(self, index: int | None) -> DeviceContext | None:
+        """The context of `lazy:index`, or of the current device, if it was used before."""
+        return self._contexts.get(self.current if index is None else index)
+
     def _make_context(self, index: int) -> DeviceContext:
         count = self.device_count()
         if not 0 <= index < count:

@@ -22,12 +22,17 @@ from lazy_backend.tensors.thread_state import run_clean
 from lazy_backend.tensors.transfers import counted_upload
 
 
-def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
-    """A tensor whose allocation is recorded at its first use, so that an upload into it records nothing."""
+def unwritten_storage(context: DeviceContext, meta: TensorMeta) -> LazyStorage:
+    """Memory whose allocation is recorded at its first use, so that an upload into it records nothing."""
     storage = LazyStorage(context, None, UNWRITTEN, meta)
     context.registry.register(storage)
     context.paths.create()
-    return wrap(storage)
+    return storage
+
+
+def new_unwritten(context: DeviceContext, meta: TensorMeta) -> LazyTensor:
+    """A tensor over memory that is not used yet."""
+    return wrap(unwritten_storage(context, meta))
 
 
 def new_data(context: DeviceContext, tensor: torch.Tensor) -> LazyStorage:

@@ -221,6 +221,82 @@ def test_other_devices_and_other_tensors_are_refused_as_in_python() -> None:
         value + torch.ones(3)
 
 
+# ----- copies from the host
+
+_HOST = {
+    "a batch": lambda: torch.randn(4, 3),
+    "labels": lambda: torch.tensor([3, 1, 2]),
+    "a mask": lambda: torch.tensor([[True, False]]),
+    "half": lambda: torch.randn(3).half(),
+    "complex": lambda: torch.randn(3, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "transposed": lambda: torch.randn(4, 3).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "every other": lambda: torch.randn(6)[::2],
+    "one number": lambda: torch.tensor(2.5),
+    "nothing": lambda: torch.randn(0, 3),
+    "large": lambda: torch.randn(300, 100),
+    "a parameter": lambda: torch.randn(3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", _HOST.values(), ids=_HOST)
+def test_copies_from_the_host_are_as_in_eager(make: Callable[[], torch.Tensor], mode: Callable[..., Any]) -> None:
+    def suggested(one: torch.Tensor) -> torch.memory_format:
+        last = one.dim() == 4 and not one.is_contiguous()
+        return torch.channels_last if last else torch.contiguous_format
+
+    def described(one: torch.Tensor) -> tuple[Any, ...]:
+        version = None if one.is_inference() else one._version
+        bits = one.is_conj(), one.is_inference(), one.requires_grad, version, type(one.grad_fn).__name__
+        return one.shape, one.storage_offset(), one.dtype, *bits
+
+    double = torch.complex128 if make().is_complex() else torch.float64
+    for wanted in ({}, {"dtype": double}, {"non_blocking": True}):
+        source = make()
+        with mode():
+            found, expected = source.to("lazy", **wanted), source.to("cpu", copy=True, **wanted)
+            assert described(found) == described(expected)
+            with torch.no_grad():
+                # PyTorch keeps other strides on some types of device only
+                assert found.stride() == torch.empty_like(found.cpu(), memory_format=suggested(expected)).stride()
+                source.detach().zero_()  # the copy was made
+                assert torch.equal(found.cpu(), expected)
+
+
+def test_a_batch_is_copied_in_cpp_and_counted() -> None:
+    batch = torch.randn(4, 3)
+    batch.to("lazy")
+    lazy_backend.metrics.reset()
+    before = native_recorder.counts()
+    found = batch.to("lazy")
+    known, others = native_recorder.counts()
+    assert (known, others) == (before[0] + 1, before[1])
+    assert lazy_backend.metrics.metric_data("OutboundData").total == batch.nbytes  # type: ignore[union-attr]
+    assert lazy_backend.metrics.metric_data("TransferToDeviceTime").count == 1  # type: ignore[union-attr]
+    assert lazy_backend.metrics.counter_value("CreateLtcTensor") == 1
+    del found
+    assert lazy_backend.metrics.counter_value("DestroyLtcTensor") == 1
+
+
+def test_what_is_not_a_plain_copy_goes_to_python() -> None:
+    value = torch.zeros(3).to("lazy")
+    value.copy_(torch.ones(3))  # memory that is used
+    view = torch.empty(2, 3, device="lazy")[0]
+    view.copy_(torch.arange(3.0))  # a part of memory
+    made = torch.vmap(lambda one: one.to("lazy"))(torch.ones(2, 3))
+    assert (value.tolist(), view.tolist(), made.tolist()) == ([1.0] * 3, [0.0, 1.0, 2.0], [[1.0] * 3] * 2)
+    with pytest.raises(RuntimeError, match="size"):
+        torch.empty(2, device="lazy").copy_(torch.ones(3))
+    with pytest.raises(RuntimeError, match="no device lazy:9"):
+        torch.empty(2, device="lazy:9")
+    with pytest.raises(RuntimeError, match="negative"):
+        torch.empty(-2, device="lazy")
+    assert torch.empty(2, 3, 4, 5, device="lazy", memory_format=torch.channels_last).stride() == (60, 1, 15, 3)
+
+
 class _Finalized:
     """Part of a cycle; its finalizer records, reads and ends steps, when the garbage collector comes to it."""
 
