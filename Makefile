@@ -13,13 +13,14 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # the other versions of PyTorch that are supported: `make matrix` runs all tests on each
 OTHERS := 2.14.1 2.15.0
 
-.PHONY: help demo test ground matrix lint ruff-check ruff-format mypy docs pictures bench conformance soak clean
+.PHONY: help demo test scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench conformance soak clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train a convolutional network on handwritten digits, on device=\"lazy\""
 	@echo "make test    run the tests; ARGS are passed to pytest, as in: make test ARGS='-k views'"
+	@echo "make scenarios  the tests of whole programs, which take as long again"
 	@echo "make test TORCH=2.15.0  the same with another PyTorch, in an environment of its own"
 	@echo "make matrix  the tests with every supported PyTorch; make ground: those that concern its internals"
 	@echo "make lint    ruff and mypy"
@@ -34,7 +35,11 @@ demo: $(VENV)/demo.installed
 	$(BIN)/python examples/train_digits.py --device lazy $(ARGS)
 
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not scenario" $(ARGS)
+
+# whole programs: compiled, of several processes, installed, trained for long
+scenarios: $(VENV)/test.installed
+	$(BIN)/python -m pytest $(WORKERS) -m scenario $(ARGS)
 
 # what concerns PyTorch's internals: the self-check, all of tests/ir, and files of tests/cpu that touch ports
 ground: $(VENV)/test.installed
@@ -43,8 +48,8 @@ ground: $(VENV)/test.installed
 		tests/cpu/test_autocast.py tests/cpu/test_runs_beside.py tests/cpu/test_modules.py \
 		tests/cpu/test_torch_compile.py tests/cpu/test_data_parallel.py tests/cpu/test_torch_lazy.py $(ARGS)
 
-matrix: test
-	for version in $(OTHERS); do $(MAKE) test TORCH=$$version || exit 1; done
+matrix: test scenarios
+	for version in $(OTHERS); do $(MAKE) test scenarios TORCH=$$version || exit 1; done
 
 lint: ruff-check ruff-format mypy
 

@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes more than a few seconds; run with --runslow")
+    config.addinivalue_line("markers", "scenario: whole programs, five seconds and more; `make scenarios` runs them")
     if hasattr(config, "workerinput"):
         return  # a process of pytest-xdist has the folders of the one that started it
     # one compiler cache for the run, new each time: neither compiles twice nor profits from an earlier run

@@ -112,6 +112,7 @@ RECIPES = [
 LAUNCHED = next(match for _, match in RECIPES if match["how"] == "torchrun")
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("page", "match"), RECIPES, ids=[f"{page.name}: {match['how']} {match['reason']}" for page, match in RECIPES]
 )

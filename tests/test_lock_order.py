@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from forks import run_fork
 from lock_order import FOLDERS, SIGNALS, module_name
 
@@ -48,6 +49,7 @@ def test_every_lock_is_in_the_note() -> None:
     assert made - {"DeviceContextArena.lock"} == order().keys()
 
 
+@pytest.mark.scenario
 def test_programs_keep_to_the_order(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LAZY_BACKEND_CACHE_DIR": str(tmp_path)}
     program = Path(__file__).with_name("lock_order.py")

@@ -73,6 +73,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
     return copied
 
 
+@pytest.mark.scenario
 def test_a_checkout_works_without_being_installed(tmp_path: Path) -> None:
     checkout = copy_of_the_checkout(tmp_path)
     expected = f"2.0 {checkout / 'lazy_backend' / '__init__.py'}\n"
@@ -83,6 +84,7 @@ def test_a_checkout_works_without_being_installed(tmp_path: Path) -> None:
     assert run_python(USE, elsewhere, PYTHONPATH=str(checkout), TORCH_DEVICE_BACKEND_AUTOLOAD="0") == expected
 
 
+@pytest.mark.scenario
 def test_a_program_in_a_checkout_is_compiled(tmp_path: Path) -> None:
     code = """
 import torch, lazy_backend
@@ -154,6 +156,7 @@ print([str(one.message) for one in caught])
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in printed
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "use",
     [

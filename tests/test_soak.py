@@ -137,6 +137,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, An
     return status, results, output
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("name", "claim", "detail"),
     [
@@ -171,6 +172,7 @@ def test_a_killed_scenario_leaves_what_it_had(planted: tuple[int, dict[str, Any]
     assert "said before" in [claim["text"] for claim in record["claims"]]
 
 
+@pytest.mark.scenario
 def test_a_short_soak_writes_its_table(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- soak: begin -->\nfrom the run before\n<!-- soak: end -->\nafter\n")

@@ -34,6 +34,7 @@ def clipped(browser: Any, site: Path) -> dict[int, dict[str, list[str]]]:
     return found
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("width", WIDTHS)
 def test_code_is_shown_whole(clipped: dict[int, dict[str, list[str]]], width: int) -> None:
     assert clipped[width]

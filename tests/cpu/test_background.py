@@ -407,6 +407,7 @@ def processes_until_compiled() -> Iterator[int]:
         time.sleep(0.01)
 
 
+@pytest.mark.scenario
 def test_an_idle_compiler_is_ended_and_the_next_compile_starts_another() -> None:
     config.compiler_idle_seconds = 0.1
     for depth in (10, 11):
@@ -491,6 +492,7 @@ def test_a_compiler_that_is_killed_always_leaves_graphs_interpreted_with_one_war
     assert {s.plan for s in lazy_backend.computation.get_debug_states().values()} == {"fallback"}
 
 
+@pytest.mark.scenario
 def test_after_a_crash_other_graphs_are_compiled() -> None:
     worker.close()
     for _ in range(ENOUGH):
@@ -543,6 +545,7 @@ print([s.plan for s in lazy_backend.computation.get_debug_states().values()])
     assert run_program(code, folder, TORCH, LAZY_BACKEND_CACHE="0", **environment) == "['optimized']\n"
 
 
+@pytest.mark.scenario
 def test_a_cpp_compiler_that_is_killed_is_started_again(tmp_path: Path) -> None:
     """As the system does when memory runs out: the process that asked for it lives on."""
     killed = tmp_path / "killed"
@@ -550,12 +553,14 @@ def test_a_cpp_compiler_that_is_killed_is_started_again(tmp_path: Path) -> None:
     assert killed.exists()
 
 
+@pytest.mark.scenario
 def test_nothing_is_built_to_find_out_about_the_processor(tmp_path: Path) -> None:
     compile_with(f'*) echo "$1" >>{tmp_path / "built"};;', tmp_path)
     built = [Path(one).name for one in (tmp_path / "built").read_text().split() if one.endswith(".cpp")]
     assert sorted(built) == ["kernels0.cpp", "runner.cpp"]
 
 
+@pytest.mark.scenario
 def test_a_cpp_compiler_that_does_not_know_the_processor_is_used_as_it_is(tmp_path: Path) -> None:
     refused = tmp_path / "refused"
     refuse = f'echo "unrecognized option" >&2; echo "$*" >>{refused}; exit 1'
@@ -563,6 +568,7 @@ def test_a_cpp_compiler_that_does_not_know_the_processor_is_used_as_it_is(tmp_pa
     assert "kernels0.cpp" in refused.read_text()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("switched_by", ["a variable", pytest.param("a setting", marks=pytest.mark.slow)])
 def test_without_inductors_caches_graphs_are_compiled_and_nothing_is_left(switched_by: str, tmp_path: Path) -> None:
     setting = "import torch._functorch.config\ntorch._functorch.config.enable_autograd_cache = False"
@@ -758,6 +764,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_compiler(tmp_path: P
 
 
 # last: it loads the compiler into this process
+@pytest.mark.scenario
 def test_an_operator_that_only_the_program_knows_is_compiled_here() -> None:
     @torch.library.custom_op("lazy_background::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:

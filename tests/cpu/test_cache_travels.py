@@ -166,6 +166,7 @@ def with_part(key: Key, part: str, **values: Any) -> Key:
 # ----- another machine
 
 
+@pytest.mark.scenario
 def test_another_machine_runs_compiled_from_its_third_step_without_a_compiler(made: Made, tmp_path: Path) -> None:
     home = tmp_path / "home"
     report, losses, plans, counters = run_machine(LOADS, made.file, home, **without_compiler(tmp_path))
@@ -176,6 +177,7 @@ def test_another_machine_runs_compiled_from_its_third_step_without_a_compiler(ma
     assert (counters["CacheLoaded"], counters["DiskCacheHit"]) == (1, 1)
 
 
+@pytest.mark.scenario
 def test_a_home_that_cannot_be_written_is_no_hindrance(made: Made, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "cache").write_text("a file where the cache would be: root may write everywhere else")

@@ -182,6 +182,7 @@ def test_a_gradient_that_was_not_dropped_is_added_to() -> None:
     assert_same(weight.grad, torch.full((3,), 2.0))
 
 
+@pytest.mark.scenario
 def test_ten_thousand_steps_end_where_eager_does() -> None:
     def train(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)

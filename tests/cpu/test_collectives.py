@@ -352,6 +352,7 @@ def test_collectives_equal_eager_in_inductor(tmp_path: Path) -> None:
     check_ranks(_COLLECTIVES, tmp_path, ["run", "inductor"])
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("backend", "ways"),
     [("eager", _WAYS), ("aot_eager", _COMPILED_WAYS), pytest.param("aot_eager", _WAYS, marks=pytest.mark.slow)],
@@ -365,6 +366,7 @@ def test_data_parallel_steps_on_four_processes(tmp_path: Path) -> None:
     check_ranks(_DATA_PARALLEL, tmp_path, ["eager", "30", "plain"], count=4)
 
 
+@pytest.mark.scenario
 def test_ranks_compile_a_step_once(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     done = check_ranks(_DATA_PARALLEL, tmp_path, ["inductor", "6", "captured"], LAZY_BACKEND_CACHE_DIR=cache)
@@ -571,6 +573,7 @@ lazy_backend.wait_device_ops()
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("fault", "first_sight", "when"),
     [
@@ -692,6 +695,7 @@ print("done")
 """
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("case", "is_told"),
     [
@@ -719,6 +723,7 @@ def test_ranks_after_a_failure(case: str, is_told: bool, tmp_path: Path) -> None
 # ----- many ranks, simulated
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("count", [2, 100])
 def test_the_rank_that_goes_astray_finds_it_out(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tools"))

@@ -51,6 +51,7 @@ def resumed(results: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[su
     return done, page
 
 
+@pytest.mark.scenario
 def test_the_subset_agrees_with_eager(results: Path) -> None:
     found = records(results)
     assert len(found) > 50

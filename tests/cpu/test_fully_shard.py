@@ -193,12 +193,14 @@ def test_sharded_steps_have_eagers_losses_and_no_cut(backend: str, ways: tuple[s
     check_ranks(_FULLY_SHARDED, tmp_path, [backend, "7", *ways])
 
 
+@pytest.mark.scenario
 @needs_distributed
 @pytest.mark.parametrize("way", ["plain", *(pytest.param(way, marks=pytest.mark.slow) for way in _WAYS[1:])])
 def test_sharded_steps_compiled(way: str, tmp_path: Path) -> None:
     check_ranks(_FULLY_SHARDED, tmp_path, ["inductor", "6", way])
 
 
+@pytest.mark.scenario
 @needs_distributed
 def test_sharded_steps_on_four_processes(tmp_path: Path) -> None:
     check_ranks(_FULLY_SHARDED, tmp_path, ["eager", "7", "plain", "rows", "rows parallel", "smaller mesh"], count=4)
@@ -290,6 +292,7 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.scenario
 @needs_distributed
 def test_shards_of_two_ranks_are_loaded_by_four(tmp_path: Path) -> None:
     saved = check_ranks(_CHECKPOINT, tmp_path, ["eager", "save"])

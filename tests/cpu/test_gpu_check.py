@@ -281,6 +281,7 @@ def test_the_package_works_with_stand_ins(tmp_path: Path) -> None:
 # ----- all of it
 
 
+@pytest.mark.scenario
 def test_it_runs_through_on_the_cpu(tmp_path: Path) -> None:
     """Every stage, workload and contender, with tiny models, but not every contender with every workload."""
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]

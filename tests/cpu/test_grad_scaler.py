@@ -517,6 +517,7 @@ def test_two_steps_in_one_captured_call_are_refused() -> None:
         lazy_backend.capture(step)()
 
 
+@pytest.mark.scenario
 def test_compiled() -> None:
     with config.patch(backend="inductor", num_profiled_runs=0):
         eager, lazy = Training("cpu"), Training("lazy")

@@ -21,6 +21,7 @@ def inductor() -> None:
     lazy_backend.config.backend = "inductor"
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("model", "optimizer"), [("mlp", "adamw"), ("cnn", "momentum"), ("gpt", "adam_foreach")])
 def test_losses_are_near_eagers(model: str, optimizer: str) -> None:
     expected = losses(start(model, optimizer, "cpu"), 6)

@@ -388,6 +388,7 @@ def _run(folder: Any, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", _LOOP], capture_output=True, text=True, env=environment, timeout=300)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("compiler", ["false", "/there/is/no/compiler"])
 def test_without_a_compiler_that_works_calls_are_recorded_in_python(tmp_path: Any, compiler: str) -> None:
     done = _run(tmp_path, CXX=compiler)
@@ -397,6 +398,7 @@ def test_without_a_compiler_that_works_calls_are_recorded_in_python(tmp_path: An
     assert "ended with status" in done.stderr
 
 
+@pytest.mark.scenario
 def test_a_program_that_goes_on_builds_it_and_the_next_finds_it(tmp_path: Any) -> None:
     built = _run(tmp_path)
     assert built.stdout.splitlines() == ["in C++", "[2.0, 2.0, 2.0]"], built.stderr

@@ -70,6 +70,7 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("backend", "count"), [("eager", 2), ("aot_eager", 2), ("eager", 4)])
 def test_steps_that_overlap_equal_eager(backend: str, count: int, tmp_path: Path) -> None:
     check_ranks(_STEPS, tmp_path, [backend], count)
@@ -144,6 +145,7 @@ print("done")
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fault", ["killed", "late", "branch", "interrupted"])
 def test_faults_between_beginning_and_end(fault: str, backend: str, tmp_path: Path) -> None:

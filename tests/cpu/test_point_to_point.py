@@ -230,6 +230,7 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("count", [2, 3])
 def test_random_exchanges_equal_eager(count: int, tmp_path: Path) -> None:
     check_ranks(_RANDOM, tmp_path, ["eager", *map(str, range(40))], count)
@@ -277,6 +278,7 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("backend", "count"), [("eager", 2), ("eager", 4), ("inductor", 2)])
 def test_pipelines_have_eagers_losses_and_no_cut(backend: str, count: int, tmp_path: Path) -> None:
     check_ranks(_PIPELINE, tmp_path, [backend], count, LAZY_BACKEND_CACHE_DIR=str(tmp_path / "cache"))

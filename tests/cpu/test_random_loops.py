@@ -12,6 +12,7 @@ import pytest
 from random_loops import NOT_COMPARED, RandomLoop, Statement, failure, minimize, random_loop
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("block", range(6))
 def test_random_loops_do_the_same_captured(block: int) -> None:
     num_compared = 0

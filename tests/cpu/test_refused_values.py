@@ -272,6 +272,7 @@ class Routed(nn.Module):
         return F.cross_entropy(x, targets)
 
 
+@pytest.mark.scenario
 def test_blocks_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "MIN_SAVED", 1)
     monkeypatch.setattr(block_program, "_SHORTEST", 2)
@@ -308,6 +309,7 @@ def shaped(x: Tensor, classes: Tensor) -> Tensor:
     )
 
 
+@pytest.mark.scenario
 def test_a_plan_for_many_shapes_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     config.backend, config.first_sight = "inductor", "run"
     stored = torch.zeros(40).to("lazy")

@@ -100,6 +100,7 @@ def test_nobody_asks_for_the_results_of_a_run_until_an_event_does() -> None:
     assert contexts.get_device_context(0).locker.is_idle()
 
 
+@pytest.mark.scenario
 def test_training_is_that_of_runs_within_the_call() -> None:
     def losses(where: str, optimizer: Callable[..., torch.optim.Optimizer]) -> list[list[float]]:
         torch.manual_seed(0)

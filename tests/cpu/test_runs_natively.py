@@ -71,6 +71,7 @@ PROGRAMS: dict[str, tuple[Workload, Callable[[Training], None]]] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_steps_need_no_python(name: str) -> None:
     lazy_backend.config.backend, lazy_backend.config.compile = "inductor", "background"

@@ -70,6 +70,7 @@ def test_losses_are_close_to_eagers(name: str) -> None:
     assert found == pytest.approx(eager, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_of_varying_size(name: str, way: str) -> None:

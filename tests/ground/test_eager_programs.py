@@ -35,6 +35,8 @@ _ALLOWED = re.compile(
     r"|torch\.serialization\._package_registry\[.*"
 )
 
+pytestmark = pytest.mark.scenario  # what they share takes half a minute
+
 _KINDS = {
     "without": ("0", ()),
     "installed": ("1", ()),

@@ -27,6 +27,7 @@ def test_all_ports_fit() -> None:
     assert [str(port) for port in check_all() if port.obstacle() is not None] == []
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ports)
 def test_programs_are_right_without_the_port(name: str, tmp_path: Path) -> None:
     port = ports[name]

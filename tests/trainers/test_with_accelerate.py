@@ -80,6 +80,7 @@ def eager(**options: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("backend", "precision"), [("eager", "no"), ("eager", "bf16"), ("inductor", "no")])
 def test_losses_are_those_of_eager(backend: str, precision: str) -> None:
     expected = eager(mixed_precision=precision)
@@ -134,6 +135,7 @@ print("steps:", accelerator.device, lazy_backend.metrics.counter_value("MarkStep
 """
 
 
+@pytest.mark.scenario
 def test_accelerate_launch_of_a_script_that_names_no_package_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     settings = {"ACCELERATE_TORCH_DEVICE": "lazy", "LAZY_BACKEND_MARK_STEP_ON_OPTIMIZER_STEP": "1"}

@@ -91,6 +91,7 @@ def assert_close(trained: Trained, expected: Trained, tolerance: float) -> None:
         assert norm == pytest.approx(other_norm, rel=10 * tolerance)  # of a difference of near gradients
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", [gpt, bert, t5])
 def test_losses_are_those_of_eager(make: Callable[[], Any], precision: str) -> None:
