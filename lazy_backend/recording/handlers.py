@@ -279,12 +279,21 @@ def _storage_numel(tensor: torch.Tensor) -> int:
 
 
 def _native_batch_norm(op: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`native_batch_norm` updates its statistics, but its schema does not say so; those of the `_legit` forms do."""
+    """`native_batch_norm` updates its statistics in training, but its schema does not say so; its `_legit` forms do."""
     input, weight, bias, mean, var, training, momentum, eps = args
+    if not training and mean is not None and var is not None:
+        return record(aten._native_batch_norm_legit_no_training.default, (*args[:5], momentum, eps), {})
     if mean is None or var is None:
         rest = (training, momentum, eps)
         return record(aten._native_batch_norm_legit.no_stats, (input, weight, bias, *rest), {})
     return record(aten._native_batch_norm_legit.default, args, {})
+
+
+def _native_batch_norm_legit(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """The form with statistics says that it writes them, which it does in training only."""
+    names = [arg.name for arg in function_schema(op).arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return _native_batch_norm(op, [given[name] for name in names], {})
 
 
 def _histc(op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -388,6 +397,7 @@ def install_handlers() -> None:
     add_handler(aten.resize_as_.default, _resize)
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
     add_handler(aten.native_batch_norm.default, _native_batch_norm)
+    add_handler(aten._native_batch_norm_legit.default, _native_batch_norm_legit)
     add_handler(aten.native_dropout.default, _native_dropout)
     add_handler(aten.vdot.default, _vdot)
     add_handler(aten.linalg_lu_solve.default, _lu_solve)

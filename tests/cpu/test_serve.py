@@ -46,6 +46,57 @@ def test_answers_are_the_modules(device: str) -> None:
             torch.testing.assert_close(served(x), model()(x))
 
 
+MEETING: list[threading.Barrier] = []
+
+
+@torch.library.custom_op("lazy_serve::meet", mutates_args=())
+def meet(x: torch.Tensor) -> torch.Tensor:
+    """Wait for another request, if there is to be one."""
+    for barrier in MEETING:
+        barrier.wait(timeout=30)
+    return x.clone()
+
+
+meet.register_fake(torch.empty_like)
+
+
+class Meet(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return meet(x)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(SIZE),
+        nn.BatchNorm1d(SIZE, affine=False),
+        nn.SyncBatchNorm(SIZE),
+        nn.Sequential(nn.Unflatten(1, (SIZE, 1)), nn.BatchNorm1d(SIZE), nn.Flatten()),
+        nn.Sequential(nn.Unflatten(1, (SIZE, 1, 1)), nn.BatchNorm2d(SIZE), nn.Flatten()),
+        nn.Sequential(nn.Unflatten(1, (SIZE, 1, 2)), nn.InstanceNorm2d(SIZE, track_running_stats=True), nn.Flatten()),
+    ],
+    ids=lambda norm: str(norm).splitlines()[0],
+)
+def test_requests_run_at_the_same_time_if_norms_only_read_their_statistics(norm: nn.Module) -> None:
+    width = 2 * SIZE if "InstanceNorm" in str(norm) else SIZE
+    own = nn.Sequential(norm, Meet()).eval()
+    x = torch.randn(4, width)
+    expected = own(x).detach()
+    served = serve(own, x)
+    found: list[torch.Tensor] = []
+    MEETING.append(threading.Barrier(2))
+    try:
+        threads = [threading.Thread(target=lambda: found.append(served(x))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        MEETING.clear()
+    assert len(found) == 2
+    assert all(torch.equal(one, expected) for one in found)
+
+
 @pytest.mark.usefixtures("backend")
 def test_weights_are_swapped_by_their_names() -> None:
     served, other = serve(model(), torch.zeros(4, SIZE)), model()
