@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazy_backend
+from lazy_backend.cache.disk import DiskCache
 from lazy_backend.ports.dispatcher import dispatch_keys
-from lazy_backend.recording.native import native_recorder
+from lazy_backend.recording.native import native_recorder, recorder_key
 from lazy_backend.tensors.contexts import contexts
 
 pytestmark = pytest.mark.skipif(native_recorder.extension is None, reason="known calls are recorded in Python")
@@ -370,7 +371,7 @@ def test_threads_that_record_on_one_device() -> None:
 
 _LOOP = """
 import torch, lazy_backend
-from lazy_backend.recording.native import native_recorder
+from lazy_backend.recording.native import native_recorder, recorder_key
 value = torch.ones(3).to("lazy")
 for step in range(130):
     value = value * 0.5 + 1
@@ -404,6 +405,80 @@ def test_a_program_that_goes_on_builds_it_and_the_next_finds_it(tmp_path: Any) -
     assert built.stdout.splitlines() == ["in C++", "[2.0, 2.0, 2.0]"], built.stderr
     found = _run(tmp_path, CXX="false")
     assert found.stdout.splitlines() == ["in C++", "[2.0, 2.0, 2.0]"], found.stderr
+
+
+def _library(folder: Any) -> Any:
+    """The recorder that these tests use, as a file."""
+    file = folder / "recorder"
+    recorder = DiskCache(os.environ["LAZY_BACKEND_CACHE_DIR"], 1 << 30).get(recorder_key())
+    assert recorder is not None
+    file.write_bytes(recorder)
+    return file
+
+
+# Copies the recorder to where the compiler is asked to put it.
+_COPY = 'for one; do [ "$last" = -o ] && cp {} "$one"; last="$one"; done'
+
+
+def _compiler(folder: Any, script: str) -> str:
+    file = folder / "compiler"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o700)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("kill -9 $$", "ended with status -9"),  # as the system does when memory runs out
+        ("echo 'fatal error: No space left on device' >&2; exit 1", "No space left on device"),
+        ("exit 0", "No such file"),  # says that it is done, and has made nothing
+    ],
+    ids=["killed", "a full disk", "nothing made"],
+)
+def test_a_build_that_fails_is_told_once(tmp_path: Any, script: str, said: str) -> None:
+    done = _run(tmp_path / "cache", CXX=_compiler(tmp_path, script), LAZY_BACKEND_BACKEND="eager")
+    assert done.stdout.splitlines()[1] == "[2.0, 2.0, 2.0]", done.stderr
+    assert done.stderr.count("known calls in C++ is off") == 1
+    assert said in done.stderr
+
+
+def test_a_cache_with_no_room_keeps_no_recorder_and_the_program_has_it(tmp_path: Any) -> None:
+    place = tmp_path / "cache"
+    place.mkdir(mode=0o700)
+    built = tmp_path / "built"
+    compiler = _compiler(tmp_path, f"echo >>{built}; {_COPY.format(_library(tmp_path))}")
+    done = _run(place, CXX=compiler, LAZY_BACKEND_BACKEND="eager", LAZY_BACKEND_CACHE_BYTES="1000")
+    assert done.stdout.splitlines() == ["in C++", "[2.0, 2.0, 2.0]"], done.stderr
+    assert built.read_text() == "\n"
+
+
+def test_two_programs_at_once_build_it_once(tmp_path: Any) -> None:
+    built = tmp_path / "built"
+    compiler = _compiler(tmp_path, f"echo >>{built}; sleep 3; {_COPY.format(_library(tmp_path))}")
+    found: list[subprocess.CompletedProcess[str]] = []
+    programs = [
+        threading.Thread(
+            target=lambda: found.append(_run(tmp_path / "cache", CXX=compiler, LAZY_BACKEND_BACKEND="eager"))
+        )
+        for _ in range(2)
+    ]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join()
+    assert [done.stdout.splitlines() for done in found] == [["in C++", "[2.0, 2.0, 2.0]"]] * 2, found
+    assert built.read_text() == "\n"
+
+
+def test_a_cache_that_others_may_write_has_no_recorder(tmp_path: Any) -> None:
+    place = tmp_path / "cache"
+    place.mkdir()
+    place.chmod(0o777)
+    done = _run(place, CXX="false", LAZY_BACKEND_BACKEND="eager")
+    assert done.stdout.splitlines() == ["not built yet", "[2.0, 2.0, 2.0]"], done.stderr
+    assert "known calls" not in done.stderr
+    assert done.stderr.count("CacheWarning") == 1, done.stderr
 
 
 def test_a_recorder_is_not_built_where_nothing_is_kept(tmp_path: Any) -> None:
