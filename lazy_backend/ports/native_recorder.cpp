@@ -31,6 +31,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Export.h>
 
 #include <algorithm>
@@ -108,7 +109,7 @@ struct {
 } data_slots;
 
 struct {
-  Slot epoch, cursor, inputs, groups, constants, pending, computed, unfinished, default_dtype, changes;
+  Slot epoch, cursor, inputs, groups, constants, seeds, pending, computed, unfinished, default_dtype, changes;
 } trace_slots;
 
 struct {
@@ -117,7 +118,8 @@ struct {
 
 PyObject* dispatch_in_python;  // what `LazyTensor.__torch_dispatch__` is unless somebody watches calls
 PyObject* input_tokens;  // a list
-PyObject* is_recorded_as_it_is;  // (operator) -> bool
+PyObject* recorded_alike;  // (operator) -> names of operators recorded as it, and of arguments left out of keys; or None
+PyObject *draw_seed, *return_seed;  // () -> seed, and (seed) for one that was not used
 PyObject* unwritten_storage;  // (shape, stride, dtype, device) -> memory that nobody has used yet, or None
 PyObject* add_event;  // (event): count something
 PyObject *upload_seconds, *upload_bytes;  // names of metrics
@@ -223,7 +225,7 @@ Ref new_data(PyTypeObject* type, PyObject* context, PyObject* epoch, PyObject* t
 // ----- what a node says
 
 enum class Kind : uint8_t {
-  Token, Enter, Int, Bool, None, Float, String, Enumerator, List, Default,
+  Token, Enter, Int, Bool, None, Float, String, Enumerator, List, Default, LeftOut,
 };
 
 struct Part {  // of a key
@@ -249,11 +251,13 @@ struct Known {  // a Python object, which the node keeps
   PyObject_HEAD
   struct Content {
     Ref key, call;  // keep alive what the parts point to
-    std::optional<OperatorHandle> op;  // none if calls like this one go to Python
+    std::vector<OperatorHandle> ops;  // that are recorded so; none if calls like this one go to Python
     std::vector<Part> parts;  // by the arguments of the schema
     std::vector<Result> results;
     std::vector<size_t> written_lists;
-    bool returns_list = false;
+    bool returns_list = false, is_seeded = false;
+
+    bool is_of(const OperatorHandle& op) const { return std::find(ops.begin(), ops.end(), op) != ops.end(); }
   };
   Content* content;
 };
@@ -327,8 +331,9 @@ bool read_sizes(PyObject* tuple, std::vector<int64_t>& sizes) {
   return PyErr_Occurred() == nullptr;
 }
 
-// The parts of a key: the operator, positional arguments, then names and values.
-bool read_arguments(const c10::FunctionSchema& schema, PyObject* key, PyObject* call, Known::Content& content) {
+// The parts of a key: the operator, positional arguments, then names and values. `left_out`: names of arguments.
+bool read_arguments(const c10::FunctionSchema& schema, PyObject* key, PyObject* call, PyObject* left_out,
+                    Known::Content& content) {
   PyObject *args = attribute(call, "args"), *kwargs = attribute(call, "kwargs");
   if (args == nullptr || kwargs == nullptr) return false;
   const Py_ssize_t num_args = PyTuple_GET_SIZE(args), num_named = PyTuple_GET_SIZE(kwargs);
@@ -352,6 +357,9 @@ bool read_arguments(const c10::FunctionSchema& schema, PyObject* key, PyObject* 
       if (!arguments[place].default_value()) return false;
       content.parts[place].kind = Kind::Default;
       content.parts[place].value = *arguments[place].default_value();
+      for (Py_ssize_t other = 0; other < PyTuple_GET_SIZE(left_out); ++other)
+        if (arguments[place].name() == PyUnicode_AsUTF8(PyTuple_GET_ITEM(left_out, other)))
+          content.parts[place].kind = Kind::LeftOut;
     }
     const auto* alias = arguments[place].alias_info();
     if (alias != nullptr && alias->isWrite() && arguments[place].type()->kind() == c10::TypeKind::ListType)
@@ -392,30 +400,40 @@ bool read_result(const c10::FunctionSchema& schema, PyObject* found, Result& res
   return true;
 }
 
-bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
-  if (Py_TYPE(call) != classes.call || !PyTuple_Check(key) || attribute(call, "seeded") != Py_False) return false;
-  PyObject* op = attribute(call, "op");
-  if (op == nullptr) return false;
-  Ref answer = Ref::taking(PyObject_CallOneArg(is_recorded_as_it_is, op));
-  if (answer.get() != Py_True) return false;
-  Ref name = Ref::taking(PyObject_CallMethod(op, "name", nullptr));
-  if (!name) return false;
-  std::string full = PyUnicode_AsUTF8(name.get()), overload;
+// The operator of that name, with its overload if it has one; none if PyTorch has none.
+std::optional<OperatorHandle> operator_of(PyObject* name) {
+  std::string full = PyUnicode_AsUTF8(name), overload;
   const auto dot = full.find('.', full.find("::"));
   if (dot != std::string::npos) {
     overload = full.substr(dot + 1);
     full.resize(dot);
   }
-  const auto handle = c10::Dispatcher::singleton().findSchema({full, overload});
-  if (!handle || !read_arguments(handle->schema(), key, call, content)) return false;
+  return c10::Dispatcher::singleton().findSchema({full, overload});
+}
+
+bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
+  if (Py_TYPE(call) != classes.call || !PyTuple_Check(key)) return false;
+  PyObject* op = attribute(call, "op");
+  if (op == nullptr) return false;
+  const Ref alike = Ref::taking(PyObject_CallOneArg(recorded_alike, op));
+  if (!alike || alike.get() == Py_None) return false;
+  const Ref name = Ref::taking(PyObject_CallMethod(op, "name", nullptr));
+  if (!name) return false;
+  const auto handle = operator_of(name.get());
+  PyObject *names_of = PyTuple_GET_ITEM(alike.get(), 0), *left_out = PyTuple_GET_ITEM(alike.get(), 1);
+  if (!handle || !read_arguments(handle->schema(), key, call, left_out, content)) return false;
   PyObject* results = attribute(call, "results");
   content.results.resize(PyTuple_GET_SIZE(results));
   for (size_t place = 0; place < content.results.size(); ++place)
     if (!read_result(handle->schema(), PyTuple_GET_ITEM(results, place), content.results[place])) return false;
   content.returns_list = attribute(call, "returns_list") == Py_True;
+  content.is_seeded = attribute(call, "seeded") == Py_True;
   content.key = Ref::to(key);
   content.call = Ref::to(call);
-  content.op = handle;
+  for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(names_of); ++place) {
+    const auto arriving = operator_of(PyTuple_GET_ITEM(names_of, place));
+    if (arriving && arriving->schema().arguments().size() == content.parts.size()) content.ops.push_back(*arriving);
+  }
   return true;
 }
 
@@ -425,7 +443,7 @@ Known::Content* known_after(PyObject* cursor, PyObject* node) {
   if (is_none(slot)) {
     PyObject *key = slot_of(cursor, node_slots.next_key), *call = slot_of(node, node_slots.call);
     auto content = std::make_unique<Known::Content>();
-    if (is_none(key) || is_none(call) || !read_node(key, call, *content)) content->op.reset();
+    if (is_none(key) || is_none(call) || !read_node(key, call, *content)) content->ops.clear();
     PyErr_Clear();
     auto* made = PyObject_New(Known, &known_type);
     if (made == nullptr) {
@@ -562,6 +580,12 @@ struct Comparison {
       }
       case Kind::Default:
         return is_default(value, part.value);
+      case Kind::LeftOut:  // whatever it is, if it asks for no other device and no other layout
+        if (value.isDevice())
+          return value.toDevice().type() == device.type() &&
+                 (!value.toDevice().has_index() || value.toDevice() == device);
+        return is_absent(value) || value.isBool() ||
+               (value.isInt() && value.toInt() == static_cast<int64_t>(c10::Layout::Strided));
     }
     return false;
   }
@@ -616,6 +640,17 @@ bool has_usual_dtype(PyObject* trace) {
          reinterpret_cast<THPDtype*>(dtype)->scalar_type == c10::get_default_dtype_as_scalartype();
 }
 
+// What a function of Python's returns. What it raises goes on into the program.
+Ref called(PyObject* function, PyObject* argument) {
+  Ref found = Ref::taking(argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument));
+  if (!found) {
+    python_error raised;
+    raised.persist();
+    throw raised;
+  }
+  return found;
+}
+
 // See Note [One commit].
 bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t num_args = op.schema().arguments().size();
@@ -630,7 +665,7 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
   PyObject* node = slot_of(place->cursor, node_slots.next);
   if (is_none(node) || PyLong_AsLong(slot_of(node, node_slots.depth)) > max_depth) return false;
   const Known::Content* known = known_after(place->cursor, node);
-  if (known == nullptr || !known->op || !(*known->op == op) || !place->still_holds()) return false;
+  if (known == nullptr || !known->is_of(op) || !place->still_holds()) return false;
 
   PyObject* epoch = slot_of(place->trace, trace_slots.epoch);
   PyObject* groups = slot_of(place->trace, trace_slots.groups);
@@ -675,8 +710,12 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
     if (!tensors[number].defined()) return false;
   }
   for (const double constant : compared.constants) constants.push_back(Ref::taking(PyFloat_FromDouble(constant)));
+  const Ref seed = known->is_seeded ? called(draw_seed, nullptr) : Ref();
 
-  if (!place->still_holds()) return false;
+  if (!place->still_holds()) {
+    if (seed) called(return_seed, seed.get());
+    return false;
+  }
   // the commit: see the Note
   std::vector<Ref> dropped;
   dropped.reserve(2 * compared.entering.size());
@@ -690,6 +729,7 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
     PyList_Append(compared.inputs, one.data.get());
   }
   for (const Ref& constant : constants) PyList_Append(slot_of(place->trace, trace_slots.constants), constant.get());
+  if (seed) PyList_Append(slot_of(place->trace, trace_slots.seeds), seed.get());
   for (size_t number = 0; number < num_results; ++number)
     if (known->results[number].gives == Gives::Fresh)
       PyList_Append(slot_of(place->trace, trace_slots.pending), made[number].get());
@@ -983,7 +1023,9 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "formats", formats);
   take(given, "shares", shares);
   take(given, "inputs", input_tokens);
-  take(given, "is_recorded_as_it_is", is_recorded_as_it_is);
+  take(given, "recorded_alike", recorded_alike);
+  take(given, "draw_seed", draw_seed);
+  take(given, "return_seed", return_seed);
   take(given, "TensorData", data);
   take(given, "Trace", trace);
   take(given, "TrieNode", node);
@@ -1000,8 +1042,8 @@ PyObject* start(PyObject*, PyObject* given) {
   data_slots = {slot_in(data, "context"), slot_in(data, "epoch"), slot_in(data, "token"), slot_in(data, "meta"),
                 slot_in(storage, "tensor"), slot_in(storage, "error"), slot_in(view, "_storage")};
   trace_slots = {slot_in(trace, "epoch"), slot_in(trace, "cursor"), slot_in(trace, "inputs"),
-                 slot_in(trace, "groups"), slot_in(trace, "constants"), slot_in(trace, "pending"),
-                 slot_in(trace, "computed"), slot_in(trace, "unfinished"), slot_in(trace, "default_dtype"),
+                 slot_in(trace, "groups"), slot_in(trace, "constants"), slot_in(trace, "seeds"),
+                 slot_in(trace, "pending"), slot_in(trace, "computed"), slot_in(trace, "unfinished"), slot_in(trace, "default_dtype"),
                  slot_in(trace, "changes")};
   node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
                 slot_in(node, "known")};

@@ -128,7 +128,7 @@ def _empty_set(op: Op, args: Args, kwargs: Kwargs) -> Any:
 # ----- copies
 
 
-@records_alike
+@records_alike("layout", "device", "pin_memory", "non_blocking")
 def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`to`, `cpu`, `float`: recorded within a device; a copy to another device needs the value."""
     source = args[0]
@@ -148,7 +148,7 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return wrap(new_data(target, copied))
 
 
-@records_alike
+@records_alike()
 def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`dst.copy_(src)`: recorded within a device; an upload if the source is real; a read if the target is."""
     target, source = args[0], args[1]
@@ -306,6 +306,7 @@ def _histc(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return record(aten._to_copy.default, (counted,), {"dtype": source.dtype})
 
 
+@records_alike()
 def _native_dropout(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`train=None` means True; PyTorch's decomposition, which fake tensors use, treats it as False."""
     input, p, train = args
@@ -329,7 +330,7 @@ def _lu_solve(op: Op, args: Args, kwargs: Kwargs) -> Any:
     return record(aten._conj.default, (record(aten.conj_physical.default, (found,), {}),), {})
 
 
-@records_alike
+@records_alike()
 def _other_device(op: Op, args: Args, kwargs: Kwargs) -> Any:
     """`zeros_like(x, device=...)` and similar ops: only the geometry of `x` counts."""
     device = kwargs.get("device")
@@ -396,8 +397,9 @@ def install_handlers() -> None:
     add_handler(aten.resize_.default, _resize)
     add_handler(aten.resize_as_.default, _resize)
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)
-    add_handler(aten.native_batch_norm.default, _native_batch_norm)
-    add_handler(aten._native_batch_norm_legit.default, _native_batch_norm_legit)
+    in_training = aten._native_batch_norm_legit.default
+    add_handler(aten.native_batch_norm.default, _native_batch_norm, recorded_as=in_training)
+    add_handler(in_training, _native_batch_norm_legit)
     add_handler(aten.native_dropout.default, _native_dropout)
     add_handler(aten.vdot.default, _vdot)
     add_handler(aten.linalg_lu_solve.default, _lu_solve)

@@ -34,6 +34,7 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.disk_cache import artefact_store
 from lazy_backend.lowering.artefacts.artefact import load_extension
 from lazy_backend.lowering.artefacts.environment import made_for
+from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import intern_meta
 from lazy_backend.lowering.ir.program import INPUTS, Call, Fresh, Same, Token, View
 from lazy_backend.ports import port
@@ -145,7 +146,9 @@ def _handed_over() -> dict[str, Any]:
         "formats": formats,
         "shares": tuple(op.name() for op in shares),
         "inputs": INPUTS.made,
-        "is_recorded_as_it_is": record.is_recorded_as_it_is,
+        "recorded_alike": record.recorded_alike,
+        "draw_seed": contexts.get_rng_seed,
+        "return_seed": rng.return_seed,
         "max_depth": config.max_trace_length,
         "unwritten_storage": _unwritten_storage,
         "add_event": metrics.event_sink(),

@@ -80,8 +80,9 @@ _MAX_NUMEL_LAID_OUT = 1 << 26
 _LAID_OUT_BY_KERNELS = frozenset(
     f"aten::{name}"
     for name in (
-        "_batch_norm_with_update", "_native_batch_norm_legit", "batch_norm_backward", "native_batch_norm_backward",
-        "native_group_norm_backward", "native_layer_norm_backward", "_softmax_backward_data",
+        "_batch_norm_with_update", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
+        "batch_norm_backward", "native_batch_norm_backward", "native_group_norm_backward",
+        "native_layer_norm_backward", "_softmax_backward_data",
         "_log_softmax_backward_data", "_prelu_kernel_backward", "glu_backward", "hardswish_backward",
         "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_forward", "huber_loss", "huber_loss_backward",
         "mse_loss_backward", "smooth_l1_loss_backward", "soft_margin_loss", "soft_margin_loss_backward",

@@ -119,26 +119,46 @@ _handlers: dict[int, Handler] = {}  # by `id_of`
 _handlers_of: dict[str, Callable[[OpOverload], Handler]] = {}  # by namespace
 
 
-def add_handler(op: OpOverload, handler: Handler) -> None:
+def add_handler(op: OpOverload, handler: Handler, recorded_as: OpOverload | None = None) -> None:
+    """Let `handler` handle the calls of `op`.
+
+    `recorded_as`: an operator that it records with the very arguments of the call, for the recorder in C++.
+    """
     _handlers[id_of(op)] = handler
+    if recorded_as is not None:
+        _arriving[id_of(recorded_as)] = (op,)
 
 
-# Handlers that record what is recorded by a call with the same key, whatever else they do with other calls
-_recorded_alike: set[Handler] = set()
+# Handlers that record what is recorded by a call with the same key, whatever else they do with other calls; each with
+# the arguments that it leaves out where they ask for no other device and no other layout
+_recorded_alike: dict[Handler, tuple[str, ...]] = {}
+# By the `id_of` an operator that is recorded, others that arrive and are recorded as it
+_arriving: dict[int, tuple[OpOverload, ...]] = {}
 
 
-def records_alike(handler: Handler) -> Handler:
+def records_alike(*left_out: str) -> Callable[[Handler], Handler]:
     """Decorate a handler: where it records a call, it is this very call, and it does no more than the recorder in C++.
 
-    That counts the versions of lists that are written, as `_record_list_write`.
+    That counts the versions of lists that are written, as `_record_list_write`, and draws a seed for a random call.
+    `left_out`: arguments that are not recorded where they ask for no other device and no other layout.
     """
-    _recorded_alike.add(handler)
-    return handler
+
+    def note(handler: Handler) -> Handler:
+        _recorded_alike[handler] = left_out
+        return handler
+
+    return note
 
 
-def is_recorded_as_it_is(op: OpOverload) -> bool:
-    """Whether a call of `op` that was recorded at some place is recorded there again, without looking at it more."""
-    return _handlers.get(id(op)) in _recorded_alike
+def recorded_alike(op: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The names of operators whose calls are recorded as `op`, if C++ may do it, and the arguments that are left out.
+
+    A call of one of them that was recorded at some place is recorded there again, without looking at it more.
+    """
+    left_out = _recorded_alike.get(_handlers.get(id(op), _refuse_nested))
+    own = () if left_out is None else (op,)
+    arriving = [one.name() for one in (*own, *_arriving.get(id(op), ()))]
+    return (tuple(arriving), left_out or ()) if arriving else None
 
 
 def add_handlers_of(namespace: str, choose: Callable[[OpOverload], Handler]) -> None:
@@ -209,7 +229,7 @@ def _decompose(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return op.decompose(*args, **kwargs)
 
 
-@records_alike
+@records_alike()
 def _record_list_write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an in-place foreach op, and bump the version counters: autograd leaves that to the kernel."""
     result = record(op, args, kwargs)
@@ -239,7 +259,7 @@ class _Interrupted(Exception):
     """A signal handler or a finalizer recorded or ran something in between: the call is recorded again, after that."""
 
 
-@records_alike
+@records_alike()
 def _record_random(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record an op that may be given a generator: a lazy one gives the seed, any other gives the numbers themselves."""
     generator = lazy_generator(kwargs.get("generator") or (args[-1] if args else None))
@@ -248,7 +268,7 @@ def _record_random(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     return rng.call_drawing_from(generator, record, op, *rng.without_generator(op, args, kwargs))
 
 
-@records_alike
+@records_alike()
 def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Record a call, or run it at once if it cannot be recorded. Returns what the operator returns."""
     first: Any = args[0] if args else None

@@ -85,9 +85,10 @@ class OwnSeed(int):
 
 
 class _Source(threading.local):
-    """The generator that seeds are drawn from on this thread; None for the default one."""
+    """Where this thread's seeds come from: a generator, None for the default one. `returned`: seeds that come first."""
 
     generator: torch.Generator | None = None
+    returned: tuple[int, ...] = ()
 
 
 _source = _Source()
@@ -213,6 +214,9 @@ def draws_random_numbers(op: OpOverload, args: Sequence[Any]) -> bool:
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """Draw a seed for one random op, from `generator` or the one in use. See Note [Random numbers are data]."""
     generator = generator or _source.generator
+    if _source.returned:
+        _source.returned, seed = _source.returned[:-1], _source.returned[-1]
+        return seed
     # reusing a tensor per thread would save 0.3 of 1.0 µs; random ops are few
     seed = int(torch.empty((), dtype=torch.int64, device=_HOST).random_(generator=generator))
     if generator is None:
@@ -220,6 +224,11 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     own = OwnSeed(seed)
     own.generator = generator
     return own
+
+
+def return_seed(seed: int) -> None:
+    """Take back a seed that this thread drew for a call which is about to draw once more."""
+    _source.returned = (*_source.returned, seed)
 
 
 def has_own_generators(seeds: Sequence[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -127,6 +128,89 @@ def test_programs_are_recorded_in_cpp_and_give_what_eager_gives(program: Callabl
             in_cpp += _known() - known
             assert contexts.get_device_context(0).trie.size == size  # the very nodes that Python made
     assert in_cpp > 0
+
+
+def _random(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Dropouts, norms, numbers and casts of autocast, from the same seed each time."""
+    if not state:
+        layers = torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout2d(0.3), torch.nn.RReLU()
+        state["model"] = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Dropout(), torch.nn.Linear(64, 3))
+        state["model"].to("lazy")
+    torch.manual_seed(3)
+    with torch.autocast("lazy"):
+        out = state["model"](torch.randn(2, 1, 6, 6).to("lazy"))
+        kept = F.dropout(out, 0.2).bernoulli_(0.5) + torch.randn_like(out) + torch.rand(3, device="lazy")
+        attended = F.scaled_dot_product_attention(*(out.float().view(1, 1, 2, 3),) * 3, dropout_p=0.5)
+    kept.sum().backward()
+    gradients = [parameter.grad for parameter in state["model"].parameters() if parameter.grad is not None]
+    state["model"].zero_grad()
+    state["model"][1].reset_running_stats()
+    return [kept, attended, *gradients, torch.get_rng_state()]
+
+
+def test_random_calls_draw_in_cpp_what_they_draw_in_python() -> None:
+    state: dict[str, Any] = {}
+    before = _known(), _others()
+    expected = [one.cpu() for one in _random(state)]
+    for _ in range(5):
+        lazy_backend.mark_step()
+        before = _known(), _others()
+        found = _random(state)
+        counted = _known() - before[0], _others() - before[1]
+        assert all(map(torch.equal, [one.cpu() for one in found], expected))
+    assert counted[0] > 30
+    assert counted[1] == 0  # none of them goes to Python
+
+
+def test_a_finalizer_in_the_midst_of_a_random_call_changes_no_number() -> None:
+    state: dict[str, Any] = {}
+    expected = [one.cpu() for one in _random(state)]
+    kinds = (number % 5 for number in range(1 << 30))
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(3, 2, 2)
+        for _ in range(30):
+            _Finalized(kinds)
+            assert all(map(torch.equal, [one.cpu() for one in _random(state)], expected))
+            lazy_backend.mark_step()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.collect()
+
+
+def test_an_exception_of_a_draw_reaches_the_program() -> None:
+    value = torch.ones(8).to("lazy")
+    for _ in range(4):
+        F.dropout(value)
+        lazy_backend.mark_step()
+    torch.manual_seed(0)
+    expected = F.dropout(value)
+    lazy_backend.mark_step()
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    num_raised = 0
+    try:
+        for delay in range(1, 60):
+            torch.manual_seed(0)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay * 1e-6)
+                for _ in range(20):
+                    torch.manual_seed(0)
+                    found = F.dropout(value)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except InterruptedError:
+                num_raised += 1
+                torch.manual_seed(0)
+                found = F.dropout(value)
+            assert torch.equal(found, expected)
+            lazy_backend.mark_step()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_raised > 10
 
 
 def _step(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
