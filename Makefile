@@ -13,7 +13,7 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # the other versions of PyTorch that are supported: `make matrix` runs all tests on each
 OTHERS := 2.14.1 2.15.0
 
-.PHONY: help demo test scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench conformance soak clean
+.PHONY: help demo test scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench conformance soak release clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -29,6 +29,7 @@ help:
 	@echo "make bench   time per recorded operator, per sync and per step, next to eager and torch.compile"
 	@echo "make conformance  PyTorch's own tests of operators, modules and optimizers; ARGS='--help' tells more"
 	@echo "make soak    train while processes are killed, disks are full, steps are interrupted; ARGS='--hours 2'"
+	@echo "make release  sdist and wheel in dist/, each checked in an empty environment with every supported PyTorch"
 	@echo "make clean   remove the environment and everything built"
 
 demo: $(VENV)/demo.installed
@@ -84,6 +85,10 @@ conformance: $(VENV)/test.installed
 
 soak: $(VENV)/test.installed
 	$(BIN)/python tools/soak.py $(ARGS)
+
+# needs a network: environments are made for it alone
+release:
+	$(PYTHON) tools/release.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .typed site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .inductor_cache
