@@ -307,10 +307,15 @@ def test_a_bad_setting_raises_where_it_is_written(name: str, value: object, text
         setattr(lazy_backend.config, name, value)
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    """Those of the other pages are checked when the site is built."""
-    targets = re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / "README.md").read_text())
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_of_a_page_beside_the_readme_lead_somewhere(page: str) -> None:
+    """Those of docs/ are checked when the site is built."""
+    targets = re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / page).read_text())
     assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_package_holds_every_asset() -> None:
