@@ -62,13 +62,13 @@ def get_debug_states() -> dict[str, GraphExecutorState]:
 
 @hide_internals
 def get_debug_state(graph_hash: str) -> GraphExecutorState:
-    """The state of one computation. Raises `LookupError` if it is not cached. Seed: `getDebugState`."""
+    """The state of one computation. Raises `LookupError` if it is not cached."""
     return get_computation(graph_hash).executor.get_debug_state()
 
 
 @hide_internals
 def is_optimized(graph_hash: str) -> bool:
-    """Whether a computation's latest run was compiled, or it has a compiled plan of its own. Seed: `isOptimized`."""
+    """Whether a computation's latest run was compiled, or it has a compiled plan of its own."""
     return get_computation(graph_hash).executor.is_optimized()
 
 
@@ -76,7 +76,7 @@ def is_optimized(graph_hash: str) -> bool:
 def debug_flush_compilation_cache(graph_hash: str | None = None) -> None:
     """Forget the plans and errors of one computation, or of all: the next runs profile and compile again.
 
-    The disk cache is kept. Seed: `debugFlushCompilationCache`.
+    The disk cache is kept.
     """
     chosen = get_cached_computations() if graph_hash is None else [get_computation(graph_hash)]
     for computation in chosen:
