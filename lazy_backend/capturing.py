@@ -45,18 +45,20 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
 
     **A module or an optimizer** is returned as it is, and used as before: its forwards, their backwards, and optimizer
     steps are then replayed within the step that they belong to, and `mark_step` ends steps as before. Results,
-    gradients, statistics and random numbers are bit for bit those of the loop as written. A call runs as written if
-    anything changed that its Python may look at: parts, parameters, flags, hooks and plain attributes of the module,
-    arguments, modes, the optimizer's state; hyperparameters and step counts are followed. `verify_every=0`: do not
-    compare replays with the Python code (otherwise at the 64th call, and then each time after twice as many).
+    gradients, statistics and random numbers are those of the loop as written, with few exceptions (docs/semantics.md).
+    A call runs as written if parts, parameters, flags, hooks or plain attributes of the module changed, or arguments,
+    modes, the optimizer's state; hyperparameters and step counts are followed. Globals and class attributes are not
+    looked at. `verify_every=0`: do not compare replays with the Python code (otherwise at the 64th call, and then each
+    time after twice as many).
 
     **A function**, such as a training step, is returned as another function, each call of which is a step of its own,
     without `mark_step`. Pass tensors that change from call to call as arguments, on the lazy device; results are
     detached, and are new tensors at each call. What the body updates or replaces (parameters, `.grad`, optimizer state,
     statistics, tensors in your objects) ends up as if the body had run. Random operators keep drawing new numbers.
 
-    Optimizers may be any of `torch.optim`, their schedules stepped outside: a replay computes the body's floats from
-    hyperparameters, step counts and float arguments as the body does, and advances step counts on the CPU.
+    Optimizers may be those of `torch.optim`, but `SparseAdam` and `LBFGS`, their schedules stepped outside: a replay
+    computes the body's floats from hyperparameters, step counts and float arguments as the body does, and advances step
+    counts on the CPU.
 
     A call of a captured function runs as written if the structure, shapes, dtypes or devices of its arguments, other
     Python values among them, grad mode, autocast, the state itself, the answer to a question about a float
@@ -79,7 +81,7 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
         return capture_function(step, verify_every=verify_every, max_different_graphs=max_different_graphs)
     if max_different_graphs is not None or verify_every:
         raise CaptureError(
-            f"capture of {type(step).__name__} takes no max_different_graphs, and of verify_every only 0\n"
+            f"capture({type(step).__name__}): verify_every must be None or 0; max_different_graphs is for functions\n"
             f"  at {user_site()}\n  limit the graphs of steps with lazy_backend.step(max_different_graphs=n)"
         )
     if isinstance(step, torch.nn.Module):

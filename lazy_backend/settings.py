@@ -7,6 +7,7 @@ An assignment is checked at once: a misspelt name or a bad value raises where it
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -295,6 +296,12 @@ FLAGS: dict[str, Flag] = {
 }
 
 
+def _unknown(name: str) -> AttributeError:
+    alike = difflib.get_close_matches(name, FLAGS, n=1)
+    nearest = f": perhaps {alike[0]!r}" if alike else ""
+    return AttributeError(f"lazy_backend.config has no setting {name!r}{nearest}\n  it has: {', '.join(FLAGS)}")
+
+
 # Functions to call after a setting changed, by name of the setting.
 _watchers: dict[str, Callable[[], None]] = {}
 
@@ -329,11 +336,11 @@ class Config:
 
     def __getattr__(self, name: str) -> Any:
         # only reached for names that are not set
-        raise AttributeError(f"lazy_backend.config has no setting {name!r}\n  it has: {', '.join(FLAGS)}")
+        raise _unknown(name)
 
     def _set(self, name: str, value: Any, where: str) -> None:
         if name not in FLAGS:
-            raise AttributeError(f"lazy_backend.config has no setting {name!r}\n  it has: {', '.join(FLAGS)}")
+            raise _unknown(name)
         try:
             checked = FLAGS[name].check(value)
         except (ValueError, TypeError) as error:

@@ -68,6 +68,12 @@ def test_every_error_and_warning_is_in_the_troubleshooting_page() -> None:
     assert not {name for name in ours - {"LazyBackendError", "LazyBackendWarning"} if name not in page}
 
 
+def test_every_error_and_warning_names_a_heading_of_the_troubleshooting_page(site: Path) -> None:
+    found = anchors(site / "troubleshooting.html")
+    classes = [value for value in vars(lazy_backend.errors).values() if isinstance(value, type)]
+    assert {one.__name__: one.heading for one in classes if one.heading not in found} == {}
+
+
 @pytest.mark.parametrize("source", sorted((ROOT / "docs" / "images").glob("*.dot")), ids=lambda source: source.stem)
 def test_a_picture_says_what_its_source_says(source: Path) -> None:
     labels = re.findall(r'label="([^"]*)"', source.read_text())

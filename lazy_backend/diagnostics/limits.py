@@ -30,5 +30,6 @@ class GraphLimit:
             self._count += 1
             if self._count > limit:
                 raise TooManyGraphsError(
-                    f"{self._count} different graphs were recorded, {self.name} = {limit}\n{explain_record(record)}"
+                    f"{self._count} different graphs were recorded (limit: {self.name} = {limit})\n"
+                    f"{explain_record(record)}"
                 )

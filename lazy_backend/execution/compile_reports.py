@@ -57,10 +57,12 @@ class CompileReports:
                 return
             self._worker_died = True
         cause = str(report.error).strip() or type(report.error).__name__
+        cause = f"{type(report.error).__name__}: {cause[:500]}"
+        remedy = "install a C++ compiler (g++), or name one with CXX; " if "InvalidCxxCompiler" in cause else ""
         warn_user(
             f"a graph of {nodes} nodes could not be compiled with backend {config.backend!r} and is interpreted from "
-            f"now on: {type(report.error).__name__}: {cause[:500]}\n  results are the same, only slower; "
-            'lazy_backend.config.compile = "off" asks for no compiler',
+            f"now on: {cause}\n  results are the same, only slower; "
+            f'{remedy}lazy_backend.config.compile = "off" turns compiling off',
             CompileWarning,
         )
 

@@ -295,7 +295,8 @@ class Async(Work):
     def _was_interrupted(self) -> BaseException:
         error = ExecutionError(
             f"the run was interrupted by {type(self.interruption or KeyboardInterrupt()).__name__}\n"
-            f"  in {self._whereabouts()}"
+            f"  in {self._whereabouts()}\n"
+            "  results of this step are lost; what existed before it can be read, and the next step works"
         )
         error.__cause__ = self.interruption
         return error
@@ -351,7 +352,8 @@ def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
         raise LazyBackendError(
             f"internal error: a result was recorded as {meta} and computed as {tensor.dtype} {list(tensor.shape)}\n"
-            "  a custom operator's fake kernel may be wrong; otherwise please report this with the program"
+            "  a custom operator's fake kernel may be wrong; otherwise please report the program"
+            " and what `python -m lazy_backend` prints"
         )
     if tensor.stride() == meta.stride and tensor.storage_offset() == meta.storage_offset and not tensor.is_conj():
         return tensor

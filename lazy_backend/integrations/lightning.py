@@ -56,7 +56,7 @@ class LazyAccelerator(Accelerator):
             raise LazyBackendError(
                 f"Trainer(accelerator='lazy', devices={devices!r}): this integration trains on one device\n"
                 f"  at {user_site()}\n  take devices=1; for several processes, write the loop around "
-                "DistributedDataParallel (docs/integrations.md)"
+                "DistributedDataParallel (docs/distributed.md)"
             )
         return chosen
 

@@ -18,6 +18,7 @@ import torch
 
 from lazy_backend.capturing import capture
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.integrations.accelerate import device_of_accelerate
 from lazy_backend.integrations.replaying import replay_known_parts, replay_steps, unwrapped
@@ -98,7 +99,7 @@ class LazyArguments:
 
     def _refuse(self, name: str, instead: str) -> None:
         if getattr(self, name):
-            raise LazyBackendError(f"{type(self).__name__}({name}=True) does not work\n  {instead}")
+            raise LazyBackendError(f"{type(self).__name__}({name}=True) does not work\n  at {user_site()}\n  {instead}")
 
     def _validate_args(self) -> None:
         """The checks of transformers, which takes bf16 for impossible on devices unknown to it. Checked on 5.23."""

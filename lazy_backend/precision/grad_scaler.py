@@ -128,9 +128,9 @@ def _step_or_undo(optimizer: Any, flag: torch.Tensor) -> Any:
 
 def _steps_twice(optimizer: Any) -> CaptureError:
     return CaptureError(
-        f"a GradScaler steps this {type(optimizer).__name__} twice in a call of a captured function: whether it skips "
-        "the first step, and so how what is kept on the host goes on, as step counts are, is known only after the "
-        f"call\n  at {user_site()}\n  take one step per call; or capture the model and the optimizer instead of the "
+        f"a GradScaler steps this {type(optimizer).__name__} twice in a call of a captured function. It counts steps "
+        "on the host, and whether the first one is skipped is known only after the call"
+        f"\n  at {user_site()}\n  take one step per call; or capture the model and the optimizer instead of the "
         "function; or use fused=True"
     )
 

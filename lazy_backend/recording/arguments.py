@@ -60,7 +60,10 @@ def path_to(data: TensorData, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             for place, item in enumerate(arg):
                 if isinstance(item, LazyTensor) and item._data is data:
                     return (head, place)
-    raise LazyBackendError("internal error: a result shares memory with no operand\n  please report the program")
+    raise LazyBackendError(
+        "internal error: a result shares memory with no operand\n"
+        "  please report the program and what `python -m lazy_backend` prints"
+    )
 
 
 def operand_at(path: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -767,4 +767,7 @@ def _find_context(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> De
         if running:
             note_device(context.name)
         return context
-    raise LazyBackendError(f"internal error: {op} reached the lazy device without a lazy operand")
+    raise LazyBackendError(
+        f"internal error: {op} reached the lazy device without a lazy operand\n"
+        "  please report the program and what `python -m lazy_backend` prints"
+    )

@@ -263,8 +263,8 @@ def differentiable_gradients(
 
 def cannot_run_again(what: str) -> CaptureError:
     return CaptureError(
-        "the backward of a captured module was asked for something that its earlier backwards were not asked for, and "
-        f"its forward, which {what}, cannot run again\n  at {user_site()}\n"
+        "the backward of a captured module is new to it (second derivatives, gradients of other results, or another "
+        f"autocast), and its forward, which {what}, cannot run again\n  at {user_site()}\n"
         "  do not capture a module whose gradients are differentiated, or whose results get gradients only at times; "
         "call backward() outside of autocast"
     )

@@ -22,6 +22,7 @@ import torch
 
 from lazy_backend import metrics
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.program import INPUTS, Fresh, Token, View
 from lazy_backend.regions.stretch import Node, Stretch
@@ -203,7 +204,10 @@ class Saved(Bundle):
         """The tensors, by token. The caller holds the context's lock."""
         self.unfold(self._context.trace)
         if self._data is None:
-            raise LazyBackendError("what a captured module saved for its backward is gone, as its step failed")
+            raise LazyBackendError(
+                "the tensors that a captured module saved for its backward have no values: the run of its step failed\n"
+                f"  at {user_site()}\n  fix that error, which was raised before this one, and run the forward again"
+            )
         return self._data
 
 

@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
+from lazy_backend.errors.captures import no_longer_alike
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.program import Token
@@ -361,7 +362,7 @@ class CapturedModule:
             difference = "calls that use or return other tensors"
         if difference is not None and is_check:
             state.signatures.clear()
-            raise CaptureError(f"{self._name} no longer does what was captured: it recorded {difference}")
+            raise no_longer_alike(self._name, f"it recorded {difference}")
         known = learn_jump(stretch, program.name, tokens)
         signature.program, signature.is_alike, self._failures = program, difference is None, 0
         if difference is not None:  # it may be alike from now on

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
-from lazy_backend.errors import CaptureError
-from lazy_backend.errors.sites import user_site
+from lazy_backend.errors.captures import gone, no_longer_alike
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
@@ -194,7 +193,7 @@ class _ZeroGradEntry:
     def __call__(self, set_to_none: bool = True) -> None:
         optimizer = self._reference()
         if optimizer is None:
-            raise CaptureError(f"the captured optimizer of this call is gone\n  at {user_site()}\n  keep it")
+            raise gone("the captured optimizer of this call")
         if not set_to_none or is_profiling() or type(optimizer).zero_grad is not _ZERO_GRAD:
             type(optimizer).zero_grad(optimizer, set_to_none)
             return
@@ -227,7 +226,7 @@ class CapturedOptimizer:
     def optimizer(self) -> torch.optim.Optimizer:
         found = self._reference()
         if found is None:
-            raise CaptureError(f"the captured {self._name} of this step is gone\n  at {user_site()}\n  keep it")
+            raise gone(f"the captured {self._name} of this step")
         return found
 
     @hide_internals
@@ -444,7 +443,7 @@ class CapturedOptimizer:
         known: Known | None = (start.cursor.jumps or {}).get(key_of(stretch, state.name))
         if known is not None and not known.jump.agrees_with(make_jump(stretch, (), with_constants=False)):
             difference = stretch.first_difference(known.jump.end, stretch.constants)
-            raise CaptureError(f"{self._name}.step no longer does what was captured: it recorded {difference}")
+            raise no_longer_alike(f"{self._name}.step", f"it recorded {difference}")
 
     def _give_up(self, state: _StepState, reason: str) -> None:
         self.account.ran_as_written(reason)

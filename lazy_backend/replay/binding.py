@@ -63,7 +63,9 @@ def check_same_program(last: RecordedCall, record: RecordedCall) -> None:
             extra = _line(longer[min(len(before), len(now))])
             raise NotCapturable(f"it recorded {len(before)} operators in one call and {len(now)} in the next: {extra}")
     if last.indices != record.indices:
-        raise NotCapturable("other tensors were alive after one call than after the next")
+        raise NotCapturable(
+            "other tensors were alive after one call than after the next: keep a result of each call, or of none"
+        )
     if any(before is not now for before, now in zip(last.generators, record.generators, strict=True)):
         raise NotCapturable(
             "it draws random numbers from another torch.Generator than in the call before\n"
@@ -101,7 +103,9 @@ def bind(
     # a path that was forgotten since then runs while it is recorded, but its calls are those of `last`
     bound = record.bound or (last.bound if last.settings == record.settings else None)
     if bound is None:
-        raise NotCapturable("it ran while it was recorded" if record.calls() else "it records no operator")
+        raise NotCapturable(
+            "its calls were new, and ran while they were recorded" if record.calls() else "it records no operator"
+        )
     record.bound = bound
     if held is None:
         raise NotCapturable("something other than tensors holds what it makes")
@@ -215,7 +219,9 @@ def _check_places(
         if isinstance(source, Carried) and source.output not in stayed:
             raise NotCapturable(f"a tensor that it uses at {source.site}, and replaces, was somewhere else before")
         if isinstance(source, HeldTensor) and (data := source.reference()) and value_of(data) in moved:
-            raise NotCapturable(f"a tensor that it uses at {source.site} is no longer everywhere it was before")
+            raise NotCapturable(
+                f"a tensor that it uses at {source.site} was replaced in one of the places that held it, and not in all"
+            )
 
 
 def _argument_places(

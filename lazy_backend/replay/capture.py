@@ -29,6 +29,7 @@ from lazy_backend import metrics
 from lazy_backend.diagnostics.history import history
 from lazy_backend.diagnostics.limits import GraphLimit
 from lazy_backend.errors import CaptureError, CaptureWarning
+from lazy_backend.errors.captures import no_longer_alike
 from lazy_backend.errors.sites import user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.run import Async, RunPlace, SyncTensorsConfig
@@ -481,7 +482,7 @@ class Captured(Generic[P, R]):
         except NotCapturable as reason:
             # without `held` something cannot be seen; that alone is no difference
             if verified and (held is not None or self._verify_every is not None):
-                raise CaptureError(f"{self._name} no longer does what was captured: {reason}") from None
+                raise no_longer_alike(self._name, str(reason)) from None
             # the first steps with a scaler are often skipped, and each makes the state anew: patience begins after them
             if not any(step.makes_state() for step in unsettled):
                 self._give_up(signature, str(reason))

@@ -59,7 +59,9 @@ class LazySparseTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError("lazy_backend was not installed")  # installation puts the dispatcher here
+        raise NotImplementedError(
+            "the dispatcher of the lazy device is not in place: import lazy_backend"
+        )  # installation puts the dispatcher here
 
     @property
     def is_lazy(self) -> bool:

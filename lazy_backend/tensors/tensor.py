@@ -76,7 +76,7 @@ def poisoned(storage: LazyStorage) -> PoisonedTensorError:
     cause = storage.error or "the run was lost when this process was forked"
     error = PoisonedTensorError(
         "this tensor has no value, because the run that should have computed it failed:\n"
-        f"  {cause}\n  make it again, as in a new step; what existed before the failed step is still there"
+        f"  {cause}\n  fix that error and run the step again; what existed before the failed step is still there"
     )
     error.__cause__ = storage.error
     return error

@@ -182,7 +182,8 @@ class Agreement:
                 raise CollectiveError(
                     f"ranks do not communicate alike in group {self._group}\n"
                     f"  rank {self._rank} is about to call {self._name(place, call)}\n"
-                    f"  rank {peer} is about to call {what} at {site or 'an unknown line'}"
+                    f"  rank {peer} is about to call {what} at {site or 'an unknown line'}\n"
+                    "  every rank must take the same branch: read what decides it from a collective, or on every rank"
                 )
 
     def _name(self, place: int, call: Collective) -> str:

@@ -217,7 +217,9 @@ class Executor:
         ordered = {name: kwargs[name] for name in names} if kwargs.keys() == set(names) else dict(kwargs)
         leaves, given = trees.tree_flatten((tuple(args), ordered))
         if given != expected:
-            raise InputError(f"arguments do not fit\n  expected {expected}\n  got      {given}")
+            raise InputError(
+                f"arguments do not fit: {_first_misfit(expected, given)}\n  expected {expected}\n  got      {given}"
+            )
         return leaves
 
     def validate_inputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -327,3 +329,17 @@ def _name(kernel: Kernel) -> str:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _first_misfit(expected: trees.TreeSpec, given: trees.TreeSpec) -> str:
+    """How the arguments of a call differ from those of the example inputs, at the first place where they do."""
+    (positional, named), (given_positional, given_named) = expected.children(), given.children()
+    wanted, got = positional.children(), given_positional.children()
+    if len(wanted) != len(got):
+        return f"{len(wanted)} of them are positional, not {len(got)}"
+    for number, (one, other) in enumerate(zip(wanted, got, strict=True)):
+        if one != other:
+            return f"argument {number} is put together in another way"
+    if set(named.context) != set(given_named.context):
+        return f"the keyword arguments are {sorted(named.context)}, not {sorted(given_named.context)}"
+    return "a keyword argument is put together in another way"

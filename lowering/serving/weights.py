@@ -87,7 +87,10 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
     if meta_of(tensor) is meta:
         return tensor
     if written:
-        raise InputError(f"{what}: the graph writes it, so it must lie in memory as {meta}, got {meta_of(tensor)}")
+        raise InputError(
+            f"{what}: the graph writes it, so it must lie in memory as {meta}, got {meta_of(tensor)}\n"
+            "  give a copy that does, as tensor.contiguous() is if that is contiguous"
+        )
     with torch.no_grad():
         return empty_of(meta, device).copy_(tensor)
 

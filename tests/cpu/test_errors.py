@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -316,7 +318,7 @@ def test_a_poisoned_tensor_says_so(failing) -> None:
     with pytest.raises(PoisonedTensorError, match="this tensor has no value") as caught:
         y.tolist()
     assert isinstance(caught.value.__cause__, ExecutionError)
-    assert "make it again" in str(caught.value)
+    assert "run the step again" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -613,7 +615,7 @@ def test_a_refused_read_leaves_the_trace_as_it_was() -> None:
 
 
 def test_a_misspelt_setting_raises() -> None:
-    with pytest.raises(AttributeError, match="has no setting 'bakend'\n  it has: backend, "):
+    with pytest.raises(AttributeError, match="has no setting 'bakend': perhaps 'backend'\n  it has: backend, "):
         config.bakend = "eager"
 
 
@@ -690,3 +692,23 @@ def test_a_graph_that_is_too_large_is_interpreted_with_a_warning() -> None:
     with pytest.warns(lazy_backend.CompileWarning, match=r"more nodes than config.max_compiled_nodes = 3"):
         step()
     assert step().tolist() == [6.0, 6.0]
+
+
+# ----- where more is said
+
+OURS = [one for one in vars(lazy_backend.errors).values() if isinstance(one, type)]
+
+
+@pytest.mark.parametrize("kind", [one for one in OURS if issubclass(one, Exception) and not issubclass(one, Warning)])
+def test_the_traceback_of_an_error_names_a_heading(kind: type[lazy_backend.LazyBackendError]) -> None:
+    error = kind("what happened")
+    assert str(error) == "what happened"
+    *_, last = "".join(traceback.format_exception_only(error)).splitlines()
+    assert last == f"See docs/troubleshooting.md#{kind.heading}"
+    assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__ == [last]
+
+
+@pytest.mark.parametrize("kind", [one for one in OURS if issubclass(one, Warning)])
+def test_a_warning_names_a_heading_in_its_last_line(kind: type[lazy_backend.LazyBackendWarning]) -> None:
+    with pytest.warns(kind, match=f"what happened\n  see docs/troubleshooting.md#{kind.heading}"):
+        warnings.warn("what happened", kind, stacklevel=1)

@@ -136,10 +136,12 @@ def test_a_tree_of_arguments() -> None:
     expected = {"out": model(new_weights(0), x, y)}
     assert_same(executor.execute_tree(([y, x],), {"extra": unused, "more": {}}), expected)
     assert_same(executor.execute_tree(([y, x],), {"more": {}, "extra": unused}), expected)
-    with pytest.raises(InputError, match=r"arguments do not fit\n  expected TreeSpec.*\n"):
+    with pytest.raises(InputError, match=r"do not fit: the keyword arguments are .*\n  expected TreeSpec.*\n"):
         executor.execute_tree(([y, x],), {"extra": unused})
-    with pytest.raises(InputError, match="arguments do not fit"):
+    with pytest.raises(InputError, match="arguments do not fit: 1 of them are positional, not 2"):
         executor.execute_tree((y, x), {"extra": unused, "more": {}})
+    with pytest.raises(InputError, match="arguments do not fit: argument 0 is put together"):
+        executor.execute_tree(((y, x),), {"extra": unused, "more": {}})
 
 
 def test_a_tree_needs_a_spec() -> None:
