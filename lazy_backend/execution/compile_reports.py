@@ -58,7 +58,7 @@ class CompileReports:
             self._worker_died = True
         cause = str(report.error).strip() or type(report.error).__name__
         cause = f"{type(report.error).__name__}: {cause[:500]}"
-        remedy = "install a C++ compiler (g++), or name one with CXX; " if "InvalidCxxCompiler" in cause else ""
+        remedy = "install a C++ compiler (g++), or name one with CXX; " if "No working C++ compiler" in cause else ""
         warn_user(
             f"a graph of {nodes} nodes could not be compiled with backend {config.backend!r} and is interpreted from "
             f"now on: {cause}\n  results are the same, only slower; "

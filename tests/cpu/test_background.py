@@ -525,6 +525,7 @@ print(warning.category.__name__, warning.message)
     out = run_program(code, tmp_path, TORCH, LAZY_BACKEND_CACHE="0", **environment)
     assert out.startswith("CompileWarning a graph of ")
     assert "No working C++ compiler found" in out
+    assert "install a C++ compiler (g++), or name one with CXX" in out
 
 
 def compile_with(case: str, folder: Path) -> None:
