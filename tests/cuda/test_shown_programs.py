@@ -23,7 +23,7 @@ def test_the_quickstart(tmp_path: Path) -> None:
     if BACKING == "cpu":
         settings["LAZY_BACKEND_COMPILE"] = "off"
     told = run_python(found[1], tmp_path, **settings)
-    eager, lazy = (float(loss) for loss in re.findall(r"^\w+: loss ([\d.]+)$", told, flags=re.M))
+    eager, lazy = (float(loss) for loss in re.findall(r"^\w+: loss ([\d.]+), ", told, flags=re.M))
     assert 0 < eager < 9, told
     if BACKING == "cpu":
         assert lazy == pytest.approx(eager, abs=1e-3), told
