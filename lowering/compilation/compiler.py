@@ -13,6 +13,7 @@ import struct
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -66,6 +67,13 @@ class PlanError(RuntimeError):
 
 
 _MAX_SUSPECTS = 5
+
+
+def guards_hold(guards: CodeType, sizes: Sequence[int]) -> bool:
+    """Whether the compiler's guards on symbols hold for these sizes. They call functions of `math` and `torch`."""
+    # eval adds no risk: the text comes from the artefact, which is code itself
+    symbols = {f"t{place}": size for place, size in enumerate(sizes)}
+    return bool(eval(guards, {"math": math, "torch": torch, "L": symbols}))
 
 
 class CompiledPlan:
@@ -133,10 +141,7 @@ class CompiledPlan:
 
     def accepts_sizes(self, sizes: Sequence[int]) -> bool:
         """Whether the compiled code holds for these values of its symbols."""
-        if self._guards is None:
-            return True
-        # eval adds no risk: the text comes from the artefact, which is code itself
-        return bool(eval(self._guards, {"L": {f"t{place}": size for place, size in enumerate(sizes)}}))
+        return self._guards is None or guards_hold(self._guards, sizes)
 
     def execute(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ from harness import assert_same, count
 from torch import nn
 
 import lazy_backend
-from lazy_backend import CompileWarning, computation, config
+from lazy_backend import CompileWarning, computation, config, metrics
+from lazy_backend.lowering.compilation.compiler import guards_hold
 from lazy_backend.lowering.ir import shapes
 from lazy_backend.lowering.plans import families
+from lazy_backend.ports.replacements.inductor import symbols_with
 
 Step = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -56,6 +59,36 @@ def test_sizes_after_the_first_compile_once_for_all() -> None:
         assert compiles() == 1
         each(many_views, batches(shuffled(range(2, 12), 4)))
     assert compiles() == 2
+
+
+CONDITIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "a power of a size": lambda n, m: n < 10.0 * torch.sym_float(m) ** 0.145,
+    "a quotient": lambda n, m: n / m < 1.5,
+    "a floor": lambda n, m: math.floor(n * 0.7) < m,
+    "a ceiling": lambda n, m: math.ceil(n * 0.7) < m,
+    "a truncated product": lambda n, m: math.trunc(n * 0.7) < m,
+    "the larger size": lambda n, m: torch.sym_max(n, m) < 9,
+    "a sum": lambda n, m: torch.sym_sum([n, m, 2 * n]) < 20,
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_conditions_on_sizes_are_evaluated_as_the_compiler_means_them(name: str) -> None:
+    for hints in ((5, 7), (11, 3)):
+        environment, symbols = symbols_with(hints)
+        wanted = bool(CONDITIONS[name](*symbols))  # a guard of the environment from now on
+        guards = compile(environment.produce_guards_expression(symbols), "<guards>", "eval")
+        for sizes in ((5, 7), (11, 3), (9, 8), (4, 4), (30, 20)):
+            assert guards_hold(guards, sizes) is (CONDITIONS[name](*sizes) is wanted)
+
+
+def test_operators_that_choose_by_a_float_of_sizes() -> None:
+    def step(device: str, x: torch.Tensor) -> torch.Tensor:
+        return torch.isin(x.to(device).round(), torch.arange(float(x.shape[0] % 3 + 1), device=device))
+
+    config.backend = "aot_eager_decomp_partition"
+    each(step, batches(shuffled(range(2, 9), 3)))
+    assert metrics.counter_value("CompileFailed") == 0
 
 
 def test_norms_of_several_dtypes_compile_once_for_all_sizes() -> None:
