@@ -52,7 +52,8 @@ class Inference:
             self._check_overlaps(op, args, kwargs)
         tiny = probe.try_tiny(op, args, kwargs, self._meta) if probe.checks_more_than_its_fake(op) else None
         tried = probe.try_zeros(op, args, kwargs, self._meta)
-        if tried is None and any(result.kind == "fresh" for result in schema.returns):
+        makes_tensors = any(result.kind == "fresh" for result in schema.returns)
+        if tried is None and (makes_tensors or (schema.mutates and tiny is None)):
             tried = probe.try_layout(op, args, kwargs, self._meta)
         try:
             is_view = not schema.mutates and bool(schema.returns) and all(r.kind == "view" for r in schema.returns)
@@ -62,9 +63,11 @@ class Inference:
         except (HasNoFake, NotImplementedError):
             raise NotRecordable("it has no fake kernel") from None
         except Exception:
-            if not rng.draws_random_numbers(op, args) and probe.try_ones(op, args, kwargs, self._meta):
+            if probe.try_ones(op, args, kwargs, self._meta):
                 raise NotRecordable("its fake kernel refuses what eager takes") from None
             raise
+        if rng.draws_random_numbers(op, args):
+            probe.try_drawing(op, args, kwargs, output, self._meta)
         output = self._laid_out_like(output, tried)
         if isinstance(tiny, torch.Tensor) and tiny.dtype != output.dtype:
             raise NotRecordable("its fake kernel gives another dtype")

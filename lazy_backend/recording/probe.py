@@ -4,6 +4,7 @@ In: a call seen for the first time. Out: eager's own exception, with eager's tex
 Fake kernels check shapes but not everything else, and word their errors differently. So a call that fails there is
 tried on ones (zeros would break divisions), and operators whose checks do not depend on values are tried on tiny
 operands of the same dtypes and layout. Costs 10 µs per unseen call and nothing afterwards.
+Random operators are tried on ones as well: a call that is refused when it runs has used up a seed.
 Of permuted operands, and of operands of several dtypes, fake kernels also give other strides and dtypes than eager's
 kernels: there a call's results are those of ones or zeros of the operands' own geometry.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent, is_contiguous
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.recording.arguments import flat, with_leaves
@@ -68,7 +70,8 @@ _CHECKED_ON_ZEROS = frozenset(
         "put", "put_", "masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "embedding",
         "_softmax", "_log_softmax", "sort", "topk", "kthvalue", "mode", "median", "nanmedian", "cumsum", "cumprod",
         "cummax", "cummin", "logcumsumexp", "native_group_norm", "native_layer_norm", "_adaptive_avg_pool2d",
-        "_adaptive_avg_pool3d", "adaptive_max_pool2d", "linalg_vector_norm", "norm", "histc", "cross", "renorm",
+        "_adaptive_avg_pool3d", "adaptive_max_pool2d", "linalg_vector_norm", "norm", "histc", "linalg_cross", "renorm",
+        "multi_margin_loss", "multilabel_margin_loss_forward",
     )
 )  # fmt: skip
 
@@ -94,6 +97,16 @@ _LAID_OUT_BY_KERNELS = frozenset(
 )  # fmt: skip
 
 
+def try_drawing(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, read: Reader) -> None:
+    """Call a random `op` on ones, which none refuses, if these and its results, `made`, are small.
+
+    Raises what eager raises.
+    """
+    results = sum(result.numel() for result in flat([made]) if isinstance(result, torch.Tensor))
+    if results <= _MAX_NUMEL:
+        try_ones(op, args, kwargs, read)
+
+
 def try_zeros(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
     """Call `op` on zeros if it is in `_CHECKED_ON_ZEROS` and the operands are not large. Raises what eager raises."""
     if function_schema(op).name not in _CHECKED_ON_ZEROS:
@@ -104,27 +117,37 @@ def try_zeros(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], re
     return _call_on(_zeros, op, args, kwargs, read) if _are_small(metas) else None
 
 
+# Operators that take any dtypes together.
+_CONVERTING = frozenset(("aten::copy_", "aten::_foreach_copy_"))
+
+
 def try_layout(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
     """What eager gives for zeros or ones of the operands' geometry, where a fake kernel may give something else.
 
-    None elsewhere and for huge operands. Raises what eager raises for both; `NotRecordable` if huge ones have several
-    dtypes.
+    None elsewhere and for huge operands. Raises what eager raises for both; `NotRecordable` if that may be because of
+    their values, or if huge ones have several dtypes.
     """
-    if torch.Tag.pointwise not in op.tags and function_schema(op).name not in _LAID_OUT_BY_KERNELS:
+    name = function_schema(op).name
+    if op.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in op.tags or name in _CONVERTING:
         return None
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return None
+    is_listed = name in _LAID_OUT_BY_KERNELS
+    is_known = is_listed or torch.Tag.pointwise in op.tags
     metas = _metas(args, kwargs, read)
     dtypes = {dtype for dtype in (*(meta.dtype for meta in metas), *args) if _is_float(dtype)}
-    if len(dtypes) < 2 and all(is_contiguous(meta) for meta in metas):
+    if len(dtypes) < 2 and (not is_known or all(is_contiguous(meta) for meta in metas)):
         return None
     if not _are_small(metas, _MAX_NUMEL_LAID_OUT):
-        if len(dtypes) > 1 and function_schema(op).name in _LAID_OUT_BY_KERNELS:
+        if len(dtypes) > 1 and is_listed:
             raise NotRecordable("the dtypes of its results are not known")
         return None
     with contextlib.suppress(Exception):
         return _call_on(_zeros, op, args, kwargs, read)
-    return _call_on(_ones, op, args, kwargs, read)  # zeros break divisions, ones may be out of range as indices
+    try:
+        return _call_on(_ones, op, args, kwargs, read)  # zeros break divisions, ones may be out of range as indices
+    except Exception:
+        if is_known:
+            raise
+        raise NotRecordable("its operands have several dtypes") from None
 
 
 def _metas(args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> list[TensorMeta]:
@@ -220,9 +243,10 @@ def _call_on(
 
 def _call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], convert: Callable[[Any], Any]) -> Any:
     def call() -> Any:
-        return op(
-            *(with_leaves(convert, arg) for arg in args),
-            **{name: with_leaves(convert, arg) for name, arg in kwargs.items()},
-        )
+        own_args = [with_leaves(convert, arg) for arg in args]
+        own_kwargs = {name: with_leaves(convert, arg) for name, arg in kwargs.items()}
+        if rng.draws_random_numbers(op, args) and rng.can_seed(op):
+            return rng.run_seeded(op, [0], 0, convert(torch.device("lazy")), own_args, own_kwargs)
+        return op(*own_args, **own_kwargs)
 
     return run_clean(call)

@@ -122,7 +122,7 @@ def _native_dropout(generator: torch.Generator, input: torch.Tensor, p: float, t
     if not train or p == 0:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    return input * mask * dropout_scale(p), mask
+    return (input * mask).mul_(dropout_scale(p)), mask  # in place: integers are refused
 
 
 def dropout_scale(p: float) -> float:

@@ -63,6 +63,18 @@ REFUSED: dict[str, Call] = {
     "norm of ints to ints": lambda d: ints(d, 1, 2).norm(dtype=torch.int64),
     "p-norm of ints": lambda d: torch.norm(ints(d, 1, 2), p=1),
     "normalize of ints": lambda d: F.normalize(ints(d, 1, 2), dim=0),
+    "cross of two dtypes": lambda d: torch.linalg.cross(floats(d, 3), floats(d, 3).bfloat16()),
+    "grid_sample of two dtypes": lambda d: F.grid_sample(floats(d, 1, 1, 2, 2), floats(d, 1, 2, 2, 2).half()),
+    "values of another dtype into a mask": lambda d: floats(d, 3).index_put((floats(d, 3) > 0,), floats(d, 2).half()),
+    "embedding_bag with weights of another dtype": lambda d: F.embedding_bag(
+        ints(d, 0, 1), floats(d, 2, 3), ints(d, 0), mode="sum", per_sample_weights=floats(d, 2).bfloat16()
+    ),
+    "nll_loss with weights of another dtype": lambda d: F.nll_loss(
+        floats(d, 2, 3), ints(d, 0, 1), weight=floats(d, 3).bfloat16()
+    ),
+    "distances of two dtypes": lambda d: torch.cdist(floats(d, 2, 3), floats(d, 2, 3).bfloat16()),
+    "multi_margin_loss of bfloat16": lambda d: F.multi_margin_loss(floats(d, 2, 3).bfloat16(), ints(d, 0, 1)),
+    "multilabel_margin_loss of float16": lambda d: F.multilabel_margin_loss(floats(d, 2).half(), ints(d, 0, 1)),
 }
 
 

@@ -238,32 +238,57 @@ def own_generator() -> torch.Generator:
     return torch.Generator("lazy").manual_seed(3)
 
 
-REFUSED: dict[str, Callable[[], object]] = {
-    "multinomial": lambda: torch.multinomial(torch.ones(2, 2, 2, device="lazy"), 1),
-    "multinomial of negatives": lambda: torch.multinomial(-torch.ones(2, device="lazy"), 1).cpu(),
-    "bernoulli": lambda: torch.bernoulli(torch.full((2,), 2.0, device="lazy")).cpu(),
-    "bernoulli_": lambda: torch.empty(2, device="lazy").bernoulli_(2.0),
-    "normal": lambda: torch.normal(0.0, -1.0, (2,), device="lazy"),
-    "normal_": lambda: torch.empty(2, device="lazy").normal_(0, -1),
-    "uniform_": lambda: torch.empty(2, device="lazy").uniform_(1, 0),
-    "random_": lambda: torch.empty(2, device="lazy").random_(5, 3),
-    "exponential_": lambda: torch.empty(2, device="lazy").exponential_(-1.0),
-    "geometric_": lambda: torch.empty(2, device="lazy").geometric_(2.0),
-    "randint": lambda: torch.randint(5, 3, (2,), device="lazy"),
-    "randperm": lambda: torch.randperm(-1, device="lazy"),
-    "poisson of integers": lambda: torch.poisson(torch.ones(2, dtype=torch.int64, device="lazy")),
-    "rand": lambda: torch.rand(2, out=torch.empty(3, dtype=torch.int64, device="lazy")),
+def filled(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype).to(device)
+
+
+def whole(device: str, *shape: int) -> torch.Tensor:
+    return filled(device, *shape, dtype=torch.int64)
+
+
+REFUSED: dict[str, Callable[[str], object]] = {
+    "multinomial": lambda d: torch.multinomial(filled(d, 2, 2, 2), 1),
+    "multinomial of negatives": lambda d: torch.multinomial(-filled(d, 2), 1).cpu(),
+    "multinomial of too many": lambda d: torch.multinomial(filled(d, 4), 9),
+    "multinomial of integers": lambda d: torch.multinomial(whole(d, 4), 2),
+    "bernoulli": lambda d: torch.bernoulli(filled(d, 2) * 2).cpu(),
+    "bernoulli of integers": lambda d: torch.bernoulli(whole(d, 3)),
+    "bernoulli_": lambda d: filled(d, 2).bernoulli_(2.0),
+    "bernoulli_ of another shape": lambda d: filled(d, 3).bernoulli_(filled(d, 4)),
+    "dropout": lambda d: torch.native_dropout(filled(d, 3), 2.0, True),
+    "dropout of integers": lambda d: torch.native_dropout(whole(d, 3), 1.0, True),
+    "normal": lambda d: torch.normal(0.0, -1.0, (2,), device=d),
+    "normal of integers": lambda d: torch.normal(whole(d, 3), 1.0),
+    "normal_": lambda d: filled(d, 2).normal_(0, -1),
+    "normal_ of integers": lambda d: whole(d, 3).normal_(),
+    "uniform_": lambda d: filled(d, 2).uniform_(1, 0),
+    "uniform_ of integers": lambda d: whole(d, 2).uniform_(),
+    "random_": lambda d: filled(d, 2).random_(5, 3),
+    "random_ beyond its dtype": lambda d: filled(d, 3, dtype=torch.uint8).random_(0, 999),
+    "exponential_": lambda d: filled(d, 2).exponential_(-1.0),
+    "geometric_": lambda d: filled(d, 2).geometric_(2.0),
+    "randint": lambda d: torch.randint(5, 3, (2,), device=d),
+    "randint of complex numbers": lambda d: torch.randint(9, (3,), dtype=torch.complex64, device=d),
+    "randint_like": lambda d: torch.randint_like(filled(d, 3), 2, 1),
+    "randperm": lambda d: torch.randperm(-1, device=d),
+    "randperm beyond its dtype": lambda d: torch.randperm(999, dtype=torch.uint8, device=d),
+    "poisson of integers": lambda d: torch.poisson(whole(d, 2)),
+    "binomial of two dtypes": lambda d: torch.binomial(filled(d, 3), filled(d, 3, dtype=torch.float64)),
+    "gamma of integers": lambda d: torch._standard_gamma(whole(d, 3)),
+    "rrelu of integers": lambda d: nn.functional.rrelu(whole(d, 3), training=True),
+    "rand": lambda d: torch.rand(2, out=whole(d, 3)),
+    "rand of integers": lambda d: torch.rand(3, dtype=torch.int64, device=d),
 }
 
 
-# Kernels alone refuse these, so that recorded calls fail later.
-BY_KERNELS = ("multinomial of negatives", "bernoulli", "bernoulli_", "uniform_", "random_", "poisson of integers")
+# Because of their operands' values, so that recorded calls fail later.
+BY_VALUES = ("multinomial of negatives", "bernoulli")
 
 
 @pytest.mark.parametrize("way", ["recorded", "run", "eager mode", "fallback"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_call_that_fails_draws_nothing(name: str, way: str) -> None:
-    if way == "recorded" and name in BY_KERNELS:
+    if way == "recorded" and name in BY_VALUES:
         pytest.skip("it is recorded")
     config.first_sight = "record" if way == "recorded" else "run"
     if way == "fallback":
@@ -277,11 +302,21 @@ def test_a_call_that_fails_draws_nothing(name: str, way: str) -> None:
 
     def refused() -> None:
         with pytest.raises((RuntimeError, ValueError)):
-            REFUSED[name]()
+            REFUSED[name]("lazy")
 
     expected = drawn_after(lambda: None)
     for _ in range(2):
         assert_same(drawn_after(refused), expected)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - set(BY_VALUES)))
+def test_a_call_that_fails_is_refused_as_in_eager_before_it_is_recorded(name: str) -> None:
+    found = []
+    for device in ("cpu", "lazy"):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            REFUSED[name](device)
+        found.append(f"{caught.type}: {caught.value}")
+    assert found[1] == found[0]
 
 
 def test_a_call_that_fails_draws_nothing_from_an_own_generator() -> None:
