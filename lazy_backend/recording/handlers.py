@@ -556,6 +556,8 @@ def _max_pool1d(input: torch.Tensor, *window: Any, **options: Any) -> torch.Tens
     pooled: torch.Tensor = kernel_caller(op)(DispatchKey.CompositeImplicitAutograd, input, *window, **options)
     if pooled.requires_grad:
         return pooled
+    if _backing_of(input).type == "cpu":
+        pooled = pooled.contiguous()
     return aten._unsafe_view.default(pooled, pooled.shape)  # type: ignore[no-any-return]
 
 
@@ -566,6 +568,15 @@ def _ormqr(*args: Any) -> torch.Tensor:
         like = torch.empty_like(args[0].detach())
         product.grad_fn.register_hook(lambda found, given: _with_strides_of(like, found))
     return product
+
+
+def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`aten::masked_select` on the AutogradLazy key: for subclasses PyTorch's formula gives contiguous gradients."""
+    chosen: torch.Tensor = kernel_caller(aten.masked_select.default)(DispatchKey.Autograd, input, mask)
+    if chosen.grad_fn is not None and not input.is_contiguous():
+        like = torch.empty_like(input.detach())
+        chosen.grad_fn.register_hook(lambda found, given: _with_strides_of(like, found))
+    return chosen
 
 
 def _with_strides_of(like: torch.Tensor, found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -654,6 +665,7 @@ def install_factories(library: torch.library.Library) -> None:
     library.impl("_local_scalar_dense", hide_internals(_lazy_local_scalar), "Lazy")
     library.impl("max_pool1d", hide_internals(_max_pool1d), "AutogradLazy")
     library.impl("ormqr", hide_internals(_ormqr), "AutogradLazy")
+    library.impl("masked_select", hide_internals(_masked_select), "AutogradLazy")
     for op in _OUT_WHOLE:
         learn(op)
         library.impl(op.name(), hide_internals(_out_whole(op)), "AutogradLazy")

@@ -90,9 +90,9 @@ _LAID_OUT_BY_KERNELS = frozenset(
         "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_forward", "huber_loss", "huber_loss_backward",
         "mse_loss_backward", "smooth_l1_loss_backward", "soft_margin_loss", "soft_margin_loss_backward",
         "nll_loss2d_forward", "channel_shuffle", "native_channel_shuffle", "complex", "polar", "floor_divide",
-        "max_unpool2d", "reflection_pad3d", "reflection_pad3d_backward", "replication_pad2d_backward",
-        "replication_pad3d", "replication_pad3d_backward", "native_group_norm", "native_layer_norm", "addr",
-        "index", "_unsafe_index",
+        "max_unpool2d", "reflection_pad2d_backward", "reflection_pad3d", "reflection_pad3d_backward",
+        "replication_pad2d_backward", "replication_pad3d", "replication_pad3d_backward", "native_group_norm",
+        "native_layer_norm", "addr", "index", "_unsafe_index",
     )
 )  # fmt: skip
 

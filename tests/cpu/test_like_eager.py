@@ -236,6 +236,8 @@ LAID_OUT: dict[str, Call] = {
     "unpooled": lambda d: F.max_unpool2d(*F.max_pool2d(moved(d, 1, 2, 4, 6), 2, return_indices=True), 2),
     "padded volumes": lambda d: F.pad(moved(d, 1, 3, 3, 3, 3), (1,) * 6, mode="reflect"),
     "nll_loss of images": lambda d: F.nll_loss(turned(d, 2, 3, 2, 2), turned_index(d, 2, 2, 2), reduction="none"),
+    "max_pool1d": lambda d: F.max_pool1d(turned(d, 2, 3, 6), 2),
+    "max_pool1d of channels last": lambda d: F.max_pool1d(moved(d, 2, 4, 6), 3, 2),
     "shuffled channels": lambda d: F.channel_shuffle(moved(d, 1, 4, 3, 3), 2),
 }
 
@@ -260,6 +262,8 @@ GRADIENTS: dict[str, Call] = {
     "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.detach() + 1),
     "soft_margin_loss": lambda x: F.soft_margin_loss(x, x.detach() + 1),
     "replication_pad2d": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "reflection_pad2d": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "masked_select": lambda x: x.masked_select(x > 2).sum(),
 }
 
 
