@@ -38,6 +38,12 @@ INDUCTOR_SHARE = 4  # one entry in so many is compiled with Inductor, which take
 FIRST_DTYPE = torch.float32
 FURTHER_DTYPES = (torch.complex64, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 FLOATING_DTYPES = (torch.float64, torch.float16, torch.bfloat16)
+# beside float32, those that are recorded before they are run: of each class, one that an entry supports
+CLASSES_OF_DTYPES = (
+    (torch.float16, torch.bfloat16),
+    (torch.int64, torch.int32, torch.uint8, torch.bool),
+    (torch.complex64, torch.complex128),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +152,12 @@ def _op_cases(every_dtype: bool) -> Iterator[Case]:
         yield Case("op", name, "forward", first, "aot")
         for variant in _op_variants(op):
             backward = variant == "gradients"
-            if variant in ("forward", "gradients") and FIRST_DTYPE in (
-                op.supported_backward_dtypes("cpu") if backward else op.supported_dtypes("cpu")
-            ):
-                modes = ("recorded", "mixed", *AUTOCAST)
+            supported = op.supported_backward_dtypes("cpu") if backward else op.supported_dtypes("cpu")
+            dtypes = _one_of_each_class(name, supported)
+            wide = variant in ("forward", "gradients")
+            yield from (Case("op", name, variant, dtype, "recorded") for dtype in (dtypes if wide else dtypes[:1]))
+            if wide and FIRST_DTYPE in supported:
+                modes = ("mixed", *AUTOCAST)
                 yield from (Case("op", name, variant, _dtype_name(FIRST_DTYPE), mode) for mode in modes)
         if name in chosen:
             differentiable = FIRST_DTYPE in op.supported_backward_dtypes("cpu") and op.supports_autograd
@@ -179,6 +187,15 @@ def _op_dtypes(name: str, supported: Iterable[torch.dtype]) -> list[str]:
         common = [dtype for dtype in rest if dtype in FURTHER_DTYPES] or rest
         chosen.append(common[_number(name) % len(common)])
     return [_dtype_name(dtype) for dtype in chosen]
+
+
+def _one_of_each_class(name: str, supported: Iterable[torch.dtype]) -> list[str]:
+    """float32, if it is supported, and one of each class of dtypes, or any one."""
+    supported = set(supported)
+    classes = [[dtype for dtype in members if dtype in supported] for members in CLASSES_OF_DTYPES]
+    chosen = [FIRST_DTYPE] if FIRST_DTYPE in supported else []
+    chosen += [members[_number(name) % len(members)] for members in classes if members]
+    return [_dtype_name(dtype) for dtype in chosen] or _op_dtypes(name, supported)[:1]
 
 
 def _sample_of_families(entries: Iterable[tuple[str, tuple[str, str]]], share: int) -> set[str]:

@@ -132,7 +132,8 @@ def _laid_out(sample: Sample, layout: str) -> Sample | None:
 
 def _mixed(sample: Sample, lowers_first: bool) -> Sample:
     """The sample with its first tensor in bfloat16, or all others."""
-    first = next((leaf for leaf in tree_leaves(sample.args) if isinstance(leaf, torch.Tensor)), None)
+    tensors = (leaf for leaf in tree_leaves(sample.args) if isinstance(leaf, torch.Tensor))
+    first = next((leaf for leaf in tensors if leaf.layout == torch.strided), None)
 
     def lower(tensor: torch.Tensor) -> torch.Tensor:
         is_first = first is not None and tensor.data_ptr() == first.data_ptr()
