@@ -140,6 +140,7 @@ def _replace() -> None:
     collectives.support_data_parallel(BucketReducer, registering, broadcasting)
     collectives.support_fully_shard()
     collectives.support_random_dtensors(contexts.backing_type, run_clean)
+    functions.script_operators_as_before()
 
 
 def _wire() -> None:

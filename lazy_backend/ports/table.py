@@ -77,6 +77,12 @@ ENCODERS = Port(
     "torch.backends.mha.get_fastpath_enabled",
     without="nn.TransformerEncoder in evaluation leaves values in padded positions that are zeros on the CPU",
 )
+SCRIPTING = Port(
+    "replaced operators in TorchScript",
+    "torch.jit._builtins._find_builtin(fn)",
+    "torch.jit._builtins._register_builtin(fn, op)",
+    without="torch.jit.script refuses functions that ask whether autocast is on, as nn.MultiheadAttention does",
+)
 COLLATING = Port(
     "batches in workers",
     "torch.utils.data._utils.collate.default_collate_fn_map",

@@ -576,6 +576,50 @@ def test_a_scripted_and_a_traced_module() -> None:
     assert torch.equal(scripted(grid("lazy", 3)), model(grid("lazy", 3)))
 
 
+def norm_of_all(x):
+    return torch.norm(x)
+
+
+def norm_of_rows(x):
+    return torch.norm(x, p=2, dim=-1, keepdim=True)
+
+
+def norm_of_dims(x):
+    return torch.norm(x, 2, [0, 1])
+
+
+def frobenius_norm(x):
+    return torch.functional.norm(x, "fro", [0, 1])
+
+
+def nuclear_norm(x):
+    return torch.norm(x, "nuc")
+
+
+def is_cast(x):
+    return torch.tensor(torch.is_autocast_enabled())
+
+
+SCRIPTED = [
+    norm_of_all,
+    norm_of_rows,
+    norm_of_dims,
+    frobenius_norm,
+    nuclear_norm,
+    is_cast,
+    nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+    nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), 1, enable_nested_tensor=False),
+]
+
+
+@pytest.mark.parametrize("case", SCRIPTED, ids=lambda case: getattr(case, "__name__", type(case).__name__))
+def test_torchscript_compiles_functions_that_are_replaced(case) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(case)
+    assert torch.equal(scripted(grid("cpu", 3, 4)), case(grid("cpu", 3, 4)))
+
+
 TRACED = {
     "export": lambda model, x: torch.export.export(model, (x,)),
     "strict_export": lambda model, x: torch.export.export(model, (x,), strict=True),

@@ -6,6 +6,7 @@ In: the class of lazy tensors. Out: the same functions, which treat lazy tensors
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import torch.utils.data
 import torch.utils.dlpack
 
-from lazy_backend.ports.table import COLLATING, DEFAULT_DTYPE, DLPACK, ENCODERS, GENERATORS, NORMS
+from lazy_backend.ports.port import replaced
+from lazy_backend.ports.table import COLLATING, DEFAULT_DTYPE, DLPACK, ENCODERS, GENERATORS, NORMS, SCRIPTING
 
 
 def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
@@ -72,13 +74,28 @@ def export_to_dlpack(kind: type) -> None:
     DLPACK.put(module, "to_dlpack", to_dlpack)
 
 
+def _scripted_as(original: Any) -> Callable[[Any], Any]:
+    """Decorator like `functools.wraps`, of a function that TorchScript compiles as `original`.
+
+    TorchScript takes the source of `__wrapped__`, and looks its names up in the globals of the function itself.
+    """
+
+    def wrap(function: Any) -> Any:
+        names = {**function.__globals__, **original.__globals__}
+        defaults, closure = function.__defaults__, function.__closure__
+        own = types.FunctionType(function.__code__, names, function.__name__, defaults, closure)
+        return functools.wraps(original)(own)
+
+    return wrap
+
+
 def norm_as_on_the_cpu(kind: type) -> None:
     """Make `torch.norm` call `linalg` as on the CPU: for unlisted devices it calls older kernels with other errors."""
     if not NORMS.fits():
         return
     original = torch.functional.norm
 
-    @functools.wraps(original)
+    @_scripted_as(original)
     def norm(
         input: torch.Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
     ) -> torch.Tensor:
@@ -105,7 +122,7 @@ def pad_encoded_as_on_the_cpu(kind: type) -> None:
         return
     original = torch.nn.TransformerEncoder.forward
 
-    @functools.wraps(original)
+    @_scripted_as(original)
     def forward(
         self: torch.nn.TransformerEncoder,
         src: torch.Tensor,
@@ -158,3 +175,16 @@ def collate_by_stacking(kind: type) -> None:
 
     if COLLATING.fits():
         torch.utils.data._utils.collate.default_collate_fn_map[kind] = stack
+
+
+def script_operators_as_before() -> None:
+    """Let TorchScript compile replaced functions as the operators of their originals: it knows these by identity.
+
+    For all that was replaced so far.
+    """
+    if not SCRIPTING.fits():
+        return
+    builtins: Any = torch.jit._builtins
+    for one in replaced:
+        if (operator := builtins._find_builtin(one.original)) is not None:
+            builtins._register_builtin(one.value, operator)
