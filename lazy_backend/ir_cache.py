@@ -43,7 +43,4 @@ def _under(force_fallback: str, default_dtype: torch.dtype) -> str:
 def reset() -> None:
     """Forget every recorded program. Pending calls are run first; computations stay cached."""
     for context in contexts.get_active_devices():
-        with context.lock:
-            executor.sync_live_tensors_graph([context], wait=False, cause="ir_cache.reset")
-            context.forget_paths()
-            context.new_trace()
+        executor.begin_anew(context, "ir_cache.reset", forgets_paths=True)

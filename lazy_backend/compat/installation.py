@@ -185,11 +185,8 @@ def _prepare() -> None:
 
 def _begin_new_traces() -> None:
     """Sync what was recorded and begin new traces, at the roots of the settings that hold now."""
-    devices = contexts.get_active_devices()
-    executor.sync_live_tensors_graph(devices, wait=False, cause="config.force_fallback")
-    for context in devices:
-        with context.lock:
-            context.new_trace()
+    for context in contexts.get_active_devices():
+        executor.begin_anew(context, "config.force_fallback")
 
 
 def _at_exit() -> None:

@@ -445,6 +445,21 @@ class LazyGraphExecutor:
             if trace.is_empty() and trace.default_dtype is not torch.get_default_dtype():
                 context.replace_trace(trace, trace.cursor, context.fresh_trace())
 
+    def begin_anew(self, context: DeviceContext, cause: str, forgets_paths: bool = False) -> None:
+        """Sync what was recorded, and begin a trace at the root of the settings that hold now.
+
+        What a finalizer or another thread records meanwhile is synced too.
+        """
+        while True:
+            self.sync_live_tensors_graph([context], wait=False, cause=cause)
+            with context.lock:
+                trace, cursor = context.trace, context.trace.cursor
+                if cursor.depth == 0:
+                    if forgets_paths:
+                        context.forget_paths()
+                    if context.replace_trace(trace, cursor, context.fresh_trace()):
+                        return
+
     # ----- waiting
 
     def wait_device_ops(self, devices: Sequence[DeviceContext]) -> None:
