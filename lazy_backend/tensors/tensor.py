@@ -373,4 +373,6 @@ def assign(tensor: LazyTensor, data: TensorData) -> None:
         if tensor.is_neg() != data.meta.neg:
             set_neg(tensor, data.meta.neg)
         set_data(tensor, wrap(data, view_of=tensor))
+    trace = data.context.trace
     tensor._data = data
+    trace.changes += 1  # no call since the line above: a call that this one interrupts may use both, so it starts again

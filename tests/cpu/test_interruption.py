@@ -509,6 +509,60 @@ def test_a_call_is_not_lost_by_a_handler_that_reads() -> None:
                 assert total.tolist() == [count] * 3, (place, time)
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda tensor: tensor[1:],
+    "columns": lambda tensor: tensor[:, 1:],
+    "t": lambda tensor: tensor.t(),
+    "unbind": lambda tensor: tensor.unbind(0)[1],
+    "chunk": lambda tensor: tensor.chunk(2)[0],
+}
+
+
+def assign_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    tensor.data = other
+
+
+@pytest.mark.parametrize("assign", [assign_data, torch.Tensor.set_, lambda tensor, other: tensor.t_()])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_handler_may_let_an_operand_stand_for_other_data(view: str, assign: Callable[..., Any]) -> None:
+    """Before the call or after it: a view has the memory that its value comes from."""
+    look, given = VIEWS[view], (torch.arange(12.0).reshape(3, 4), torch.full((3, 4), 50.0))
+
+    def finish(made: torch.Tensor, *operands: torch.Tensor) -> list[Any]:
+        value = made.clone()
+        made.add_(100)
+        return [tensor.tolist() for tensor in (value, made, *operands)]
+
+    def in_eager(comes_first: bool) -> list[Any]:
+        tensor, other = (one.clone() for one in given)
+        if comes_first:
+            assign(tensor, other)
+        made = look(tensor)
+        if not comes_first:
+            assign(tensor, other)
+        return finish(made, tensor, other)
+
+    def begin() -> list[torch.Tensor]:
+        operands = [one.to("lazy", copy=True) for one in given]
+        operands[1].neg()  # another path than the last one: recorded in Python
+        lazy_backend.mark_step()
+        return operands
+
+    def interrupted_at(place: Place) -> list[Any]:
+        operands, made = begin(), []
+        assert interrupt(lambda: made.append(look(operands[0])), place, 1, lambda: assign(*operands))
+        return finish(made[0], *operands)
+
+    for _ in range(3):
+        finish(look(operands := begin()[0]), operands)
+    tensor = begin()[0]
+    places = places_of(lambda: look(tensor), instructions=True)
+    lazy_backend.mark_step()
+    assert places
+    expected = in_eager(True), in_eager(False)
+    assert [place for place in places if interrupted_at(place) not in expected] == []
+
+
 @pytest.fixture
 def little_to_search() -> None:
     """A search for garbage leaves out what PyTorch keeps of the programs above, for which it takes a second."""
