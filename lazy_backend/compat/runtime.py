@@ -156,6 +156,7 @@ PARTS: tuple[Part, ...] = (
     Part("lowering.interpreter.layout", ("_out_variant",), Life.FACTS, "operators that write into given memory"),
     Part("lowering.interpreter.task", ("_ids",), Life.FACTS, "the number of the next run"),
     Part("lowering.ir.graph", ("_metas",), Life.FACTS, "geometries, each once"),
+    Part("lowering.ir.graph", ("_registered",), Life.FACTS, "operators of the program's own, by name"),
     Part("lowering.ir.optimizers", ("_library", "undo_if"), Life.PROCESS, "an operator of ours"),
     Part("lowering.ir.passes", ("_watchers",), Life.PROCESS, "what is told of graph passes"),
     Part("lowering.ir.program", ("SLOTS", "INPUTS"), Life.FACTS, "tokens, each once"),

@@ -174,6 +174,21 @@ class Constant:
         return f"c{self.index}"
 
 
+# By name: the program's own operators, kept alive. A program may unregister one, and register another of its name.
+_registered: dict[str, list[OpOverload]] = {}
+
+
+def _registration_of(op: OpOverload) -> str:
+    """The mark of an operator that the program registered by a name that another had before: "#2", "#3" and so on."""
+    if op.namespace in ("aten", "prims"):
+        return ""
+    known = _registered.setdefault(op.name(), [])
+    if op not in known:
+        known.append(op)
+    number = known.index(op)
+    return f"#{number + 1}" if number else ""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Node:
     """One operator call."""
@@ -191,7 +206,7 @@ class Node:
     @property
     def name(self) -> str:
         """`aten.mm`, or `aten.add.out` where the overload is neither `default` nor `Tensor`."""
-        return str(self.op).removesuffix(".default").removesuffix(".Tensor")
+        return str(self.op).removesuffix(".default").removesuffix(".Tensor") + _registration_of(self.op)
 
     def inputs(self) -> list[Value]:
         """The operands, in schema order, once for each use."""

@@ -125,7 +125,7 @@ def skeleton(graph: Graph) -> bytes:
 
     nodes = tuple(
         (
-            node.op.name(),
+            node.name,
             tuple([blank(arg) for arg in node.args]),
             tuple([(name, blank(arg)) for name, arg in node.kwargs]),
             tuple([kind(value) for value in node.outputs]),

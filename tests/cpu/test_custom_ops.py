@@ -323,3 +323,24 @@ def test_an_operator_that_was_taken_back_leaves_its_place_in_tables_to_no_other(
         delattr(torch.ops, f"lazy_taken_{number}")
         gc.collect()
         assert reference() is not None
+
+
+@pytest.mark.parametrize("backend", ["interpreted", "eager", "aot_eager"])
+def test_an_operator_that_takes_the_place_of_another_of_its_name(backend: str) -> None:
+    """No program of the old one is taken for one of the new one, nor is its description in C++, at the same address."""
+    config.compile, config.backend = ("off", "eager") if backend == "interpreted" else ("foreground", backend)
+    config.first_sight = "run"
+    value = grid("lazy", 3)
+    arguments = ("Tensor a", "Tensor b", "Tensor a, Tensor b", "Tensor a", "Tensor a, Tensor b, Tensor c", "Tensor a")
+    for factor, taken_by in enumerate(arguments, 2):
+        with torch.library._scoped_library("lazy_taken", "DEF") as taken:
+            taken.define(f"scaled({taken_by}) -> Tensor")
+            taken.impl("scaled", lambda x, *others, factor=factor: x * factor, "CPU")
+            taken.impl("scaled", lambda x, *others: torch.empty_like(x), "Meta")
+            op = torch.ops.lazy_taken.scaled.default
+            for _ in range(4):
+                assert_same(op(*[value] * taken_by.count("Tensor")).cpu(), grid("cpu", 3) * factor)
+                lazy_backend.mark_step()
+            del op
+        delattr(torch.ops, "lazy_taken")
+        gc.collect()
