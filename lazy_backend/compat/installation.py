@@ -77,7 +77,7 @@ def install() -> None:
     lazy_core.refuse_second_backend()
     first_use.put_hooks()  # no entry point did with TORCH_DEVICE_BACKEND_AUTOLOAD=0
     _library.append(torch.library.Library("aten", "IMPL"))
-    LazyTensor.__torch_dispatch__ = staticmethod(record.dispatch)  # type: ignore[method-assign, assignment]
+    LazyTensor.__torch_dispatch__ = record.INSTALLED  # type: ignore[method-assign, assignment]
     handlers.install_handlers()
     handlers.install_factories(_library[0])
     install_attention(_library[0])

@@ -10,9 +10,12 @@
 // calls, an operand from another device - it changes nothing, and Python gets the call as if this file were not there.
 //
 // Note [One commit]
-// A call is compared first, which changes nothing. Then its results are allocated: the garbage collector may run, and
-// with it finalizers, which may record or sync. So the trace is looked at again. From there to the end no Python code
-// can run: no other thread, as the GIL is held, no signal handler and no finalizer. Nothing is ever half recorded.
+// A call is compared first, which changes nothing. Reading off a node what it says calls Python, and where results are
+// allocated the garbage collector may run, and with it finalizers, which may record, sync or forget all paths. So what is
+// in use by then is kept, and the trace is looked at again. From there to the last store no Python
+// code can run: no other thread, as the GIL is held, no signal handler and no finalizer. Nothing is ever half recorded.
+// The context's lock is not taken, as nobody could ask for it meanwhile; but a call of another thread than the one that
+// holds it goes to Python, and waits there.
 
 #include <Python.h>
 #include <structmember.h>
@@ -87,7 +90,7 @@ struct WithoutGil {
 // ----- what Python handed over: classes, the places of their slots, and objects that mark kinds of arguments
 
 struct Classes {
-  PyTypeObject *lazy_tensor, *storage, *view, *token, *fresh, *view_result, *same, *call;
+  PyTypeObject *lazy_tensor, *storage, *view, *token, *fresh, *view_result, *same, *call, *lock;
 } classes;
 
 struct Markers {
@@ -97,7 +100,7 @@ struct Markers {
 } markers;
 
 struct Names {
-  PyObject *data, *trace, *dispatch, *backing, *device;
+  PyObject *data, *trace, *dispatch, *backing, *device, *lock;
 } names;
 
 using Slot = Py_ssize_t;
@@ -116,9 +119,10 @@ struct {
   Slot next_key, next, call, depth, known;
 } node_slots;
 
+Slot owner_slot;  // of an RLock: the number of the thread that holds it
 PyObject* dispatch_in_python;  // what `LazyTensor.__torch_dispatch__` is unless somebody watches calls
 PyObject* input_tokens;  // a list
-PyObject* recorded_alike;  // (operator) -> names of operators recorded as it, and of arguments left out of keys; or None
+PyObject* recorded_alike;  // (operator) -> operators recorded as it, and of arguments left out of keys; or None
 PyObject *draw_seed, *return_seed;  // () -> seed, and (seed) for one that was not used
 PyObject* unwritten_storage;  // (shape, stride, dtype, device) -> memory that nobody has used yet, or None
 PyObject* add_event;  // (event): count something
@@ -131,6 +135,10 @@ int64_t num_known = 0, num_others = 0;
 
 inline PyObject*& slot_of(PyObject* object, Slot place) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + place);
+}
+
+inline unsigned long owner_of(PyObject* lock, Slot place) {
+  return *reinterpret_cast<unsigned long*>(reinterpret_cast<char*>(lock) + place);
 }
 
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
@@ -147,6 +155,17 @@ inline Ref put(PyObject* object, Slot place, PyObject* value) {
 PyObject* attribute(PyObject* owner, const char* name) {
   PyObject* found = PyObject_GetAttrString(owner, name);
   Py_XDECREF(found);
+  return found;
+}
+
+// What a function of Python's returns. What it raises goes on into the program.
+Ref called(PyObject* function, PyObject* argument) {
+  Ref found = Ref::taking(argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument));
+  if (!found) {
+    python_error raised;
+    raised.persist();
+    throw raised;
+  }
   return found;
 }
 
@@ -251,13 +270,14 @@ struct Known {  // a Python object, which the node keeps
   PyObject_HEAD
   struct Content {
     Ref key, call;  // keep alive what the parts point to
-    std::vector<OperatorHandle> ops;  // that are recorded so; none if calls like this one go to Python
+    Ref alike;
+    std::vector<PyObject*> ops;  // that are recorded so; none if calls like this one go to Python
     std::vector<Part> parts;  // by the arguments of the schema
     std::vector<Result> results;
     std::vector<size_t> written_lists;
     bool returns_list = false, is_seeded = false;
 
-    bool is_of(const OperatorHandle& op) const { return std::find(ops.begin(), ops.end(), op) != ops.end(); }
+    bool is_of(PyObject* op) const { return std::find(ops.begin(), ops.end(), op) != ops.end(); }
   };
   Content* content;
 };
@@ -287,8 +307,11 @@ bool read_part(PyObject* found, Part& part) {
     part.number = PyLong_AsLongLongAndOverflow(found, &overflows);
     return overflows == 0;
   } else if (type == &PyUnicode_Type) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(found, &size);
+    if (text == nullptr) return false;
     part.kind = Kind::String;
-    part.text = PyUnicode_AsUTF8(found);
+    part.text.assign(text, size);
   } else if (THPDtype_Check(found)) {
     part.kind = Kind::Enumerator;
     part.number = static_cast<int64_t>(reinterpret_cast<THPDtype*>(found)->scalar_type);
@@ -340,19 +363,16 @@ bool read_arguments(const c10::FunctionSchema& schema, PyObject* key, PyObject* 
   if (PyTuple_GET_SIZE(key) != 1 + num_args + 2 * num_named) return false;
   const auto& arguments = schema.arguments();
   content.parts.resize(arguments.size());
-  Py_ssize_t num_found = 0;
+  Py_ssize_t next = 1;  // in the key; names come in the order of the schema, as constants do
   for (size_t place = 0; place < arguments.size(); ++place) {
-    PyObject* found = nullptr;
-    if (static_cast<Py_ssize_t>(place) < num_args) {
-      found = PyTuple_GET_ITEM(key, 1 + place);
-    } else {
-      for (Py_ssize_t other = 0; other < num_named; ++other)
-        if (arguments[place].name() == PyUnicode_AsUTF8(PyTuple_GET_ITEM(key, 1 + num_args + 2 * other)))
-          found = PyTuple_GET_ITEM(key, 2 + num_args + 2 * other);
+    bool is_given = static_cast<Py_ssize_t>(place) < num_args;
+    if (!is_given && next < PyTuple_GET_SIZE(key) &&
+        PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(key, next), arguments[place].name().c_str()) == 0) {
+      is_given = true;
+      ++next;
     }
-    if (found != nullptr) {
-      ++num_found;
-      if (!read_part(found, content.parts[place])) return false;
+    if (is_given) {
+      if (!read_part(PyTuple_GET_ITEM(key, next++), content.parts[place])) return false;
     } else {
       if (!arguments[place].default_value()) return false;
       content.parts[place].kind = Kind::Default;
@@ -365,7 +385,7 @@ bool read_arguments(const c10::FunctionSchema& schema, PyObject* key, PyObject* 
     if (alias != nullptr && alias->isWrite() && arguments[place].type()->kind() == c10::TypeKind::ListType)
       content.written_lists.push_back(place);
   }
-  return num_found == num_args + num_named;
+  return next == PyTuple_GET_SIZE(key);
 }
 
 bool read_result(const c10::FunctionSchema& schema, PyObject* found, Result& result) {
@@ -415,12 +435,12 @@ bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
   if (Py_TYPE(call) != classes.call || !PyTuple_Check(key)) return false;
   PyObject* op = attribute(call, "op");
   if (op == nullptr) return false;
-  const Ref alike = Ref::taking(PyObject_CallOneArg(recorded_alike, op));
-  if (!alike || alike.get() == Py_None) return false;
-  const Ref name = Ref::taking(PyObject_CallMethod(op, "name", nullptr));
-  if (!name) return false;
+  content.alike = called(recorded_alike, op);
+  const Ref name_of = Ref::taking(PyObject_GetAttrString(op, "name"));
+  if (content.alike.get() == Py_None || !name_of) return false;
+  const Ref name = called(name_of.get(), nullptr);
   const auto handle = operator_of(name.get());
-  PyObject *names_of = PyTuple_GET_ITEM(alike.get(), 0), *left_out = PyTuple_GET_ITEM(alike.get(), 1);
+  PyObject *ops = PyTuple_GET_ITEM(content.alike.get(), 0), *left_out = PyTuple_GET_ITEM(content.alike.get(), 1);
   if (!handle || !read_arguments(handle->schema(), key, call, left_out, content)) return false;
   PyObject* results = attribute(call, "results");
   content.results.resize(PyTuple_GET_SIZE(results));
@@ -430,30 +450,29 @@ bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
   content.is_seeded = attribute(call, "seeded") == Py_True;
   content.key = Ref::to(key);
   content.call = Ref::to(call);
-  for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(names_of); ++place) {
-    const auto arriving = operator_of(PyTuple_GET_ITEM(names_of, place));
-    if (arriving && arriving->schema().arguments().size() == content.parts.size()) content.ops.push_back(*arriving);
-  }
+  for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(ops); ++place)
+    content.ops.push_back(PyTuple_GET_ITEM(ops, place));
   return true;
 }
 
-// What the node after `cursor` says, read once; null without memory.
-Known::Content* known_after(PyObject* cursor, PyObject* node) {
+// What the node after `cursor` says, read once; null without memory. Both are kept by the caller.
+Ref known_after(PyObject* cursor, PyObject* node) {
   PyObject*& slot = slot_of(node, node_slots.known);
   if (is_none(slot)) {
     PyObject *key = slot_of(cursor, node_slots.next_key), *call = slot_of(node, node_slots.call);
     auto content = std::make_unique<Known::Content>();
+    const Ref kept_key = Ref::to(key), kept_call = Ref::to(call);
     if (is_none(key) || is_none(call) || !read_node(key, call, *content)) content->ops.clear();
     PyErr_Clear();
     auto* made = PyObject_New(Known, &known_type);
     if (made == nullptr) {
       PyErr_Clear();
-      return nullptr;
+      return Ref();
     }
     made->content = content.release();
     Py_XDECREF(std::exchange(slot, reinterpret_cast<PyObject*>(made)));
   }
-  return reinterpret_cast<Known*>(slot)->content;
+  return Ref::to(slot);
 }
 
 // ----- comparing a call with a node: changes nothing
@@ -526,7 +545,7 @@ struct Comparison {
     if (!value.isTensor()) return nullptr;
     const at::Tensor& tensor = value.toTensor();
     const bool is_number = tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
-    return is_number && tensor.scalar_type() == dtype ? &tensor : nullptr;
+    return is_number && tensor.scalar_type() == dtype && tensor.is_cpu() ? &tensor : nullptr;
   }
 
   static bool is_absent(const IValue& value) {
@@ -630,7 +649,17 @@ struct Place {  // of a trace
 
   bool still_holds() const {
     const auto now = of(context);
-    return now && now->trace == trace && now->cursor == cursor && now->changes == changes;
+    return now && now->trace == trace && now->cursor == cursor && now->changes == changes && !is_locked_elsewhere();
+  }
+
+  bool is_locked_elsewhere() const {
+    const Ref lock = Ref::taking(PyObject_GetAttr(context, names.lock));
+    if (!lock || Py_TYPE(lock.get()) != classes.lock) {
+      PyErr_Clear();
+      return true;
+    }
+    const unsigned long owner = owner_of(lock.get(), owner_slot);
+    return owner != 0 && owner != PyThread_get_thread_ident();
   }
 };
 
@@ -638,17 +667,6 @@ bool has_usual_dtype(PyObject* trace) {
   PyObject* dtype = slot_of(trace, trace_slots.default_dtype);
   return dtype != nullptr && THPDtype_Check(dtype) &&
          reinterpret_cast<THPDtype*>(dtype)->scalar_type == c10::get_default_dtype_as_scalartype();
-}
-
-// What a function of Python's returns. What it raises goes on into the program.
-Ref called(PyObject* function, PyObject* argument) {
-  Ref found = Ref::taking(argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument));
-  if (!found) {
-    python_error raised;
-    raised.persist();
-    throw raised;
-  }
-  return found;
 }
 
 // See Note [One commit].
@@ -664,8 +682,14 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
   if (!place || !has_usual_dtype(place->trace)) return false;
   PyObject* node = slot_of(place->cursor, node_slots.next);
   if (is_none(node) || PyLong_AsLong(slot_of(node, node_slots.depth)) > max_depth) return false;
-  const Known::Content* known = known_after(place->cursor, node);
-  if (known == nullptr || !known->is_of(op) || !place->still_holds()) return false;
+  const Ref kept_trace = Ref::to(place->trace), kept_node = Ref::to(node);
+  const bool was_read = !is_none(slot_of(node, node_slots.known));
+  const Ref kept_known = known_after(place->cursor, node);
+  if (!kept_known || (!was_read && !place->still_holds())) return false;
+  const Known::Content* known = reinterpret_cast<Known*>(kept_known.get())->content;
+  // not the handle: a program may unregister an operator, and another one then has the same address
+  PyObject* python_op = op.getPythonOp([]() -> PyObject* { return nullptr; });
+  if (!known->is_of(python_op) || known->parts.size() != num_args) return false;
 
   PyObject* epoch = slot_of(place->trace, trace_slots.epoch);
   PyObject* groups = slot_of(place->trace, trace_slots.groups);
@@ -682,7 +706,6 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<at::Tensor> tensors(num_results);
   std::vector<Ref> made(num_results);
   std::vector<Ref> constants;
-  const Ref kept_trace = Ref::to(place->trace), kept_node = Ref::to(node);
   for (size_t number = 0; number < num_results; ++number) {
     const Result& result = known->results[number];
     if (result.gives == Gives::Nothing) continue;
@@ -994,6 +1017,20 @@ Slot slot_in(PyObject* type, const char* name) {
   return reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member->offset;
 }
 
+// Where an RLock that nobody holds will have the number of the thread that does.
+Slot owner_in(PyObject* lock) {
+  std::vector<Slot> places;
+  for (Slot place = sizeof(PyObject); place < Py_TYPE(lock)->tp_basicsize; place += sizeof(unsigned long))
+    if (owner_of(lock, place) == 0) places.push_back(place);
+  const Ref taken = Ref::taking(PyObject_CallMethod(lock, "acquire", nullptr));
+  if (!taken) return -1;
+  std::erase_if(places, [&](Slot place) { return owner_of(lock, place) != PyThread_get_thread_ident(); });
+  const Ref released = Ref::taking(PyObject_CallMethod(lock, "release", nullptr));
+  std::erase_if(places, [&](Slot place) { return owner_of(lock, place) != 0; });
+  if (released && places.size() != 1) PyErr_SetString(PyExc_TypeError, "an RLock does not tell who holds it");
+  return places.size() == 1 ? places[0] : -1;
+}
+
 template <typename T>
 void take(PyObject* given, const char* name, T*& target) {
   PyObject* found = PyDict_GetItemString(given, name);
@@ -1019,10 +1056,11 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "enter", markers.enter);
   take(given, "unwritten", markers.unwritten);
   take(given, "strided", markers.layout);
-  PyObject *formats, *shares, *data, *trace, *node, *depth;
+  PyObject *formats, *shares, *data, *trace, *node, *depth, *lock;
   take(given, "formats", formats);
   take(given, "shares", shares);
   take(given, "inputs", input_tokens);
+  take(given, "dispatch", dispatch_in_python);
   take(given, "recorded_alike", recorded_alike);
   take(given, "draw_seed", draw_seed);
   take(given, "return_seed", return_seed);
@@ -1034,6 +1072,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "add_event", add_event);
   take(given, "upload_seconds", upload_seconds);
   take(given, "upload_bytes", upload_bytes);
+  take(given, "lock", lock);
   if (PyErr_Occurred() != nullptr) return nullptr;
   for (size_t format = 0; format < markers.formats.size(); ++format)
     markers.formats[format] = PyTuple_GetItem(formats, static_cast<Py_ssize_t>(format));
@@ -1049,7 +1088,9 @@ PyObject* start(PyObject*, PyObject* given) {
                 slot_in(node, "known")};
   names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),
            PyUnicode_InternFromString("__torch_dispatch__"), PyUnicode_InternFromString("backing"),
-           PyUnicode_InternFromString("device")};
+           PyUnicode_InternFromString("device"), PyUnicode_InternFromString("lock")};
+  classes.lock = Py_TYPE(lock);
+  owner_slot = owner_in(lock);
   max_depth = PyLong_AsLong(depth);
   for (Py_ssize_t place = 0; place < PyTuple_Size(shares); ++place) {
     const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(shares, place));
@@ -1057,7 +1098,6 @@ PyObject* start(PyObject*, PyObject* given) {
   }
   copying = c10::Dispatcher::singleton().findSchema({"aten::copy_", ""});
   usual_keys = c10::impl::tls_local_dispatch_key_set();
-  dispatch_in_python = Py_XNewRef(PyDict_GetItemWithError(classes.lazy_tensor->tp_dict, names.dispatch));
   if (PyErr_Occurred() != nullptr) return nullptr;
   auto* interpreter = c10::impl::getGlobalPyInterpreter();
   auto* made = new Between;

@@ -146,6 +146,7 @@ def _handed_over() -> dict[str, Any]:
         "formats": formats,
         "shares": tuple(op.name() for op in shares),
         "inputs": INPUTS.made,
+        "dispatch": record.INSTALLED,
         "recorded_alike": record.recorded_alike,
         "draw_seed": contexts.get_rng_seed,
         "return_seed": rng.return_seed,
@@ -154,6 +155,7 @@ def _handed_over() -> dict[str, Any]:
         "add_event": metrics.event_sink(),
         "upload_seconds": "TransferToDeviceTime",
         "upload_bytes": "OutboundData",
+        "lock": threading.RLock(),
     }
 
 

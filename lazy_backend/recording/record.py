@@ -150,15 +150,15 @@ def records_alike(*left_out: str) -> Callable[[Handler], Handler]:
     return note
 
 
-def recorded_alike(op: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The names of operators whose calls are recorded as `op`, if C++ may do it, and the arguments that are left out.
+def recorded_alike(op: OpOverload) -> tuple[tuple[OpOverload, ...], tuple[str, ...]] | None:
+    """The operators whose calls are recorded as `op`, if C++ may do it, and the arguments that are left out.
 
     A call of one of them that was recorded at some place is recorded there again, without looking at it more.
     """
     left_out = _recorded_alike.get(_handlers.get(id(op), _refuse_nested))
     own = () if left_out is None else (op,)
-    arriving = [one.name() for one in (*own, *_arriving.get(id(op), ()))]
-    return (tuple(arriving), left_out or ()) if arriving else None
+    arriving = (*own, *_arriving.get(id(op), ()))
+    return (arriving, left_out or ()) if arriving else None
 
 
 def add_handlers_of(namespace: str, choose: Callable[[OpOverload], Handler]) -> None:
@@ -176,6 +176,10 @@ def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str,
     except BaseException as error:
         hide_frames(error)
         raise
+
+
+# In `LazyTensor`'s namespace. By this very object the recorder in C++ knows that nobody watches calls.
+INSTALLED = staticmethod(dispatch)
 
 
 def _choose_handler(op: OpOverload) -> Handler:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import math
 import os
 import signal
 import subprocess
@@ -15,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazy_backend
+from lazy_backend import ir_cache
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.ports.dispatcher import dispatch_keys
 from lazy_backend.recording.native import native_recorder, recorder_key
@@ -416,6 +421,117 @@ def test_finalizers_that_run_while_results_are_allocated() -> None:
         gc.collect()
 
 
+# What a finalizer may do where a known call allocates its results. The numbers in freed memory are overwritten.
+_COLLECTED = """
+import gc, sys
+import torch, lazy_backend
+from lazy_backend import ir_cache
+from lazy_backend.recording.native import native_recorder
+
+lazy_backend.config.compile = "off"
+value, other = torch.arange(12.0).reshape(3, 4).to("lazy"), torch.full((3, 4), 50.0).to("lazy")
+
+
+class Collected:
+    def __init__(self, action):
+        self.itself, self.action = self, action
+
+    def __del__(self):
+        done.append(True)
+        self.action()
+
+
+def forget_after_a_step():
+    lazy_backend.config.trie_limit = 1
+    (other + 1).relu()
+    lazy_backend.mark_step()
+    lazy_backend.config.trie_limit = 1_000_000
+
+
+def assign():
+    given.data = given + 1
+
+
+ACTIONS = {
+    "nothing": lambda: None,
+    "forget": ir_cache.reset,
+    "forget after a step": forget_after_a_step,
+    "read": lambda: (other + 1).sum().item(),
+    "step": lazy_backend.mark_step,
+    "fail": lambda: other.view(7),
+    "assign": assign,
+}
+CALLS = {
+    "result": lambda given, out, both: given.mul(2),
+    "results": lambda given, out, both: given.unbind(0),
+    "view": lambda given, out, both: given.t(),
+    "in place": lambda given, out, both: given.add_(1),
+    "list": lambda given, out, both: torch._foreach_mul(both, 2.0),
+    "list in place": lambda given, out, both: torch._foreach_add_(both, 1.0),
+    "out": lambda given, out, both: torch.add(given, 1, out=out),
+    "values and places": lambda given, out, both: given.sort(1),
+}
+
+
+def tensors(made):
+    return [one.tolist() for one in (made if isinstance(made, tuple | list) else [made] if made is not None else [])]
+
+
+def expected(call, action):
+    # in eager, with the finalizer before the call, and after it
+    found = []
+    for comes_first in (True, False):
+        given, out = value.cpu(), other.cpu()
+        if action == "assign" and comes_first:
+            given.data = given + 1
+        found.append((tensors(CALLS[call](given, out, [given, out])), given.tolist(), out.tolist()))
+    if action == "assign":
+        found[1] = found[1][0], (torch.tensor(found[1][1]) + 1).tolist(), found[1][2]
+    return found
+
+
+sys.unraisablehook = lambda unraised: None
+gc.collect()
+gc.freeze()
+for number in range(3):
+    (other + 1).relu()
+    lazy_backend.mark_step()
+    native_recorder._thread.join()
+print(native_recorder.state)
+for call, make in CALLS.items():
+    for action in ACTIONS:
+        for number in range(3):
+            given, out = value.clone(), other.clone()
+            known = native_recorder.counts()[0]
+            make(given, out, [given, out])
+            known = native_recorder.counts()[0] - known
+            lazy_backend.mark_step()
+        assert known == 1, call
+        given, out = value.clone(), other.clone()
+        done, both = [], [given, out]
+        gc.disable()
+        Collected(ACTIONS[action])
+        before = gc.get_threshold()
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        made = make(given, out, both)
+        gc.set_threshold(*before)
+        assert done, (call, action)
+        found = tensors(made), given.tolist(), out.tolist()
+        if found not in expected(call, action):
+            print(call, action, found)
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GLIBC_TUNABLES")
+def test_finalizers_that_forget_what_a_call_is_compared_with(tmp_path: Any) -> None:
+    freed = {"GLIBC_TUNABLES": "glibc.malloc.perturb=85:glibc.malloc.tcache_count=0", "PYTHONMALLOC": "malloc"}
+    code = {**os.environ, **freed}
+    done = subprocess.run([sys.executable, "-c", _COLLECTED], capture_output=True, text=True, env=code, timeout=300)
+    assert done.stdout.splitlines() == ["in C++", "done"], (done.returncode, done.stdout, done.stderr[-3000:])
+
+
 def test_threads_that_record_on_one_device() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -451,6 +567,111 @@ def test_threads_that_record_on_one_device() -> None:
     assert all(len(one) == 30 for one in found.values())
 
 
+Known = Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], Any]
+
+CALLS: dict[str, Known] = {
+    "result": lambda given, out, both: given.mul(2),
+    "results": lambda given, out, both: given.unbind(0),
+    "view": lambda given, out, both: given.t(),
+    "in place": lambda given, out, both: given.add_(1),
+    "list": lambda given, out, both: torch._foreach_mul(both, 2.0),
+    "list in place": lambda given, out, both: torch._foreach_add_(both, 1.0),
+    "out": lambda given, out, both: torch.add(given, 1, out=out),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_known_call_waits_while_another_thread_holds_the_device(call: str) -> None:
+    """As where a captured body runs, or what is served is recorded: nothing else gets into its program."""
+    both = [torch.arange(6.0).reshape(2, 3).to("lazy"), torch.ones(2, 3).to("lazy")]
+    make = functools.partial(CALLS[call], *both, both)
+    for _ in range(3):
+        known = _known()
+        make()
+        lazy_backend.mark_step()
+    assert _known() > known
+    context = contexts.get_device_context(0)
+    thread = threading.Thread(target=make)
+    with context.lock:
+        thread.start()
+        thread.join(0.2)
+        waits, is_empty = thread.is_alive(), context.trace.is_empty()
+    thread.join()
+    assert waits
+    assert is_empty
+    assert not context.trace.is_empty()
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+def test_threads_that_capture_or_forget_meanwhile() -> None:
+    """A thread makes known calls all the time, which get into no program of another thread, and are not lost."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    total, weight = torch.zeros(2).to("lazy"), torch.full((2,), 3.0).to("lazy")
+    is_over = threading.Event()
+    found: list[Any] = []
+
+    def compute() -> None:
+        while not is_over.is_set():
+            found.append((weight * 2 + 1).relu()[1:].tolist())
+
+    def add(value: torch.Tensor) -> torch.Tensor:
+        total.add_(value)
+        return (total * 2).sum()
+
+    captured, value = lazy_backend.capture(add, verify_every=3), torch.ones(2).to("lazy")
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        for step in range(1, 61):
+            assert captured(value).item() == 4 * step
+            if step % 3 == 0:
+                ir_cache.reset()
+                lazy_backend.config.force_fallback = ("", "aten::exp")[step % 2]
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert found
+    assert all(one == [7.0] for one in found)
+
+
+# ----- what looks like the same call
+
+
+@torch.library.custom_op("recorded::length", mutates_args=())
+def _times_length(tensor: torch.Tensor, text: str) -> torch.Tensor:
+    return tensor * len(text)
+
+
+@_times_length.register_fake
+def _(tensor: torch.Tensor, text: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+ALIKE: dict[str, tuple[Callable[[torch.Tensor, Any], torch.Tensor], tuple[Any, ...]]] = {
+    "text": (_times_length, ("a", "a\0b", "", "\0")),
+    "modes": (lambda value, mode: value.div(2, rounding_mode=mode), ("floor", "trunc", None)),
+    "numbers": (lambda value, number: value + number, (1, True, 1.0, 1 + 0j, 2**62, -1, math.nan, -0.0)),
+    "large numbers": (lambda value, number: value.long() + number, (-1, 2**64 - 1, 2**63 - 1, -(2**63))),
+    "factors": (lambda value, number: value.add(value, alpha=number), (1, 1.0, 2, 0.5)),
+    "dtypes": (lambda value, dtype: value.sum(0, dtype=dtype), (None, torch.float64, torch.int64)),
+    "dimensions": (lambda value, sizes: value.sum(sizes), (0, [0], (0, 1), [], [-1])),
+    "places": (lambda value, place: value[place], (0, None, ..., slice(0, 1), True)),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_arguments_that_look_alike(name: str) -> None:
+    call, arguments = ALIKE[name]
+    given = torch.tensor([[1.5, -2.5], [3.0, -0.0]])
+    value = given.to("lazy")
+    for one, other in itertools.permutations(arguments, 2):
+        for argument in (one, one, one, other, one, other, other):
+            assert_same(call(value, argument), call(given, argument))
+            lazy_backend.mark_step()
+
+
 # ----- where it comes from
 
 _LOOP = """
@@ -471,6 +692,51 @@ print(value.tolist())
 def _run(folder: Any, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "LAZY_BACKEND_CACHE_DIR": str(folder), **variables}
     return subprocess.run([sys.executable, "-c", _LOOP], capture_output=True, text=True, env=environment, timeout=300)
+
+
+# The recorder is found while a captured function is watched.
+_WATCHED = """
+import torch, lazy_backend
+from lazy_backend.recording.native import native_recorder
+
+lazy_backend.config.compile = "off"
+native_recorder._num_steps = 1  # a step looks for it only once, so that it is found below
+layer = torch.nn.Linear(3, 3).to("lazy")
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+value = torch.ones(2, 3).to("lazy")
+
+
+def find(*_):
+    native_recorder.extension is None and native_recorder.find(may_build=False)
+
+
+{captured}
+for _ in range(4):
+    step()
+    lazy_backend.mark_step()
+for _ in range(3):
+    known = native_recorder.counts()[0]
+    value.mul(2).relu()
+    lazy_backend.mark_step()
+print(native_recorder.state, native_recorder.counts()[0] - known)
+"""
+
+
+@pytest.mark.parametrize(
+    "captured",
+    [
+        "layer.register_forward_hook(find); step = lazy_backend.capture(lambda: layer(value).sum())",
+        "layer.register_forward_hook(find); layer = lazy_backend.capture(layer); step = lambda: layer(value).sum()",
+        "optimizer.register_step_pre_hook(find); optimizer = lazy_backend.capture(optimizer)\n"
+        "step = lambda: (layer(value).sum().backward(), optimizer.step())",
+    ],
+    ids=["function", "module", "optimizer"],
+)
+def test_a_recorder_that_is_found_while_somebody_watches(tmp_path: Any, captured: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WATCHED.format(captured=captured)], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == ["in C++ 2"], (done.stdout, done.stderr)
 
 
 @pytest.mark.scenario
