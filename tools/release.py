@@ -46,7 +46,7 @@ def check(package: Path, torch: str, scratch: Path) -> None:
     # nothing of the checkout may be within reach
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     outside.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    outside["LAZY_BACKEND_CACHE_DIR"] = str(scratch / f"cache-{torch}")
+    outside["LAZY_BACKEND_CACHE_DIR"] = str(scratch / f"cache-{torch}{package.suffix}")  # each compiles by itself
     _run([python, str(shutil.copy(CHECK, scratch)), str(ROOT)], cwd=scratch, env=outside)
     _run([python, "-m", "lazy_backend"], cwd=scratch, env=outside)
 
