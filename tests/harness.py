@@ -21,6 +21,7 @@ import lazy_backend
 from lazy_backend import metrics
 from lazy_backend.compat import runtime
 from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend.recording.native import native_recorder
 from lazy_backend.settings import FLAGS, config
 from lazy_backend.tensors.contexts import contexts
 
@@ -44,6 +45,7 @@ def reset_state() -> None:
     config.compile_after_operators = 0
     config.cache = False
     config.run_in_background = "always"  # the harder case; a few files run in both
+    native_recorder.follow_settings()  # stores past the setter tell nobody
     runtime.reset()
     forgotten_steps.stop()  # many programs leave out mark_step on purpose
     # torch.manual_seed seeds CUDA too; where there is none it notes a traceback for later instead: 1 ms in each test

@@ -108,9 +108,14 @@ class NativeRecorder:
             self.state = f"cannot be loaded: {error}"
             NATIVE_RECORDER.turn_off(self.state)
             return False
-        config.watch("max_trace_length", lambda: self.extension.set_max_depth(config.max_trace_length))
+        config.watch("max_trace_length", self.follow_settings)
         self.state = "in C++"
         return True
+
+    def follow_settings(self) -> None:
+        """Tell the recorder how long a trace may be."""
+        if self.extension is not None:
+            self.extension.set_max_depth(config.max_trace_length)
 
     def describe(self) -> str:
         """How known calls are recorded, as a part of a sentence."""
