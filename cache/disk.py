@@ -126,7 +126,7 @@ class DiskCache:
     Raises CacheRefused if the directory is not private to the user (see Note [Private folder]) or cannot be made.
     With `readonly` nothing is ever written, touched, locked or removed, and a missing directory is an empty cache.
     A readonly cache may be `shared`: it may belong to another user (see Note [Named folders]).
-    `clock` gives seconds since the epoch.
+    `clock` gives seconds since the epoch. `on_failure` is called once, with the first thing that is counted as errors.
     """
 
     def __init__(
@@ -136,13 +136,14 @@ class DiskCache:
         readonly: bool = False,
         clock: Callable[[], float] = time.time,
         shared: bool = False,
+        on_failure: Callable[[str], object] = lambda message: None,
     ) -> None:
         # absolute: the process may change its working directory
         self.directory = Path(directory).absolute()
         self.max_bytes = max_bytes
         self.readonly = readonly
         self.last_error: str | None = None  # the latest thing counted as corrupt, errors or refused
-        self.first_failure: str | None = None  # the first thing counted as errors
+        self._on_failure: Callable[[str], object] | None = on_failure  # None once it was called
         self._clock = clock
         self._counts = DiskCounts()
         self._counting = threading.RLock()
@@ -165,7 +166,7 @@ class DiskCache:
                 setattr(self._counts, field.name, getattr(self._counts, field.name) + getattr(counts, field.name))
         self.last_error = last_error or self.last_error
         if counts.errors:
-            self.first_failure = self.first_failure or last_error
+            self._tell_of_failure(last_error or "")
 
     # ----- reading
 
@@ -432,8 +433,13 @@ class DiskCache:
     def _fail(self, count: Count, message: str) -> None:
         self.last_error = message
         if count == "errors":
-            self.first_failure = self.first_failure or message
+            self._tell_of_failure(message)
         self._count(count)
+
+    def _tell_of_failure(self, message: str) -> None:
+        tell, self._on_failure = self._on_failure, None
+        if tell is not None:
+            tell(message)
 
     def _count(self, name: Count) -> None:
         with self._counting:

@@ -167,7 +167,10 @@ def use_everything(folder: Path) -> object:
 # What `use_everything` leaves as it is: what takes a compiler, a damaged cache or an error, and what is there only
 # within a run or after a reset of counters.
 UNUSED = {
-    *(f"execution.disk_cache.{name}" for name in ("_was_told_of_rejection", "_told_of", "asked", "loaded_entries")),
+    *(
+        f"execution.disk_cache.{name}"
+        for name in ("_was_told_of_rejection", "untold_failures", "asked", "loaded_entries")
+    ),
     *("execution.disk_cache._earlier", "execution.disk_cache._before", "tensors.outside._counted_before"),
     *("lowering.interpreter.task._current", "metrics._events"),
 }

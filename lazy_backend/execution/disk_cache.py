@@ -25,7 +25,7 @@ Settings = tuple[bool, str | None, tuple[str, ...], int, bool]
 
 _lock = process_lock()
 _opened: tuple[Settings, Layers] | None = None
-_told_of: list[DiskCache] = []  # the caches in use whose failure the user was warned about
+untold_failures: list[str] = []  # of the caches in use, each one's first; every sync looks whether there are any
 
 # What was loaded into this process and no folder could keep.
 loaded_entries = LoadedEntries()
@@ -43,12 +43,10 @@ def artefact_layers() -> Layers:
     with _lock:
         if _opened is None or _opened[0] != settings:
             _earlier.update(_counts_of_layers())
-            _told_of.clear()
+            untold_failures.clear()
             _opened = (settings, _open(settings))
         layers = _opened[1]
-    for store in layers.folders:
-        if store.first_failure is not None and store not in _told_of:
-            _tell_of(store)
+    tell_of_failures()
     if layers.first_rejection is not None and _expects_hits:
         _tell_of_rejection(layers.first_rejection)
     return layers
@@ -89,20 +87,20 @@ def reset() -> None:
     global _opened
     with _lock:
         _opened = None
-        _told_of.clear()
+        untold_failures.clear()
         _earlier.clear()
         _before.clear()
     forget_loaded()
 
 
-def _tell_of(store: DiskCache) -> None:
-    """Warn once for each cache, since every step asks for the cache."""
-    _told_of.append(store)
-    warn_user(
-        f"disk cache failed: {store.first_failure}\n  training goes on; what could not be kept is compiled again by "
-        "the next process",
-        CacheWarning,
-    )
+def tell_of_failures() -> None:
+    """Warn once for each cache that has failed."""
+    while untold_failures:
+        warn_user(
+            f"disk cache failed: {untold_failures.pop(0)}\n  training goes on; what could not be kept is compiled "
+            "again by the next process",
+            CacheWarning,
+        )
 
 
 def _tell_of_rejection(reason: str) -> None:
@@ -124,7 +122,7 @@ def _open(settings: Settings) -> Layers:
     own = None
     try:
         place = default_directory() if directory is None else Path(directory).expanduser()
-        own = DiskCache(place, max_bytes, readonly)
+        own = DiskCache(place, max_bytes, readonly, on_failure=untold_failures.append)
     except CacheRefused as refused:
         warn_user(f"{refused}\n  compiled graphs last as long as this process", CacheWarning)
     return Layers(own, loaded_entries, tuple(_open_shared(shared)), asked)
@@ -138,7 +136,7 @@ def _open_shared(folders: tuple[str, ...]) -> Iterator[DiskCache]:
                 raise CacheRefused(
                     "there is no such folder", place, "correct LAZY_BACKEND_CACHE_DIRS or config.cache_dirs"
                 )
-            yield DiskCache(place, 0, readonly=True, shared=True)
+            yield DiskCache(place, 0, readonly=True, shared=True, on_failure=untold_failures.append)
         except (CacheRefused, OSError) as refused:
             warn_user(f"{refused}\n  what it has is compiled again", CacheWarning)
 

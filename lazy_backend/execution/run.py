@@ -148,13 +148,27 @@ class Async(Work):
         """Begin a run beside this thread. May be interrupted, and done again."""
         if not beside.has_begun and not self.done:
             try:
-                run_clean(lambda: beside.begin(self._inputs(), self.constants, self.seeds))
+                inputs = self._plain_inputs() if beside.takes_plain_inputs else None
+                if inputs is None:
+                    run_clean(lambda: beside.begin(self._inputs(), self.constants, self.seeds))
+                else:
+                    beside.begin(inputs, self.constants, self.seeds)
             except Exception:
                 if not beside.has_begun:  # by a call that interrupted this one, and took what it needed
                     # the error comes again there, and is told as every other
                     self.place, self.beside = RunPlace.WITHIN_CALL, None
                     return
         self.parameters_data.clear()
+
+    def _plain_inputs(self) -> list[torch.Tensor] | None:
+        """The inputs if all are there, and none is a view: no operator makes them."""
+        inputs: list[torch.Tensor] = []
+        for data, _ in self.parameters_data:
+            tensor = data.tensor if type(data) is LazyStorage else None
+            if tensor is None:
+                return None
+            inputs.append(tensor)
+        return inputs
 
     def _inputs(self) -> list[torch.Tensor]:
         return [_resolve(data, base) for data, base in self.parameters_data]
@@ -207,6 +221,8 @@ class Async(Work):
             if is_profiling():
                 with profiled("run"), profiled(f"{self.cached_computation.computation.name}, {self.plan.kind}"):
                     run_clean(self._execute)
+            elif self.plan.conforms and self.beside is not None and self.beside.only_hands_out:
+                self._execute()  # no operator runs here, so no mode of the thread matters
             else:
                 run_clean(self._execute)
         except Exception as raised:

@@ -68,7 +68,7 @@ class StepEnds:
 
     def end(self, devices: Sequence[DeviceContext], wait: bool = False) -> None:
         """What `mark_step` does."""
-        is_new = not all(map(self._has_just_ended, devices)) or not devices
+        is_new = not self._fresh or not all(map(self._has_just_ended, devices)) or not devices
         if is_new:
             metrics.increment("MarkStep")
         executor.sync_live_tensors_graph(devices, wait, "mark_step")

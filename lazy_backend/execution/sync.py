@@ -25,6 +25,7 @@ from lazy_backend.errors.sites import purpose_of_read, user_site, warn_user
 from lazy_backend.execution.bindings import FirstRun, bindings_of
 from lazy_backend.execution.compile_reports import CompileReports
 from lazy_backend.execution.computations import Computations, compile_policy, current_environment
+from lazy_backend.execution.disk_cache import tell_of_failures, untold_failures
 from lazy_backend.execution.records import SyncRecords
 from lazy_backend.execution.rules import Rules
 from lazy_backend.execution.run import (
@@ -159,7 +160,8 @@ class LazyGraphExecutor:
         collection = self.collect_sync_tensors(context, sync_config, cause)
         bound = self.computations.try_run_cached_sync(collection, settings)
         record = self.records.begin(collection, settings, bound is not None)
-        policy = compile_policy()  # tells of a cache that has failed, too
+        if untold_failures:
+            tell_of_failures()
         counted = {"SyncTensorsGraph": 1, "SyncedTensorsWithIR": len(collection.indices), "CachedCompile": 1}
         if bound is None:
             del counted["CachedCompile"]  # `compile` counts it
@@ -168,7 +170,7 @@ class LazyGraphExecutor:
         parameters, constants, seeds = self.extract_ir_and_prepare_tensor_data(trace, bound)
         plan = self.records.ready_plan(bound, constants, collection, record)
         if plan is None:
-            plan = run_clean(self.records.plan_for, bound, constants, policy, collection, record)
+            plan = run_clean(self.records.plan_for, bound, constants, compile_policy(), collection, record)
         place: tuple[RunPlace, CompiledRun | None] = (RunPlace.WITHIN_CALL, None)
         if may_wait:
             place = place_of_run(context, bound, plan, sync_config.force_ltc_data)

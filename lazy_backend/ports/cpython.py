@@ -45,6 +45,14 @@ def counts_of(objects: Sequence[Any]) -> list[int]:
 UNHELD = counts_of([object()])[0]
 
 
+def held_among(objects: Sequence[Any], holders: int) -> tuple[tuple[int, ...], list[Any]]:
+    """The places of `objects`, and these, that more than the sequence and `holders` others refer to; no None."""
+    counts = counts_of(objects)
+    places = [place for place, count in enumerate(counts) if count > UNHELD + holders]
+    places = [place for place in places if objects[place] is not None]
+    return tuple(places), [objects[place] for place in places]
+
+
 def counts_holders() -> bool:
     """Whether a variable and a list count as one reference each."""
     value: list[Any] = []

@@ -1114,6 +1114,26 @@ PyObject* set_max_depth(PyObject*, PyObject* depth) {
   Py_RETURN_NONE;
 }
 
+// held_among(objects, holders): as in cpython.py.
+PyObject* held_among(PyObject*, PyObject* args) {
+  PyObject* objects = nullptr;
+  Py_ssize_t holders = 0;
+  if (!PyArg_ParseTuple(args, "O!n", &PyList_Type, &objects, &holders)) return nullptr;
+  std::vector<Py_ssize_t> places;
+  for (Py_ssize_t place = 0; place < PyList_GET_SIZE(objects); ++place) {
+    PyObject* one = PyList_GET_ITEM(objects, place);
+    if (one != Py_None && Py_REFCNT(one) > holders + 1) places.push_back(place);
+  }
+  const auto size = static_cast<Py_ssize_t>(places.size());
+  Ref numbers = Ref::taking(PyTuple_New(size)), held = Ref::taking(PyList_New(size));
+  if (!numbers || !held) return nullptr;
+  for (Py_ssize_t next = 0; next < size; ++next) {
+    PyTuple_SET_ITEM(numbers.get(), next, PyLong_FromSsize_t(places[next]));
+    PyList_SET_ITEM(held.get(), next, Py_NewRef(PyList_GET_ITEM(objects, places[next])));
+  }
+  return Py_BuildValue("NN", numbers.release(), held.release());
+}
+
 // allocator(strided, kernel): a function that makes what `kernel`, that of `empty_strided` or `empty`, makes, and calls
 // it for what is not plain.
 struct Allocator {
@@ -1150,6 +1170,7 @@ PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known, n
 PyMethodDef functions[] = {
     {"start", start, METH_O, nullptr},
     {"set_max_depth", set_max_depth, METH_O, nullptr},
+    {"held_among", held_among, METH_VARARGS, nullptr},
     {"allocator", allocator, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

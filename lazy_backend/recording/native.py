@@ -37,7 +37,7 @@ from lazy_backend.lowering.artefacts.environment import made_for
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import intern_meta
 from lazy_backend.lowering.ir.program import INPUTS, Call, Fresh, Same, Token, View
-from lazy_backend.ports import port
+from lazy_backend.ports import cpython, port
 from lazy_backend.ports.table import NATIVE_RECORDER
 from lazy_backend.recording import record
 from lazy_backend.settings import config
@@ -104,6 +104,7 @@ class NativeRecorder:
             self.extension.start(_handed_over())
             for name, is_strided in (("empty.memory_format", False), ("empty_strided", True)):
                 first_use.change_kernel(name, functools.partial(self.extension.allocator, is_strided))
+            cpython.held_among = self.extension.held_among
         except (ImportError, OSError, KeyError, TypeError) as error:
             self.state = f"cannot be loaded: {error}"
             NATIVE_RECORDER.turn_off(self.state)

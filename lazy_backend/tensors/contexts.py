@@ -72,6 +72,8 @@ class DeviceContextArena:
 
     def get_active_devices(self) -> list[DeviceContext]:
         """The contexts made so far, lowest index first."""
+        if len(self._contexts) == 1:
+            return list(self._contexts.values())
         return [context for _, context in sorted(self._contexts.items())]
 
     def for_all_device_contexts(self, function: Callable[[DeviceContext], None]) -> None:

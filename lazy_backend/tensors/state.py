@@ -49,7 +49,8 @@ from lazy_backend.lowering.ir.canonical import storage_of_tokens
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
-from lazy_backend.ports.cpython import UNHELD, counts_of, is_owned
+from lazy_backend.ports import cpython
+from lazy_backend.ports.cpython import is_owned
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import Body
 from lazy_backend.tensors.locks import DeviceLocker, DeviceQueue, Work, lockers
@@ -319,19 +320,22 @@ class Trace:
 
         If the trace `goes_on`, also those that were given back.
         """
-        self._unfold_held()
+        if self.bundles:
+            self._unfold_held()
         computed, pending = self.computed, self.pending.copy()  # an interruption may shorten it
         while computed is not self.computed:  # and make it weak
             computed, pending = self.computed, self.pending.copy()
-        if computed:
-            held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
+        if not computed:
+            indices, storages = cpython.held_among(pending, 1)
         else:
-            counts = counts_of(pending)
-            places = [place for place, count in enumerate(counts) if count > UNHELD + 1]
-            held = {place: pending[place] for place in places if pending[place] is not None}
-        if self.given_back and not goes_on:
-            held = {place: storage for place, storage in held.items() if storage not in self.given_back}
-        return tuple(held), list(held.values())
+            held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
+            indices, storages = tuple(held), list(held.values())
+        if not goes_on and self.given_back:
+            kept = [
+                (i, storage) for i, storage in zip(indices, storages, strict=True) if storage not in self.given_back
+            ]
+            indices, storages = tuple(i for i, _ in kept), [storage for _, storage in kept]
+        return indices, storages
 
     def _unfold_held(self) -> None:
         """Make the storages of the bundles that something besides this trace refers to."""

@@ -169,6 +169,11 @@ class CompiledPlan:
             return None
         return CompiledRun(self, starter, sizes)
 
+    @property
+    def copies_outputs(self) -> bool:
+        """Whether some outputs share memory, so that each run copies them."""
+        return bool(self._aliases.copied())
+
     def arguments(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int], sizes: Sequence[int]
     ) -> list[Any]:
@@ -242,6 +247,16 @@ class CompiledRun:
     @property
     def has_begun(self) -> bool:
         return self._run.has_begun
+
+    @property
+    def takes_plain_inputs(self) -> bool:
+        """Whether `begin` runs no operator."""
+        return not (self._plan.signature.scalars or self._plan.signature.seeds)
+
+    @property
+    def only_hands_out(self) -> bool:
+        """Whether it has begun, and `results` runs no operator."""
+        return self._run.has_begun and not self._plan.copies_outputs
 
     def begin(self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]) -> None:
         """Begin, unless that is done. Takes ownership of `inputs`: empties the list."""

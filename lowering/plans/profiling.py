@@ -115,7 +115,7 @@ class ProfilingGraphExecutor:
         self._due: tuple[tuple[float, ...], CompilePolicy] | None = None  # see Note [No step pays twice]
         self._profiling_plan: SerialGraphExecutor | None = None
         self._latest = "profiling"
-        # the latest result of `ready_plan_for`, with its constants
+        # the latest result of `ready_plan_for`, with its constants, none of which is zero or NaN
         self._ready: tuple[tuple[float, ...], ExecutionPlan] | None = None
         self._clock = clock
         self._release_delay = math.inf
@@ -210,16 +210,18 @@ class ProfilingGraphExecutor:
         with self._lock:
             if self._compiler.is_compiling():
                 return None
-            # fast path if the tuple is the same object as last time: comparing three floats bit by bit takes 1 µs
-            if self._ready is not None and self._ready[0] is constants and self._compiler.whole_graph is None:
-                plan: ExecutionPlan | None = self._ready[1]
+            ready = self._ready
+            if ready is not None and ready[0] == constants and self._compiler.whole_graph is None:
+                plan = ready[1]  # nearly always: to find it takes 3 µs
             else:
-                plan = self._compiler.find_for_run(constants)
-            if plan is None:
-                return None
-            self._ready = constants, plan
+                found = self._compiler.find_for_run(constants)
+                if found is None:
+                    return None
+                plan = found
+                # 0.0 is the same as -0.0 only where tuples are compared
+                self._ready = None if 0.0 in constants else (constants, plan)
+                self._compiler.observe(constants)
             self.runs += 1
-            self._compiler.observe(constants)
             if not self.stored.is_set_aside():
                 self._release_when_due()
             return plan
