@@ -13,7 +13,7 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # the other versions of PyTorch that are supported: `make matrix` runs all tests on each
 OTHERS := 2.14.1 2.15.0
 
-.PHONY: help demo test scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench conformance soak release clean
+.PHONY: help demo test scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench wild conformance soak release clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -27,6 +27,7 @@ help:
 	@echo "make docs    build the documentation into site/"
 	@echo "make pictures  draw the pictures of the documentation anew, with Graphviz"
 	@echo "make bench   time per recorded operator, per sync and per step, next to eager and torch.compile"
+	@echo "make wild    documented programs of twenty other packages, next to eager; ARGS='--wild geometric_gcn'"
 	@echo "make conformance  PyTorch's own tests of operators, modules and optimizers; ARGS='--help' tells more"
 	@echo "make soak    train while processes are killed, disks are full, steps are interrupted; ARGS='--hours 2'"
 	@echo "make release  sdist and wheel in dist/, each checked in an empty environment with every supported PyTorch"
@@ -79,6 +80,18 @@ pictures:
 
 bench: $(VENV)/test.installed
 	$(BIN)/python tools/bench.py $(ARGS)
+
+# in an environment of its own, since twenty packages need many others; pytorch-forecasting wants an older pandas
+wild: .venv-wild/wild.installed
+	mkdir -p build
+	.venv-wild/bin/python tools/bench.py --wild --markdown --json build/wild.json $(ARGS)
+
+.venv-wild/wild.installed: pyproject.toml constraints.txt tools/wild_requirements.txt
+	$(PYTHON) -m venv .venv-wild
+	sed '/^pandas==/d' constraints.txt > .venv-wild/constraints.txt
+	.venv-wild/bin/python -m pip install --no-compile --constraint .venv-wild/constraints.txt \
+		--requirement tools/wild_requirements.txt --editable '.[trainers]'
+	touch $@
 
 conformance: $(VENV)/test.installed
 	$(BIN)/python tools/conformance.py $(ARGS)

@@ -6,10 +6,10 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--ranks` and `--simulated-ranks`
-measure something else: the first steps of a process, compiles of deep models, deep models whose blocks are compiled
-once, recording beside a run, what `config.explain` costs, the loops of other packages' trainers, several processes that
-train together, and what it costs many to agree.
+`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`, `--ranks` and
+`--simulated-ranks` measure something else: the first steps of a process, compiles of deep models, deep models whose
+blocks are compiled once, recording beside a run, what `config.explain` costs, the loops of other packages' trainers,
+documented programs of other packages, several processes that train together, and what it costs many to agree.
 See docs/benchmarks.md and docs/scaling.md.
 """
 
@@ -34,9 +34,11 @@ import rank_scaling
 import recording_overlap
 import torch
 import trainer_loops
+import wild
 from command_line import names_among
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
 from tables import Result, make_tables, render
+from wild_programs import PROGRAMS
 from workers import Worker, WorkerFailed
 from workloads import WORKLOADS
 
@@ -170,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=_lengths, help="comma-separated numbers of blocks of a GPT, nothing else")
     parser.add_argument("--overlap", action="store_true", help="recording while a graph runs, nothing else")
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
+    parser.add_argument("--wild", type=names_among(PROGRAMS), nargs="?", const=list(PROGRAMS),
+                        help=f"programs of other packages, nothing else; some of {', '.join(PROGRAMS)}")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
     parser.add_argument("--simulated-ranks", action="store_true", help="what agreeing costs 8 to 10,000, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
@@ -220,6 +224,11 @@ def main() -> None:
     if arguments.trainers:
         rounds = arguments.rounds or (1 if arguments.quick else 3)
         trainer_loops.main(arguments.threads, rounds, "markdown" if arguments.markdown else "text")
+        return
+    if arguments.wild:
+        threads = [arguments.threads] if arguments.threads else [1, 2]
+        form = "markdown" if arguments.markdown else "text"
+        wild.main(arguments.wild, threads, arguments.rounds or 5, form, arguments.json)
         return
     if arguments.ranks:
         rank_loops.main(arguments.ranks, arguments.rounds or 5, "markdown" if arguments.markdown else "text")

@@ -49,7 +49,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **self._caches(), **environment},
+            env={**os.environ, **self._folders(), **environment},
             start_new_session=True,
         )
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -62,9 +62,10 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(0.0 if error is not None else self._patience)
 
-    def _caches(self) -> dict[str, str]:
+    def _folders(self) -> dict[str, str]:
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LAZY_BACKEND_CACHE_DIR")
-        return {name: str(Path(self._folder) / name.lower()) for name in names}
+        caches = {name: str(Path(self._folder) / name.lower()) for name in names}
+        return {"TMPDIR": self._folder, **caches}  # what packages leave there is removed, too
 
     def _receive(self) -> None:
         assert self._process.stdout is not None
@@ -128,7 +129,7 @@ class Worker:
 
 def answer_commands(answer: Callable[..., Reply]) -> None:
     """Answer commands until stdin ends, each by a call of `answer`. An error is an answer too: `{"error": ...}`."""
-    replies = _private_stdout()
+    replies = private_stdout()
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
         try:
@@ -138,7 +139,7 @@ def answer_commands(answer: Callable[..., Reply]) -> None:
         print(json.dumps(reply), file=replies, flush=True)
 
 
-def _private_stdout() -> TextIO:
+def private_stdout() -> TextIO:
     """The real stdout for replies; whatever else prints goes to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
