@@ -39,7 +39,7 @@ def mark_step(device: Device = "", wait: bool = False) -> None:
     if an earlier run failed and its error was not raised yet, and the error of a step closure. Named after
     `torch._lazy.mark_step`.
     """
-    step_ends.end(_devices(device), wait)
+    step_ends.mark(_devices(device), wait)
 
 
 sync = mark_step

@@ -126,11 +126,13 @@ FLAGS: dict[str, Flag] = {
         "Whether collectives on the CPU communicate in the background while the step computes what does not need them.",
         "LAZY_BACKEND_OVERLAP_COLLECTIVES",
     ),
-    "mark_step_on_optimizer_step": Flag(
-        False,
-        _boolean,
-        "Whether each optimizer's step() ends a step, as mark_step() does: for loops that you cannot change.",
-        "LAZY_BACKEND_MARK_STEP_ON_OPTIMIZER_STEP",
+    "mark_steps": Flag(
+        "auto",
+        _choice("auto", "by hand"),
+        "Where steps end. 'auto': with each optimizer's step(); where there is none, before the next batch from the "
+        "host, or after some rounds of a loop; in a thread that calls mark_step(), only there. 'by hand': only at "
+        "mark_step().",
+        "LAZY_BACKEND_MARK_STEPS",
     ),
     "first_sight": Flag(
         "run",

@@ -20,8 +20,6 @@ from forks import COMPILER, Fork, run_fork
 import lazy_backend
 from lazy_backend import metrics
 from lazy_backend.compat import runtime
-from lazy_backend.execution.forgotten_steps import forgotten_steps
-from lazy_backend.recording.native import native_recorder
 from lazy_backend.settings import FLAGS, config
 from lazy_backend.tensors.contexts import contexts
 
@@ -39,15 +37,14 @@ def reset_state() -> None:
     for name, value in _initial_settings.items():
         object.__setattr__(config, name, value)
     config.backend = "eager"
+    config.mark_steps = "by hand"  # programs are as long as their tests say
     config.check_graphs = True
     config.first_sight = "record"  # more is deferred; test_first_sight.py runs the tables the other way
     config.compile = "foreground"
     config.compile_after_operators = 0
     config.cache = False
     config.run_in_background = "always"  # the harder case; a few files run in both
-    native_recorder.follow_settings()  # stores past the setter tell nobody
     runtime.reset()
-    forgotten_steps.stop()  # many programs leave out mark_step on purpose
     # torch.manual_seed seeds CUDA too; where there is none it notes a traceback for later instead: 1 ms in each test
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     random.seed(0)

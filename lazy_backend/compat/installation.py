@@ -34,7 +34,6 @@ from lazy_backend.distributed.exchange import batching, exchanging
 from lazy_backend.distributed.order import finish_group, in_order
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution import closures, disk_cache
-from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.collectives.agreement import agreements
@@ -94,7 +93,8 @@ def install() -> None:
     config.watch("device_graphs", _switch_device_graphs)
     _switch_device_graphs()
     config.watch("overlap_collectives", _begin_new_traces)
-    config.watch("mark_step_on_optimizer_step", step_ends.watch)
+    config.watch("mark_steps", step_ends.follow_settings)
+    config.watch("max_trace_length", step_ends.follow_settings)
     step_ends.told = native_recorder.note_step
     _wire()
     atexit.register(worker.close)
@@ -178,7 +178,6 @@ def _switch_device_graphs() -> None:
 def _prepare() -> None:
     """Prepare for the first lazy device, just before it is made: merely importing this package should cost nothing."""
     record.prepare()
-    forgotten_steps.watch()
     autocast.follow_backing_device()
     step_ends.watch()
 

@@ -28,7 +28,6 @@ from lazy_backend.diagnostics import debug_log
 from lazy_backend.diagnostics.history import history
 from lazy_backend.distributed import order
 from lazy_backend.execution import closures, disk_cache
-from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.artefacts.run_thread import run_thread
@@ -78,8 +77,6 @@ PARTS: tuple[Part, ...] = (
     Part("execution.sync", ("executor",), Life.RUN, "computations, families of shapes, what limits and warnings count",
          reset=executor.reset),
     Part("metrics", ("_events", "_counters", "_metrics"), Life.RUN, "counters and metrics", reset=metrics.reset),
-    Part("execution.forgotten_steps", ("forgotten_steps",), Life.RUN, "optimizers whose steps nobody ended",
-         reset=forgotten_steps.reset),
     Part("execution.step_ends", ("step_ends",), Life.RUN, "optimizers whose steps end steps", reset=step_ends.reset),
     Part("tensors.outside", ("data_cache", "_counted_before"), Life.RUN, "host constants that were uploaded",
          reset=outside.reset),

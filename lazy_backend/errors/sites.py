@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 import typing_extensions
@@ -83,6 +83,12 @@ def user_site() -> str:
     """`path/train.py:31` for the line of the user's code that is running, or "" if there is none."""
     frame = _user_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_place() -> tuple[CodeType, int] | None:
+    """The instruction of the user's code that is running: two of one line are different places."""
+    frame = _user_frame()
+    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def further_frames() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
+from lazy_backend.tensors.state import Loop
 
 # Live sets remembered per path. They differ from step to step only in odd programs; without a bound these would grow.
 _MAX_BINDINGS = 64
@@ -38,9 +39,10 @@ class FirstRun:
 class PathBindings:
     """The computations of one path, by live set and settings."""
 
-    __slots__ = ("_found", "_unions")
+    __slots__ = ("_found", "_unions", "loop")
 
     def __init__(self) -> None:
+        self.loop: Loop | None = None  # whose rounds the path ends with, if a step has ended here for that
         self._found: dict[tuple[Indices, Environment], CachedComputation | FirstRun] = {}
         self._unions: dict[Environment, Indices] = {}  # the outputs of the computation that serves all live sets
 

@@ -26,6 +26,7 @@ class PerThread(threading.local):
     strict: bool = False
     defers: bool = False  # whether calls are deferred at first sight, too, whatever `config.first_sight` says
     limits: tuple[tuple[GraphLimit, int], ...] = ()  # of the regions that the thread is in
+    marks_by_hand: bool = False  # whether it has called mark_step
     record: SyncRecord | None = None  # of the sync whose plan is being chosen
 
 
@@ -80,7 +81,11 @@ class Rules:
 
     def runs_unseen_calls(self) -> bool:
         """Whether a call seen for the first time runs at once. See Note [First sight runs]."""
-        return bool(config.first_sight == "run") and self.allows_execution and not per_thread.defers
+        return bool(config.first_sight == "run") and self.may_run()
+
+    def may_run(self) -> bool:
+        """Whether what is pending may run by itself: not while calls are only to be recorded."""
+        return self.allows_execution and not per_thread.defers
 
     def is_refusing(self) -> bool:
         """Whether this thread is in `call_refusing`."""

@@ -1,11 +1,25 @@
-"""Steps that end by themselves: with each step of an optimizer.
+"""Where steps end: at `mark_step()`, and by themselves in a thread that never calls it.
 
-Those of all optimizers under `config.mark_step_on_optimizer_step`, else those that an integration has named.
+In: `mark_step()`, PyTorch's hook after each optimizer step, batches from the host, traces that grow long. Out: syncs,
+counted steps, step closures.
 
-In: PyTorch's hook after each optimizer step. Out: the sync, the count and the step closures of a `mark_step()`.
-Gradients that accumulate over several batches, and the closures of an optimizer such as LBFGS, belong to one step; of
-several optimizers, each ends a step of its own. A step that `GradScaler` skips goes on to the next one. A `mark_step()`
-that follows with nothing recorded in between is the same step, and is not counted again.
+Note [Steps that end by themselves]
+Each count of steps between two reads would be a program of its own, and whatever nobody reads would stay in memory. So
+with `config.mark_steps = "auto"` a step ends
+
+- with each step of an optimizer. Gradients that accumulate over several batches, and the closures of an optimizer such
+  as LBFGS, belong to one step; of several optimizers, each ends a step of its own. A step that `GradScaler` skips goes
+  on to the next one.
+- before a batch that comes from the host, where more have come since an optimizer's step than an optimizer takes (with
+  gradients: 16 before that is known), and from the same place of the program as the one before: so each batch of an
+  evaluation is a step.
+- in a loop that has neither, once `LOOKED_AT` calls are recorded: if most of them are equal rounds, each further step
+  is a number of such rounds. Calls are equal if operators and results are: indices may differ.
+
+A thread that calls `mark_step()` gets no other ends, but for a bound: where many more batches come than in any of its
+steps, the trace is cut, with a warning. A `mark_step()` that follows an end with nothing recorded in between is the
+same step, and is not counted again. Ranks end steps with optimizers alone, which step alike on all of them: what a rank
+evaluates or logs alone must not move its collectives into another graph.
 """
 
 from __future__ import annotations
@@ -13,21 +27,35 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lazy_backend import metrics
+from lazy_backend.cache.trie import TrieNode
 from lazy_backend.diagnostics.history import history
+from lazy_backend.errors import GraphCutWarning
+from lazy_backend.errors.sites import user_place, user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import closures
-from lazy_backend.execution.forgotten_steps import lazy_parameter
+from lazy_backend.execution.bindings import bindings_of
+from lazy_backend.execution.rules import per_thread
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
-from lazy_backend.tensors.state import DeviceContext, Epoch
+from lazy_backend.tensors.state import LOOKED_AT, DeviceContext, Epoch, Loop, Pace
+from lazy_backend.tensors.tensor import LazyTensor
+
+# A loop's step is as many rounds as have so many calls: graphs of a few calls gain nothing.
+_SHORTEST_STEP = 128
+# Batches from other places of the program, after which such a place is taken for that where a round ends.
+_MOST_OTHERS = 4
+# Batches that an optimizer's step may take before it was seen to: gradients accumulate. Without a `mark_step()` where a
+# thread has called it, after so many beyond four times those of any step before, a trace is cut.
+_MOST_BATCHES = 16
 
 
 class StepEnds:
@@ -40,10 +68,17 @@ class StepEnds:
         self._held = threading.local()
         # by device, the trace that began when a step ended by itself
         self._fresh: weakref.WeakKeyDictionary[DeviceContext, weakref.ref[Epoch]] = weakref.WeakKeyDictionary()
+        self._warned = False
+
+    def follow_settings(self) -> None:
+        """Act on new settings."""
+        self.watch()
+        for context in contexts.get_active_devices():
+            context.trace.longest = context.pace.longest()
 
     def watch(self) -> None:
-        """Have a hook if there is an optimizer whose steps end steps: after `config.mark_step_on_optimizer_step`."""
-        is_needed = config.mark_step_on_optimizer_step or len(self._followed) > 0
+        """Have a hook if there is an optimizer whose steps end steps."""
+        is_needed = config.mark_steps == "auto" or len(self._followed) > 0
         if is_needed and self._hook is None:
             self._hook = register_optimizer_step_post_hook(self._see_step)
         elif not is_needed and self._hook is not None:
@@ -59,30 +94,46 @@ class StepEnds:
         """As after the import."""
         self._followed.clear()
         self._fresh.clear()
-        self.watch()
+        self._warned = per_thread.marks_by_hand = False
+        for context in contexts.get_active_devices():
+            context.pace = Pace()
+        self.follow_settings()
 
     @property
     def is_watching(self) -> bool:
         """Whether a hook of ours ends steps."""
         return self._hook is not None
 
-    def end(self, devices: Sequence[DeviceContext], wait: bool = False) -> None:
-        """What `mark_step` does."""
+    # ----- ends
+
+    def mark(self, devices: Sequence[DeviceContext], wait: bool = False) -> None:
+        """What `mark_step` does: from now on, this thread's steps end here."""
+        per_thread.marks_by_hand = True
+        self._end(devices, "mark_step", wait)
+
+    def end_by_itself(self, cause: str = "mark_step") -> None:
+        """End a step that nobody else may have ended: a `mark_step` right after it belongs to it."""
+        devices = contexts.get_active_devices()
+        self._end(devices, cause)
+        for context in devices:
+            self._fresh[context] = weakref.ref(context.trace.epoch)
+
+    def end_of_trainer(self) -> None:
+        """End a step of a trainer that says where its steps end: this thread gets no other ends."""
+        per_thread.marks_by_hand = True
+        self.end_by_itself()
+
+    def _end(self, devices: Sequence[DeviceContext], cause: str, wait: bool = False) -> None:
         is_new = not self._fresh or not all(map(self._has_just_ended, devices)) or not devices
         if is_new:
             metrics.increment("MarkStep")
-        executor.sync_live_tensors_graph(devices, wait, "mark_step")
+        for context in devices:
+            context.pace.end(context.trace.cursor.depth, is_step=cause not in (_BATCH, _LOOP))
+        executor.sync_live_tensors_graph(devices, wait, cause)
         history.steps += is_new
         if self.told is not None:
             self.told()
         closures.runner.run()
-
-    def end_by_itself(self) -> None:
-        """End a step that nobody else may have ended: a `mark_step` right after it belongs to it."""
-        devices = contexts.get_active_devices()
-        self.end(devices)
-        for context in devices:
-            self._fresh[context] = weakref.ref(context.trace.epoch)
 
     def _has_just_ended(self, context: DeviceContext) -> bool:
         trace, fresh = context.trace, self._fresh.get(context)
@@ -90,13 +141,20 @@ class StepEnds:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A block in which this thread's optimizer steps end no step: who holds them calls `see` afterwards."""
+        """A block in which this thread's steps do not end by themselves: who holds them calls `see` afterwards."""
         before = getattr(self._held, "is_held", False)
         self._held.is_held = True
         try:
             yield
         finally:
             self._held.is_held = before
+
+    def _is_held(self) -> bool:
+        """Whether no step of this thread may end now. A captured function is a step by itself."""
+        rules = executor.rules
+        return getattr(self._held, "is_held", False) or rules.is_refusing() or not rules.may_run()
+
+    # ----- optimizers
 
     def see(self, optimizer: torch.optim.Optimizer) -> None:
         """See a step that ran no hooks."""
@@ -105,12 +163,131 @@ class StepEnds:
 
     @hide_internals
     def _see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if getattr(self._held, "is_held", False) or torch.compiler.is_compiling() or executor.rules.is_refusing():
-            return  # a captured function is a step by itself
-        if not config.mark_step_on_optimizer_step and optimizer not in self._followed:
+        if self._is_held() or torch.compiler.is_compiling():
+            return
+        if not _ends_by_itself() and optimizer not in self._followed:
             return
         if lazy_parameter(optimizer) is not None:
-            self.end_by_itself()
+            self.end_by_itself(_OPTIMIZER)
+
+    # ----- batches
+
+    @hide_internals
+    def see_batch(self, context: DeviceContext) -> None:
+        """See a batch from the host, while something is recorded. May end the step before."""
+        pace, cursor = context.pace, context.trace.cursor
+        if pace.latest is cursor or self._is_held() or _is_one_of_several_ranks():
+            return  # of the same batch, if nothing was recorded since
+        pace.latest = cursor
+        pace.batches += 1
+        if _ends_by_itself():
+            usual = max(pace.most_batches, _MOST_BATCHES if torch.is_grad_enabled() else 0)
+            if pace.batches > usual and _comes_again(pace):
+                self.end_by_itself(_BATCH)
+        elif pace.batches > 4 * pace.most_batches + _MOST_BATCHES and not executor.rules.is_strict():
+            self._warn_of_batches(context, pace.batches)
+            self.end_by_itself(_BATCH)
+
+    def _warn_of_batches(self, context: DeviceContext, batches: int) -> None:
+        metrics.increment("TrimIrGraph")
+        if not self._warned and config.mark_steps == "auto":
+            self._warned = True
+            warn_user(
+                f"{batches} batches came to {context.device} without a mark_step(), so the trace was cut: nothing ran, "
+                f"and all stayed in memory\n  at {user_site()}\n"
+                "  call lazy_backend.mark_step() once per batch in this loop, too",
+                GraphCutWarning,
+            )
+
+    # ----- loops
+
+    def look_at(self, context: DeviceContext) -> None:
+        """See a trace that has grown to `Trace.longest`: end a step if it is rounds of a loop, or cut it if it must."""
+        trace, pace = context.trace, context.pace
+        cursor, bound = trace.cursor, int(config.max_trace_length)
+        is_free = _ends_by_itself() and not self._is_held() and not _is_one_of_several_ranks()
+        if is_free:
+            bindings = bindings_of(cursor)
+            if bindings.loop is None:
+                bindings.loop = _loop_at(cursor, pace.loop)
+            pace.loop = bindings.loop
+            if pace.loop is not None:
+                self.end_by_itself(_LOOP)
+                return
+        if cursor.depth >= bound:
+            executor.reset_trim_counter(context)
+        else:
+            trace.longest = max(pace.longest(), min(2 * cursor.depth, bound)) if is_free else bound
+
+
+_OPTIMIZER, _BATCH, _LOOP = "an optimizer's step", "the next batch", "a loop"
+
+
+def _loop_at(cursor: TrieNode[Call | Cut], before: Loop | None) -> Loop | None:
+    """The loop whose rounds a path ends with: `before`, if it goes on, or one that is found in many calls."""
+    looks = [_look_of(call) for call in cursor.path()]
+    if before is not None and len(looks) == before.length:
+        return before if looks == list(before.round) * (len(looks) // len(before.round)) else None
+    return loop_of(looks) if len(looks) >= LOOKED_AT else None
+
+
+def loop_of(looks: Sequence[Hashable]) -> Loop | None:
+    """The loop that `looks` end with, if half of them or more are rounds of it, at least three. Its rounds begin there.
+
+    Half of them: at the end of an outer loop's round there may be a few rounds of an inner loop, or a layer's calls.
+    """
+    calls = looks[::-1]
+    # Z-function: `shared[start]` says how many calls from `start` on are those from 0 on
+    shared, left, right = [0] * len(calls), 0, 0
+    for start in range(1, len(calls)):
+        count = min(right - start, shared[start - left]) if start < right else 0
+        while start + count < len(calls) and calls[count] == calls[start + count]:
+            count += 1
+        shared[start] = count
+        if start + count > right:
+            left, right = start, start + count
+        if count >= max(2 * start, len(calls) // 2):
+            return Loop(tuple(looks[-start:]), start * -(-_SHORTEST_STEP // start))
+    return None
+
+
+def _look_of(call: Call | Cut) -> Hashable:
+    """A call without its operands: what makes rounds of a loop alike."""
+    if not isinstance(call, Call):
+        return call
+    return id(call.op), tuple([getattr(result, "meta", None) for result in call.results])
+
+
+def _comes_again(pace: Pace) -> bool:
+    """Whether a batch comes from where that came which ended the step before, so that a round of a loop is over.
+
+    A round may take several, such as labels after the model's call.
+    """
+    place = user_place()
+    if pace.place is None or place == pace.place or pace.others >= _MOST_OTHERS:
+        pace.place, pace.others = place, 0
+        return True
+    pace.others += 1
+    return False
+
+
+def _ends_by_itself() -> bool:
+    """Whether this thread's steps do."""
+    return config.mark_steps == "auto" and not per_thread.marks_by_hand
+
+
+def _is_one_of_several_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def lazy_parameter(optimizer: torch.optim.Optimizer) -> LazyTensor | None:
+    """A lazy parameter of the optimizer: the first of one of its groups. Checking all would cost more with each."""
+    for group in optimizer.param_groups:
+        first = next(iter(group["params"]), None)
+        if isinstance(first, LazyTensor):
+            return first
+    return None
 
 
 step_ends = StepEnds()

@@ -33,7 +33,7 @@ class LazySteps:
         engine.add_event_handler(Events.ITERATION_COMPLETED, self)
 
     def __call__(self, engine: Engine) -> None:
-        step_ends.end_by_itself()
+        step_ends.end_of_trainer()
 
 
 def create_supervised_trainer(

@@ -126,7 +126,7 @@ class LazyStrategy(SingleDeviceStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._is_between_steps:  # such as the sums of an epoch that are set to zero: no part of the next step
-            step_ends.end_by_itself()
+            step_ends.end_of_trainer()
         self._is_between_steps = False
         super().on_train_batch_start(batch, batch_idx)
 
@@ -136,7 +136,7 @@ class LazyStrategy(SingleDeviceStrategy):
         # a progress bar reads what each batch has logged, also a batch that only adds to the gradients; `fit_loop` has
         # this to ask (internal, checked on 2.6)
         if module is not None and module.automatic_optimization and module.trainer.fit_loop._should_accumulate():
-            step_ends.end_by_itself()
+            step_ends.end_of_trainer()
             self._is_between_steps = True
         return loss
 
@@ -145,7 +145,7 @@ class LazyStrategy(SingleDeviceStrategy):
     ) -> Any:
         with step_ends.held():  # what the precision plugin does after the step belongs to it
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        step_ends.end_by_itself()
+        step_ends.end_of_trainer()
         self._is_between_steps = True
         return result
 
@@ -161,7 +161,7 @@ class LazyStrategy(SingleDeviceStrategy):
     @staticmethod
     def _as_step(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = call(*args, **kwargs)
-        step_ends.end_by_itself()
+        step_ends.end_of_trainer()
         return result
 
 

@@ -64,7 +64,7 @@ def _is_lazy(args: TrainingArguments) -> bool:
 
 def _end_step(args: TrainingArguments) -> None:
     if _is_lazy(args):
-        step_ends.end_by_itself()
+        step_ends.end_of_trainer()
 
 
 @dataclass

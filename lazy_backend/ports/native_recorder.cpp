@@ -112,7 +112,7 @@ struct {
 } data_slots;
 
 struct {
-  Slot epoch, cursor, inputs, groups, constants, seeds, pending, computed, unfinished, default_dtype, changes;
+  Slot epoch, cursor, inputs, groups, constants, seeds, pending, computed, unfinished, default_dtype, changes, longest;
 } trace_slots;
 
 struct {
@@ -130,7 +130,7 @@ PyObject *upload_seconds, *upload_bytes;  // names of metrics
 std::vector<OperatorHandle> sharing;  // operators that give another tensor for the same data
 std::optional<OperatorHandle> copying;  // copy_
 std::optional<c10::impl::LocalDispatchKeySet> usual_keys;  // of a thread in no mode
-long max_depth;
+PyObject* see_batch;  // (context): a batch from the host arrives while something is recorded; may end a step
 int64_t num_known = 0, num_others = 0;
 
 inline PyObject*& slot_of(PyObject* object, Slot place) {
@@ -647,6 +647,8 @@ struct Place {  // of a trace
                  PyLong_AsLong(slot_of(found, trace_slots.changes))};
   }
 
+  long longest() const { return PyLong_AsLong(slot_of(trace, trace_slots.longest)); }
+
   bool still_holds() const {
     const auto now = of(context);
     return now && now->trace == trace && now->cursor == cursor && now->changes == changes && !is_locked_elsewhere();
@@ -681,7 +683,7 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
   const auto place = Place::of(context);
   if (!place || !has_usual_dtype(place->trace)) return false;
   PyObject* node = slot_of(place->cursor, node_slots.next);
-  if (is_none(node) || PyLong_AsLong(slot_of(node, node_slots.depth)) > max_depth) return false;
+  if (is_none(node) || PyLong_AsLong(slot_of(node, node_slots.depth)) > place->longest()) return false;
   const Ref kept_trace = Ref::to(place->trace), kept_node = Ref::to(node);
   const bool was_read = !is_none(slot_of(node, node_slots.known));
   const Ref kept_known = known_after(place->cursor, node);
@@ -818,7 +820,15 @@ bool upload(torch::jit::Stack* stack) {
            slot_of(storage.get(), data_slots.token) == markers.unwritten;
   };
   if (!storage || !is_unused()) return false;
-  const Ref backing = Ref::taking(PyObject_GetAttr(slot_of(storage.get(), data_slots.context), names.backing));
+  PyObject* context = slot_of(storage.get(), data_slots.context);
+  if (target.numel() > 1) {
+    const Ref trace = Ref::taking(PyObject_GetAttr(context, names.trace));
+    PyObject* cursor = trace ? slot_of(trace.get(), trace_slots.cursor) : nullptr;
+    if (cursor != nullptr && PyLong_AsLong(slot_of(cursor, node_slots.depth)) > 0) called(see_batch, context);
+    PyErr_Clear();
+  }
+  const Ref backing = Ref::taking(PyObject_GetAttr(context, names.backing));
+  if (!is_unused()) return false;
   if (!backing || !THPDevice_Check(backing.get())) {
     PyErr_Clear();
     return false;
@@ -1056,7 +1066,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "enter", markers.enter);
   take(given, "unwritten", markers.unwritten);
   take(given, "strided", markers.layout);
-  PyObject *formats, *shares, *data, *trace, *node, *depth, *lock;
+  PyObject *formats, *shares, *data, *trace, *node, *lock;
   take(given, "formats", formats);
   take(given, "shares", shares);
   take(given, "inputs", input_tokens);
@@ -1067,7 +1077,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "TensorData", data);
   take(given, "Trace", trace);
   take(given, "TrieNode", node);
-  take(given, "max_depth", depth);
+  take(given, "see_batch", see_batch);
   take(given, "unwritten_storage", unwritten_storage);
   take(given, "add_event", add_event);
   take(given, "upload_seconds", upload_seconds);
@@ -1083,7 +1093,7 @@ PyObject* start(PyObject*, PyObject* given) {
   trace_slots = {slot_in(trace, "epoch"), slot_in(trace, "cursor"), slot_in(trace, "inputs"),
                  slot_in(trace, "groups"), slot_in(trace, "constants"), slot_in(trace, "seeds"),
                  slot_in(trace, "pending"), slot_in(trace, "computed"), slot_in(trace, "unfinished"), slot_in(trace, "default_dtype"),
-                 slot_in(trace, "changes")};
+                 slot_in(trace, "changes"), slot_in(trace, "longest")};
   node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
                 slot_in(node, "known")};
   names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),
@@ -1091,7 +1101,6 @@ PyObject* start(PyObject*, PyObject* given) {
            PyUnicode_InternFromString("device"), PyUnicode_InternFromString("lock")};
   classes.lock = Py_TYPE(lock);
   owner_slot = owner_in(lock);
-  max_depth = PyLong_AsLong(depth);
   for (Py_ssize_t place = 0; place < PyTuple_Size(shares); ++place) {
     const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(shares, place));
     if (const auto handle = c10::Dispatcher::singleton().findSchema({name, ""})) sharing.push_back(*handle);
@@ -1104,13 +1113,6 @@ PyObject* start(PyObject*, PyObject* given) {
   made->python = interpreter->vtable_;
   between = made;
   interpreter->vtable_ = made;
-  Py_RETURN_NONE;
-}
-
-// set_max_depth(number): the longest trace.
-PyObject* set_max_depth(PyObject*, PyObject* depth) {
-  max_depth = PyLong_AsLong(depth);
-  if (PyErr_Occurred() != nullptr) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -1169,7 +1171,6 @@ PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known, n
 
 PyMethodDef functions[] = {
     {"start", start, METH_O, nullptr},
-    {"set_max_depth", set_max_depth, METH_O, nullptr},
     {"held_among", held_among, METH_VARARGS, nullptr},
     {"allocator", allocator, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},

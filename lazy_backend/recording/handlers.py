@@ -16,6 +16,7 @@ from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
+from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.lowering.device_graphs.uploads import upload_to
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import contiguous_stride, empty_of, extent, intern_meta
@@ -173,6 +174,8 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     """
     data = target._data
     storage = data.storage
+    if target.numel() > 1 and not context.trace.is_empty():
+        step_ends.see_batch(context)
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         base = run_clean(empty_of, storage.meta, context.backing)
         filled = run_clean(counted_upload, base.nbytes, lambda: base.copy_(source.detach()))

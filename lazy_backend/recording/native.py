@@ -32,6 +32,7 @@ from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.scratch import scratch_folder
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.disk_cache import artefact_store
+from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.lowering.artefacts.artefact import load_extension
 from lazy_backend.lowering.artefacts.environment import made_for
 from lazy_backend.lowering.ir import rng
@@ -109,14 +110,8 @@ class NativeRecorder:
             self.state = f"cannot be loaded: {error}"
             NATIVE_RECORDER.turn_off(self.state)
             return False
-        config.watch("max_trace_length", self.follow_settings)
         self.state = "in C++"
         return True
-
-    def follow_settings(self) -> None:
-        """Tell the recorder how long a trace may be."""
-        if self.extension is not None:
-            self.extension.set_max_depth(config.max_trace_length)
 
     def describe(self) -> str:
         """How known calls are recorded, as a part of a sentence."""
@@ -156,7 +151,7 @@ def _handed_over() -> dict[str, Any]:
         "recorded_alike": record.recorded_alike,
         "draw_seed": contexts.get_rng_seed,
         "return_seed": rng.return_seed,
-        "max_depth": config.max_trace_length,
+        "see_batch": step_ends.see_batch,
         "unwritten_storage": _unwritten_storage,
         "add_event": metrics.event_sink(),
         "upload_seconds": "TransferToDeviceTime",

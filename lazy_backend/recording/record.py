@@ -36,6 +36,7 @@ from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import further_frames, user_site
 from lazy_backend.errors.tracebacks import hide_frames
 from lazy_backend.execution.run import conform
+from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
@@ -64,7 +65,6 @@ from lazy_backend.recording.operators import (
     scalar_list_ops,
     traits_of,
 )
-from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import note_device, running
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
@@ -291,8 +291,8 @@ def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
                     trace = context.trace
                     changes = trace.changes
                     interrupted = trace.unfinished
-                if trace.cursor.depth >= config.max_trace_length:
-                    raise _StepOut(executor.reset_trim_counter)
+                if trace.cursor.depth >= trace.longest:
+                    raise _StepOut(step_ends.look_at)
                 if trace.default_dtype is not get_default_dtype():  # stored metadata may depend on it
                     raise _StepOut(executor.change_default_dtype)
                 epoch = trace.epoch

@@ -25,7 +25,6 @@ import torch
 from lazy_backend import metrics
 from lazy_backend.errors.captures import gone, no_longer_alike
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.forgotten_steps import forgotten_steps
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, ProgramRun, Stale, follow
@@ -300,7 +299,7 @@ class CapturedOptimizer:
             return "hooks of all optimizers are registered"
         if any(group.get("differentiable") for group in optimizer.param_groups):
             return "it is differentiable"
-        if len(HOOKS_AFTER_ALL_STEPS) > forgotten_steps.is_watching + step_ends.is_watching:
+        if len(HOOKS_AFTER_ALL_STEPS) > step_ends.is_watching:
             return "hooks of all optimizers are registered"
         return None
 
@@ -349,7 +348,6 @@ class CapturedOptimizer:
             if evaluated.commit is not None:
                 evaluated.commit.put(None, _Once)
         torch.autograd.graph.increment_version([tensors[place] for place in state.written])
-        forgotten_steps.see(optimizer, context.trace)
         return True
 
     # ----- a step as written

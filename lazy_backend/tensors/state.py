@@ -31,9 +31,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from sys import getrefcount
 from time import perf_counter
 from typing import Any
@@ -217,6 +218,7 @@ class Trace:
     [Who holds a pending storage]). `start` is a time; `default_dtype` holds for the whole trace. `computed`: whether
     all recorded calls have their values, or the run that gives them their values; later calls are then computed as they
     are recorded (Note [First sight runs]).
+    `longest`: the calls after which somebody looks whether the trace is to be cut.
     `unfinished`: the key of the call that is being recorded, or the run that is being scheduled; while it is a key, the
     lists may hold more than the path mentions. `changes` counts what happened in between (Note [Interruption]).
     """
@@ -239,6 +241,7 @@ class Trace:
         "run_seconds",
         "range",
         "given_back",
+        "longest",
     )
 
     def __init__(
@@ -247,6 +250,7 @@ class Trace:
         start: float,
         given_back: GivenBack,
         default_dtype: torch.dtype | None,
+        longest: int,
     ) -> None:
         """`given_back`: the context's. `default_dtype`: that of the root, or None if the first call opens a range."""
         self.epoch = Epoch()
@@ -261,6 +265,7 @@ class Trace:
         self.bundles: list[Bundle] = []  # of storages whose places in `pending` are still None
         self.start = start
         self.default_dtype = default_dtype
+        self.longest = longest
         self.computed: Work | bool = False
         self.unfinished: list[Any] | Work | None = None
         self.changes = 0
@@ -356,6 +361,59 @@ class Trace:
 # ----- the context
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Loop:
+    """A loop. `round`: its calls without their operands; `length`: the calls of a step, which is some rounds."""
+
+    round: tuple[Hashable, ...]
+    length: int
+
+
+class Pace:
+    """How far apart steps of one device end, where they end by themselves. See Note [Steps that end by themselves]."""
+
+    __slots__ = ("loop", "deepest", "calls", "batches", "most_batches", "latest", "place", "others", "_recent")
+
+    def __init__(self) -> None:
+        self.loop: Loop | None = None  # that the latest step was rounds of
+        self.deepest = 0  # the calls of the longest step that an optimizer or the program has ended
+        self.calls = 0  # of this step that are in traces before this one
+        # that came from the host since an optimizer or the program ended a step, but those before the first call
+        self.batches = 0
+        self.most_batches = 0  # in such a step, as far as that many came again
+        self._recent: deque[int] = deque(maxlen=_RECENT)
+        self.place: Hashable = None  # of the program, from which the latest batch came that ended a step
+        self.others = 0  # batches from other places since then
+        self.latest: TrieNode[Call | Cut] | None = None  # where the latest batch came
+
+    def longest(self) -> int:
+        """The calls after which a trace is looked at."""
+        bound = int(config.max_trace_length)
+        if config.mark_steps != "auto":
+            return bound
+        return min(bound, max(LOOKED_AT, 2 * self.deepest) if self.loop is None else self.loop.length)
+
+    def end(self, depth: int, is_step: bool) -> None:
+        """A trace of so many calls ended; `is_step`: by an optimizer or by the program."""
+        self.latest = None
+        self.calls += depth
+        if is_step:
+            self.deepest = max(self.deepest, self.calls)
+            self.calls = 0
+            self.loop = None
+            # an evaluation between two steps has many, and comes again once an epoch
+            if self.batches in self._recent:
+                self.most_batches = max(self.most_batches, self.batches)
+            self._recent.append(self.batches)
+            self.batches = 0
+
+
+# Steps in which a number of batches must come again to be taken for that of a step: some loops have several optimizers.
+_RECENT = 4
+# Calls of a trace after which a loop is looked for in it: more than most steps have.
+LOOKED_AT = 4096
+
+
 def new_queue(index: int) -> DeviceQueue:
     # asking for the number of threads makes a new thread obey torch.set_num_threads; else MKL would take all cores
     return DeviceQueue(f"lazy:{index}", on_start=torch.get_num_threads)
@@ -376,6 +434,7 @@ class DeviceContext:
         self.registry: Registry[LazyStorage] = Registry()
         self.given_back = GivenBack(self.registry)
         self._default_dtype = torch.get_default_dtype()  # that the root of the current trace is of
+        self.pace = Pace()
         self.trace = self._fresh_trace()
         self.queue = new_queue(index)
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
@@ -453,7 +512,8 @@ class DeviceContext:
         self._default_dtype = default_dtype = torch.get_default_dtype()
         # which operators are recorded, and the metadata of their results, depend on these
         root = self.eager_root if config.eager else self.trie.root_of((config.force_fallback, default_dtype))
-        return Trace(root, perf_counter(), self.given_back, None if is_profiling() else default_dtype)
+        dtype = None if is_profiling() else default_dtype
+        return Trace(root, perf_counter(), self.given_back, dtype, self.pace.longest())
 
     def restart_clock(self) -> None:
         """Restart the trace's clock if it is empty: time spent waiting before a recording is not part of it."""

@@ -1,7 +1,8 @@
-"""`config.mark_step_on_optimizer_step`: steps that end by themselves, in loops of every kind."""
+"""`config.mark_steps`: steps that end by themselves, in loops of every kind."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,15 +11,15 @@ from harness import assert_same, count, grid, run_program
 from torch import nn
 
 import lazy_backend
-from lazy_backend import config
+from lazy_backend import GraphCutWarning, config
 from lazy_backend.diagnostics.history import history
-from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend.execution.step_ends import loop_of
+from lazy_backend.tensors.contexts import contexts
 
 
 @pytest.fixture(autouse=True)
 def by_itself(fresh_state: None) -> Iterator[None]:
-    forgotten_steps.reset()  # its warning would be an error
-    with config.patch(mark_step_on_optimizer_step=True):
+    with config.patch(mark_steps="auto"):
         yield
 
 
@@ -67,10 +68,9 @@ def test_a_loop_that_also_marks_its_steps_has_no_more_of_them() -> None:
 
 
 def test_a_mark_step_that_follows_other_operators_counts() -> None:
-    x = torch.ones(3, device="lazy")
     with count("MarkStep") as steps, count("SyncTensorsGraph") as syncs:
         train("lazy", steps=1)
-        y = x + 1
+        y = torch.ones(3, device="lazy") + 1
         lazy_backend.mark_step()
         lazy_backend.mark_step()  # of nothing, and not after a step that ended by itself
     assert (steps(), syncs()) == (3, 2)
@@ -234,12 +234,12 @@ def test_a_block_of_a_step_ends_once() -> None:
 def test_steps_end_as_written_once_it_is_switched_off() -> None:
     with count("MarkStep") as steps:
         train("lazy", steps=2)
-        config.mark_step_on_optimizer_step = False
+        config.mark_steps = "by hand"
         train("lazy", steps=1)
     assert steps() == 2
 
 
-def test_the_environment_variable_serves_a_script_that_names_no_package(tmp_path) -> None:
+def test_a_script_that_names_no_package_needs_no_mark(tmp_path) -> None:
     code = """
 import torch
 model = torch.nn.Linear(4, 1).to("lazy")
@@ -251,5 +251,195 @@ for _ in range(4):
 import lazy_backend
 print(lazy_backend.metrics.counter_value("MarkStep"))
 """
-    settings = {"LAZY_BACKEND_MARK_STEP_ON_OPTIMIZER_STEP": "1", "LAZY_BACKEND_BACKEND": "eager"}
-    assert run_program(code, tmp_path, **settings).strip() == "4"
+    assert run_program(code, tmp_path, LAZY_BACKEND_BACKEND="eager").strip() == "4"
+    assert run_program(code, tmp_path, LAZY_BACKEND_BACKEND="eager", LAZY_BACKEND_MARK_STEPS="by hand").strip() == "0"
+
+
+# ----- without an optimizer
+
+
+def evaluated(device: str, batches: int, inline: bool = False) -> torch.Tensor:
+    """Right answers of a model; `inline`: labels are moved where they are used."""
+    model, _ = made(device)
+    right = torch.zeros((), device=device)
+    with torch.no_grad():
+        for number in range(batches):
+            x, y = torch.full((4, 3), 0.1 * number), torch.full((4, 1), 0.01 * number)
+            x, y = x.to(device), y if inline else y.to(device)
+            right += (model(x) > y.to(device)).sum()
+    return right
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_each_batch_of_an_evaluation_is_a_step(first_sight: str, inline: bool) -> None:
+    config.first_sight = first_sight
+    expected = evaluated("cpu", 30)
+    with count("MarkStep") as steps, count("UncachedCompile") as misses:
+        assert_same(evaluated("lazy", 30, inline), expected)
+    assert 27 <= steps() <= 31
+    assert misses() <= 5
+    with count("UncachedCompile") as misses:
+        assert_same(evaluated("lazy", 30, inline), expected)
+    assert misses() <= 1
+
+
+def test_an_evaluation_keeps_no_batches() -> None:
+    alive: list[int] = []
+    with torch.no_grad():
+        total = torch.zeros((), device="lazy")
+        for _ in range(60):
+            total += torch.ones(100_000).to("lazy").mean()
+            alive.append(len(contexts.get_device_context(None).get_live_tensors()))
+    assert max(alive[10:]) <= max(alive[:10]) + 2
+    assert total.item() == 60.0
+
+
+def test_epochs_with_evaluation_settle() -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        model, optimizer = made(device)
+        losses = []
+        for _ in range(4):
+            for _ in range(3):
+                x, y = torch.ones(4, 3).to(device), torch.ones(4, 1)
+                loss = (model(x) - y.to(device)).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for number in range(5):
+                    losses.append(model(torch.full((4, 3), float(number)).to(device)).sum())
+        return [loss.cpu() for loss in losses]
+
+    expected = run("cpu")
+    assert_same(run("lazy"), expected)
+    with count("UncachedCompile") as misses:
+        assert_same(run("lazy"), expected)
+    assert misses() <= 2
+
+
+def test_batches_that_are_added_up_become_one_step() -> None:
+    def run(device: str, updates: int) -> list[torch.Tensor]:
+        model, optimizer = made(device)
+        for _ in range(updates):
+            for number in range(3):
+                (model(torch.full((4, 3), float(number)).to(device)).mean() / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    run("lazy", 3)
+    with count("MarkStep") as steps, count("UncachedCompile") as misses:
+        parameters = run("lazy", 6)
+    assert (steps(), misses()) == (6, 0)
+    assert_same(parameters, run("cpu", 6))
+
+
+@pytest.mark.parametrize("rounds", [700, 1500])
+def test_a_loop_of_nothing_but_operators_settles(rounds: int) -> None:
+    def run(device: str) -> torch.Tensor:
+        x = torch.arange(16.0).reshape(4, 4).to(device)
+        for _ in range(rounds):
+            x = (torch.roll(x, 1, 0) + torch.roll(x, -1, 0) + torch.roll(x, 1, 1) + torch.roll(x, -1, 1)) / 4 + 0.5
+        return x.cpu()
+
+    expected = run("cpu")
+    with count("MarkStep") as steps, count("UncachedCompile") as misses:
+        assert_same(run("lazy"), expected)
+    assert steps() > (9 * rounds - 4096) // 150
+    assert misses() <= 5
+    with count("UncachedCompile") as misses:
+        assert_same(run("lazy"), expected)
+    assert misses() <= 2
+
+
+def test_layers_are_no_loop() -> None:
+    """A step of an optimizer that was seen once is not cut, however often the calls of a layer come."""
+
+    def run(device: str, steps: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(400) for layer in (nn.Linear(3, 3), nn.Tanh(), nn.LayerNorm(3))]
+        model = nn.Sequential(*layers).to(device)
+        optimizer = sgd(model)
+        losses = []
+        for _ in range(steps):
+            loss = model(torch.ones(2, 3).to(device)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [loss.cpu() for loss in losses]
+
+    run("lazy", 2)
+    with count("SyncTensorsGraph") as syncs:
+        losses = run("lazy", 3)
+    assert syncs() <= 4
+    assert_same(losses, run("cpu", 3))
+
+
+# ----- threads
+
+
+def test_a_thread_that_marks_its_steps_gets_no_others() -> None:
+    evaluated("lazy", 1)
+    lazy_backend.mark_step()
+    with count("MarkStep") as steps:
+        train("lazy")
+        evaluated("lazy", 10)
+    assert steps() == 0
+    found: list[int] = []
+
+    def other() -> None:
+        with count("MarkStep") as steps:
+            train("lazy")
+        found.append(steps())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert found == [5]
+
+
+def test_a_loop_without_an_optimizer_that_needs_gradients_is_bounded() -> None:
+    def run(device: str) -> torch.Tensor:
+        weight = torch.ones(3, 1).to(device).requires_grad_()
+        for number in range(40):
+            (torch.full((4, 3), 0.01 * number).to(device) @ weight).pow(2).mean().backward()
+            with torch.no_grad():
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+        return weight.detach().cpu()
+
+    with count("MarkStep") as steps:
+        found = run("lazy")
+    assert steps() == 40 - 1 - 16
+    assert_same(found, run("cpu"))
+
+
+def test_many_batches_after_marks_are_cut_and_told() -> None:
+    for _ in range(3):
+        evaluated("lazy", 1)
+        lazy_backend.mark_step()
+    with pytest.warns(GraphCutWarning, match="batches came to lazy:0 without a mark_step"):
+        result = evaluated("lazy", 60)
+    assert_same(result, evaluated("cpu", 60))
+
+
+@pytest.mark.parametrize("pattern", ["a" * 30, "abc" * 20, "xyz" + "ab" * 40, ("ab" * 6 + "c") * 9])
+def test_the_loop_at_the_end_of_calls(pattern: str) -> None:
+    found = loop_of(pattern)
+    assert found is not None
+    for size in range(1, len(pattern) // 3):  # no shorter round covers half of them
+        covered = next(
+            (i for i in range(size, len(pattern)) if pattern[-1 - i] != pattern[-1 - i + size]), len(pattern)
+        )
+        if covered - size >= max(2 * size, len(pattern) // 2):
+            assert len(found.round) == size
+            break
+    assert "".join(found.round) == pattern[-len(found.round) :]
+    assert found.length % len(found.round) == 0
+
+
+@pytest.mark.parametrize("pattern", ["", "a", "ab", "abcdefgh", "abab", "abcdefghij" + "ab" * 4])
+def test_no_loop(pattern: str) -> None:
+    assert loop_of(pattern) is None

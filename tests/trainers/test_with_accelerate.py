@@ -13,8 +13,7 @@ import torch
 from harness import count
 from torch import nn
 
-from lazy_backend import GraphCutWarning, LazyBackendError, config
-from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend import LazyBackendError, config
 
 BATCHES = 60
 
@@ -159,10 +158,10 @@ def test_an_accelerator_that_came_before_is_told() -> None:
         ours()
 
 
-def test_an_accelerator_of_theirs_that_ends_no_steps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_of_theirs_has_its_steps_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate import Accelerator
 
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "lazy")
-    forgotten_steps.reset()
-    with pytest.warns(GraphCutWarning, match=r"take Accelerator of lazy_backend\.integrations\.accelerate"):
+    with config.patch(mark_steps="auto"), count("MarkStep") as steps:
         train(Accelerator())
+    assert steps() >= 2

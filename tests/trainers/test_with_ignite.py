@@ -7,8 +7,7 @@ import torch
 from harness import count
 from torch import nn
 
-from lazy_backend import GraphCutWarning
-from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend import config
 
 
 def eager(dtype: torch.dtype | None = None) -> tuple[list[float], float]:
@@ -67,12 +66,12 @@ def test_an_engine_of_the_users_ends_its_steps() -> None:
     assert weight.tolist() == [36.0, 36.0, 36.0]
 
 
-def test_an_engine_that_ends_no_steps_is_told() -> None:
+def test_an_engine_of_theirs_has_its_steps_end_by_themselves() -> None:
     from ignite.engine import create_supervised_trainer
 
     model = nn.Linear(4, 1).to("lazy")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    forgotten_steps.reset()
     engine = create_supervised_trainer(model, optimizer, nn.functional.mse_loss, device="lazy")
-    with pytest.warns(GraphCutWarning, match=r"create_supervised_trainer of lazy_backend\.integrations\.ignite"):
+    with config.patch(mark_steps="auto"), count("MarkStep") as steps:
         engine.run([(torch.ones(2, 4), torch.ones(2, 1))] * 3)
+    assert steps() == 3

@@ -8,8 +8,7 @@ import pytest
 import torch
 from harness import count
 
-from lazy_backend import GraphCutWarning, LazyBackendError
-from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend import LazyBackendError, config
 
 STEPS = 30
 
@@ -170,12 +169,12 @@ def test_several_devices_are_told() -> None:
         fit("lazy", devices=2)
 
 
-def test_a_trainer_that_ends_no_steps_is_told() -> None:
+def test_a_trainer_of_theirs_has_its_steps_end_by_themselves() -> None:
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     from lazy_backend.integrations.lightning import LazyAccelerator
 
-    forgotten_steps.reset()
     strategy = SingleDeviceStrategy("lazy", accelerator=LazyAccelerator())
-    with pytest.warns(GraphCutWarning, match=r"take Trainer\(accelerator='lazy'\)"):
+    with config.patch(mark_steps="auto"), count("MarkStep") as steps:
         fit("auto", strategy=strategy, max_epochs=1)
+    assert steps() >= 2

@@ -1,4 +1,4 @@
-"""stable-baselines3 on device="lazy" with `mark_step_on_optimizer_step`: eager's losses; the reads that it makes."""
+"""stable-baselines3 on device="lazy", with steps that end by themselves: eager's losses; the reads that it makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lazy_backend import config
 
 @pytest.fixture(autouse=True)
 def steps_end_with_the_optimizers() -> Iterator[None]:
-    with config.patch(mark_step_on_optimizer_step=True):
+    with config.patch(mark_steps="auto"):
         yield
 
 

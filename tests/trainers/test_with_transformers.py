@@ -12,8 +12,7 @@ import torch
 from harness import count
 
 import lazy_backend
-from lazy_backend import GraphCutWarning, LazyBackendError, config
-from lazy_backend.execution.forgotten_steps import forgotten_steps
+from lazy_backend import LazyBackendError, config
 
 STEPS, LOGGED = 30, 6
 TOKENS = torch.randint(64, (64, 12), generator=torch.Generator().manual_seed(0))
@@ -258,19 +257,20 @@ def test_bf16_that_transformers_refuses_is_told_what_to_take(name: str, advice: 
 
 
 @pytest.mark.parametrize("reads_each_loss", [False, True])
-def test_a_trainer_that_ends_no_steps_is_told(reads_each_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_of_theirs_has_its_steps_end_by_themselves(
+    reads_each_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import Trainer, TrainingArguments, trainer
 
     monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", trainer.DEFAULT_CALLBACKS[:1])  # as before our import
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "lazy")
-    forgotten_steps.reset()
     model, rows = gpt()
     options: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
     options |= {"dataloader_pin_memory": False, "logging_nan_inf_filter": reads_each_loss}
     arguments = TrainingArguments("run", max_steps=2, **options)
-    with pytest.warns(GraphCutWarning, match="take lazy_backend.integrations.transformers.LazyTrainingArguments"):
+    with config.patch(mark_steps="auto"), count("MarkStep") as steps:
         Trainer(model, arguments, train_dataset=rows).train()
-    lazy_backend.mark_step()
+    assert steps() >= 2
 
 
 # ----- a loop of one's own
