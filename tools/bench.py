@@ -6,10 +6,11 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`, `--ranks` and
-`--simulated-ranks` measure something else: the first steps of a process, compiles of deep models, deep models whose
+`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`, `--unmarked`, `--ranks`
+and `--simulated-ranks` measure something else: the first steps of a process, compiles of deep models, deep models whose
 blocks are compiled once, recording beside a run, what `config.explain` costs, the loops of other packages' trainers,
-documented programs of other packages, several processes that train together, and what it costs many to agree.
+documented programs of other packages, loops without `mark_step()`, several processes that train together, and what it
+costs many to agree.
 See docs/benchmarks.md and docs/scaling.md.
 """
 
@@ -34,6 +35,7 @@ import rank_scaling
 import recording_overlap
 import torch
 import trainer_loops
+import unmarked
 import wild
 from command_line import names_among
 from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
@@ -174,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--wild", type=names_among(PROGRAMS), nargs="?", const=list(PROGRAMS),
                         help=f"programs of other packages, nothing else; some of {', '.join(PROGRAMS)}")  # fmt: skip
+    parser.add_argument("--unmarked", action="store_true", help="loops without mark_step, nothing else")
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
     parser.add_argument("--simulated-ranks", action="store_true", help="what agreeing costs 8 to 10,000, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
@@ -237,6 +240,9 @@ def main() -> None:
         rank_scaling.main(rank_scaling.RANKS, "markdown" if arguments.markdown else "text")
         return
     shown = render["markdown" if arguments.markdown else "text"]
+    if arguments.unmarked:
+        unmarked.main(list(unmarked.LOOPS), arguments.rounds or (2 if arguments.quick else 5), shown)
+        return
     if arguments.diagnostics:
         names = arguments.workloads or ["mlp", "gpt-sgd", "gpt-adamw"]
         diagnostics.main(names, arguments.threads, 60 if arguments.quick else 300, shown)

@@ -452,3 +452,44 @@ dist.destroy_process_group()
 
 def test_conjugated_gradients_and_buffers(tmp_path: Path) -> None:
     check_ranks(_CONJUGATES, tmp_path)
+
+
+_UNMARKED = (
+    _MODEL
+    + """
+import io
+
+def train(device):
+    model = model_on(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    logged = []
+    for number, x in enumerate(data_on(device, 12)):
+        loss = model(x).square().mean()
+        if rank == 0 and number % 3 == 0:
+            logged.append(loss.item())  # within the step
+        optimizer.zero_grad()
+        loss.backward()
+        if rank == 0 and number == 4:
+            logged.append(model.module.scale.grad.item())
+        optimizer.step()
+        if rank == 0 and number % 5 == 0:
+            with torch.no_grad():  # an evaluation and a checkpoint of rank 0 alone
+                total = torch.zeros((), device=device)
+                for value in range(4):
+                    total += model.module(torch.full((2, 4), float(value)).to(device)).sum()
+                torch.save(model.module.state_dict(), io.BytesIO())
+            logged.append(total.item())
+    return logged, [one.tolist() for one in model.parameters()]
+
+expected = train("cpu")
+before = metrics.counter_value("MarkStep")
+assert train("lazy") == expected, (train("lazy"), expected)
+assert metrics.counter_value("MarkStep") - before >= 12
+"""
+)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loops_without_marks_end_their_steps_alike(tmp_path: Path, ranks: int) -> None:
+    done = run_ranks(_UNMARKED, tmp_path, ranks, arguments=["eager"])
+    assert [one.returncode for one in done] == [0] * ranks, "\n".join(one.stderr for one in done)
