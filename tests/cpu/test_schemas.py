@@ -15,6 +15,7 @@ from harness import assert_same, geometry, grid
 
 from lazy_backend.lowering.compilation import scalars
 from lazy_backend.recording import record
+from lazy_backend.settings import config
 
 aten = torch.ops.aten
 
@@ -156,7 +157,7 @@ def test_every_operator_with_a_kernel_of_ours_is_here() -> None:
 @pytest.mark.parametrize("first_sight", ["run", "record"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_with_every_default_spelled_out(name: str, first_sight: str) -> None:
-    record.config.first_sight = first_sight
+    config.first_sight = first_sight
     op = overloads()[name]
     args, options = spelled_out(op, *CALLS[name]("lazy"))
     lazy = op(*args, **options)
