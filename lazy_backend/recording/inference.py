@@ -125,7 +125,8 @@ class Inference:
             probe.try_shared(op, args, kwargs, operands, self._meta)
 
     def _infer(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        mutated = set(map(id, mutated_arguments(op, args, kwargs)))
+        # by data, which several tensors may share: a fake that is resized must not be used for another call
+        mutated = {id(self._data_of(tensor)) for tensor in mutated_arguments(op, args, kwargs)}
 
         def call() -> Any:
             try:
@@ -143,16 +144,18 @@ class Inference:
     def _meta(self, arg: Any) -> Any:
         """The pair (geometry, device) of a tensor, for `probe`; the backing device in place of the lazy one."""
         if isinstance(arg, torch.Tensor):
-            data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
-            return data.meta, self.context.backing
+            return self._data_of(arg).meta, self.context.backing
         if isinstance(arg, torch.device):
             return self.context.backing if arg.type == "lazy" else arg
         return arg
 
+    def _data_of(self, tensor: torch.Tensor) -> TensorData:
+        return tensor._data if isinstance(tensor, LazyTensor) else self.context.outside[tensor]
+
     def _fake(self, arg: Any, mutated: set[int]) -> Any:
         if isinstance(arg, torch.Tensor):
-            data = arg._data if isinstance(arg, LazyTensor) else self.context.outside[arg]
-            return self._fake_of(data, cached=id(arg) not in mutated)
+            data = self._data_of(arg)
+            return self._fake_of(data, cached=id(data) not in mutated)
         if isinstance(arg, list | tuple):
             return with_leaves(lambda item: self._fake(item, mutated), arg)
         if isinstance(arg, torch.device):

@@ -110,3 +110,25 @@ def test_a_scatter_around_its_operand_runs_at_once() -> None:
 
     for _ in range(2):
         assert_same(program("lazy"), program("cpu"))
+
+
+RESIZING: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "sum": lambda x, out: torch.sum(x, 1, out=out),
+    "mean": lambda x, out: torch.mean(x, 0, out=out),
+    "logsumexp": lambda x, out: torch.logsumexp(x, 1, out=out),
+    "mm": lambda x, out: torch.mm(x, x.t(), out=out),
+    "amax": lambda x, out: torch.amax(x, 0, out=out),
+    "prod": lambda x, out: torch.prod(x, 1, out=out),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", RESIZING)
+def test_a_resized_operand_leaves_no_trace_in_what_is_inferred_later(name: str) -> None:
+    """Two tensors share their data, and one is resized: later operands of the old shape are not taken for resized."""
+    base = torch.ones(7, 5, device="lazy") * 2
+    alias = base.detach()
+    RESIZING[name](alias, base)
+    lazy_backend.mark_step()
+    fakes = lazy_backend.tensors.contexts.context_of("lazy").fakes
+    assert [meta for meta, fake in fakes.items() if tuple(fake.shape) != meta.shape] == []
