@@ -154,7 +154,7 @@ def measure(name: str, size: str, threads: int, rounds: int, cache: str) -> Resu
 def _row(result: Result) -> list[str]:
     about = [result["program"], result["size"], str(result["threads"])]
     if "failure" in result:
-        return [*about, result["failure"], *["-"] * 7]
+        return [*about, result["failure"], *["-"] * 8]
     steps = {key: [[window[key] / window["steps"] for window in pair] for pair in result["pairs"]]
              for key in ("seconds", "cpu")}  # fmt: skip
     times = [f"{1e3 * statistics.median(pair[place] for pair in steps['seconds']):.2f}" for place in (0, 1)]
