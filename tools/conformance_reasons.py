@@ -33,10 +33,6 @@ ROUNDING: tuple[tuple[str, str], ...] = (
         "differ on some CPUs",
     ),
     (
-        r"^module/nn\.LSTM/",
-        "on the CPU alone PyTorch takes a fused kernel (oneDNN)",
-    ),
-    (
         r"^(op/nn\.functional\.linear_cross_entropy|module/nn\.LinearCrossEntropyLoss/).*/b?float16/",
         "PyTorch chooses the accumulation by the type of device",
     ),

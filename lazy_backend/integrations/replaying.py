@@ -34,7 +34,7 @@ _KNOWN_HOOKS = ("transformers.",)
 
 # Layers, each of one to three calls of operators, from which on replaying costs less than recording.
 _MIN_LAYERS = 4
-_LARGE_LAYERS = (torch.nn.RNNBase, torch.nn.MultiheadAttention)  # dozens of calls each
+_LARGE_LAYERS = (torch.nn.RNNBase, torch.nn.MultiheadAttention)  # a dozen calls each, and more
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # which are not called
 

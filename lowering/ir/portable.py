@@ -22,6 +22,7 @@ import torch
 
 from lazy_backend.lowering.collectives.communication import define_collectives
 from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, TensorMeta, Value, intern_meta
+from lazy_backend.lowering.recurrent.layer_operators import define_recurrent
 from lazy_backend.ports.dispatcher import OpOverload
 
 
@@ -214,6 +215,7 @@ def _operator(name: str) -> OpOverload:
     packet, _, overload = rest.partition(".")
     if namespace == "lazy_backend":
         define_collectives()
+        define_recurrent()
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     except AttributeError:
