@@ -213,8 +213,9 @@ class Async(Work):
         Raises no exception except Ctrl-C and the like, so that errors surface in the same way wherever the run happens.
         """
         start = perf_counter()
-        # finalizers on this thread would find results that are not there yet; they run after the run
-        pauses = self.place is not RunPlace.DEVICE_THREAD and gc.isenabled()
+        # finalizers on this thread would find results that are not there yet; they run after the run. On the device's
+        # thread they are kept from running anything: pausing the collector there would pause it for all threads
+        pauses = not self.collection.context.queue.is_here() and gc.isenabled()
         try:
             if pauses:
                 gc.disable()

@@ -20,7 +20,7 @@ from lazy_backend import metrics
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.diagnostics.debug_log import print_sync
 from lazy_backend.diagnostics.history import SyncRecord, history
-from lazy_backend.errors import GraphCutWarning, LazyBackendError
+from lazy_backend.errors import GraphCutWarning, LazyBackendError, PoisonedTensorError
 from lazy_backend.errors.sites import purpose_of_read, user_site, warn_user
 from lazy_backend.execution.bindings import FirstRun, bindings_of
 from lazy_backend.execution.compile_reports import CompileReports
@@ -91,10 +91,10 @@ class LazyGraphExecutor:
 
     def collect_sync_tensors(
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, goes_on: bool = False
-    ) -> SyncTensorCollection:
-        """The live set of `context`: its pending storages that are still held. The caller holds the context's lock.
+    ) -> tuple[Trace, SyncTensorCollection]:
+        """The trace of `context`, and its live set: the pending storages that are still held.
 
-        `goes_on`: whether the trace does.
+        The caller holds the context's lock. `goes_on`: whether the trace does.
         """
         site = user_site()
         while True:  # again if a finalizer records something meanwhile
@@ -102,7 +102,8 @@ class LazyGraphExecutor:
             given_back = [] if goes_on else context.given_back.pending()
             indices, storages = trace.live(goes_on)
             if context.trace is trace and trace.cursor is cursor:
-                return SyncTensorCollection(sync_config, context, cursor, indices, storages, cause, site, given_back)
+                found = SyncTensorCollection(sync_config, context, cursor, indices, storages, cause, site, given_back)
+                return trace, found
 
     def extract_ir_and_prepare_tensor_data(
         self, trace: Trace, bound: CachedComputation
@@ -116,7 +117,15 @@ class LazyGraphExecutor:
     def sync_tensors_graph_internal(
         self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
     ) -> Async | None:
-        """Cut the trace of `context` and schedule it; None if there was nothing to run."""
+        """Cut the trace of `context` and schedule it; None if there was nothing to run.
+
+        A finalizer that interrupts a run on the device's thread runs nothing: what another thread has recorded since
+        comes after that run.
+        """
+        if context.queue.is_here():
+            if sync_config.force_ltc_data:
+                raise within_a_run(cause)
+            return None
         if not is_profiling():
             return self._sync_tensors_graph(context, sync_config, cause)
         context.trace.end_range()
@@ -156,8 +165,8 @@ class LazyGraphExecutor:
 
         `may_wait`: whether the run may happen on the device's thread, later than this call.
         """
-        trace, settings = context.trace, current_environment()
-        collection = self.collect_sync_tensors(context, sync_config, cause)
+        settings = current_environment()
+        trace, collection = self.collect_sync_tensors(context, sync_config, cause)
         bound = self.computations.try_run_cached_sync(collection, settings)
         record = self.records.begin(collection, settings, bound is not None)
         if untold_failures:
@@ -320,8 +329,8 @@ class LazyGraphExecutor:
         trace.computed = True
 
     def _prepare_catch_up(self, context: DeviceContext) -> Async:
-        trace, policy, settings = context.trace, compile_policy(), current_environment()
-        collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call", goes_on=True)
+        policy, settings = compile_policy(), current_environment()
+        trace, collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call", goes_on=True)
         bound = self.computations.try_run_cached_sync(collection, settings) or run_clean(
             self.computations.compile, collection, settings
         )
@@ -337,8 +346,8 @@ class LazyGraphExecutor:
 
         False, with nothing done, if something came in between.
         """
-        trace, settings = context.trace, current_environment()
-        collection = self.collect_sync_tensors(context, sync_config, cause)
+        settings = current_environment()
+        trace, collection = self.collect_sync_tensors(context, sync_config, cause)
         cursor = collection.cursor
         record = self.records.begin(collection, settings, False)
         context.registry.register_all(collection.storages)
@@ -452,6 +461,8 @@ class LazyGraphExecutor:
 
         What a finalizer or another thread records meanwhile is synced too.
         """
+        if context.queue.is_here():
+            raise within_a_run(cause)
         while True:
             self.sync_live_tensors_graph([context], wait=False, cause=cause)
             with context.lock:
@@ -476,6 +487,14 @@ class LazyGraphExecutor:
             with context.lock:
                 self.finish_interrupted(context)
         context.locker.barrier()
+
+
+def within_a_run(cause: str) -> LazyBackendError:
+    """The error for code that would have to run something, and interrupts a run on the thread of that run."""
+    return PoisonedTensorError(
+        f"{cause} cannot be done here: this code, a finalizer, interrupted a run, and comes before its end\n"
+        f"  at {user_site()}\n  what it needs may be recorded here, and read later"
+    )
 
 
 executor = LazyGraphExecutor()

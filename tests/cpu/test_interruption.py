@@ -712,3 +712,71 @@ for thread in threads:
 print(set(codes), (x + 1).tolist())
 """
     assert run_program(code, tmp_path, TORCH) == "{0} [1.0, 2.0, 3.0]\n"
+
+
+_begun, _goes_on = threading.Event(), threading.Event()
+
+
+@torch.library.custom_op("interruption_tests::collecting", mutates_args=())
+def _collecting(x: torch.Tensor) -> torch.Tensor:
+    _begun.set()
+    _goes_on.wait(10)
+    gc.collect()
+    return x * 2
+
+
+@_collecting.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Dead:
+    """A dead cycle whose finalizer does something."""
+
+    def __init__(self, does: Callable[[], object], done: list[str]) -> None:
+        self.itself, self.does, self.done = self, does, done
+
+    def __del__(self) -> None:
+        try:
+            self.does()
+            self.done.append("done")
+        except LazyBackendError as error:
+            self.done.append(str(error))
+
+
+@pytest.mark.parametrize("does", ["mark_step", "read", "reset", "record", "sync"])
+def test_a_finalizer_on_the_devices_thread_runs_nothing_that_comes_later(does: str) -> None:
+    """Neither what another thread has recorded meanwhile, which takes what the run gives, nor what it recorded."""
+    other = torch.full((3,), 5.0, device="lazy")
+    x, written = torch.ones(3, device="lazy"), torch.zeros(3, device="lazy")
+    lazy_backend.mark_step(wait=True)
+    actions: dict[str, Callable[[], object]] = {
+        "mark_step": lambda: lazy_backend.mark_step(),
+        "read": lambda: (other + 1).tolist(),
+        "reset": lambda: lazy_backend.ir_cache.reset(),
+        "record": lambda: other + 1,
+        "sync": lambda: torch.lazy.synchronize(),
+    }
+    for _ in range(3):  # unseen, and known
+        done: list[str] = []
+        _begun.clear()
+        _goes_on.clear()
+        made = _collecting(x)
+        written.add_(made)
+        lazy_backend.mark_step()  # the run begins on the device's thread
+        assert _begun.wait(10)
+        written.mul_(made)
+        later = made + written
+        gc.disable()
+        try:
+            _Dead(actions[does], done)
+            _goes_on.set()
+            lazy_backend.wait_device_ops()
+        finally:
+            gc.enable()
+        gc.collect()
+        assert len(done) == 1
+        if does in ("read", "reset"):
+            assert "interrupted a run" in done[0]
+        assert later.tolist() == (2 + written).tolist()
+    assert written.tolist() == [((2 * 2) + 2) * 2 * 2 + 4.0] * 3
