@@ -257,11 +257,15 @@ class Async(Work):
         # checking the layout takes 0.4 µs per result
         is_known = plan.conforms
         conforms = plan.kind.lays_out_alike
-        for place, storage in enumerate(self.tensors_data):
-            if storage is not None:
-                storage.tensor = outputs[place] if is_known else conform(outputs[place], storage.meta)
-            conforms = conforms and (is_known or (storage is not None and storage.tensor is outputs[place]))
-            outputs[place] = None  # type: ignore[call-overload]
+        storage = None
+        try:
+            for place, storage in enumerate(self.tensors_data):
+                if storage is not None:
+                    storage.tensor = outputs[place] if is_known else conform(outputs[place], storage.meta)
+                conforms = conforms and (is_known or (storage is not None and storage.tensor is outputs[place]))
+                outputs[place] = None  # type: ignore[call-overload]
+        finally:
+            storage = None  # an interruption keeps this frame, and would keep the storage alive
         plan.conforms = conforms
 
     def _results(self, beside: CompiledRun) -> list[torch.Tensor]:
