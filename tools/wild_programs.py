@@ -474,10 +474,6 @@ def sb3_ppo(steps: Any, length: int) -> None:
         def _on_rollout_start(self) -> None:  # after the epochs of the one before
             steps.ended(self.model.logger.name_to_value.get("train/loss"))
 
-    if steps.device == "lazy":
-        import lazy_backend
-
-        lazy_backend.config.mark_step_on_optimizer_step = True
     model = PPO("MlpPolicy", "CartPole-v1", n_steps=length, device=steps.device, seed=0)
     model.learn(10**9, callback=Watch(), log_interval=10**9)
 
