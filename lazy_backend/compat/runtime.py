@@ -165,6 +165,9 @@ PARTS: tuple[Part, ...] = (
     Part("lowering.plans.cached_computation", ("_numbers",), Life.FACTS, "the number of the next computation"),
     Part("lowering.plans.profiling", ("_compiling",), Life.USERS, "graphs whose compile is under way"),
     Part("lowering.products.product_timing", ("_onednn", "_is_faster"), Life.FACTS, "how fast libraries multiply"),
+    Part("lowering.recurrent.layer_operators", ("define_recurrent", "recurrent_operator"), Life.PROCESS,
+         "operators of ours: a recurrent layer and its backward"),
+    Part("lowering.recurrent.layer_operators", ("workspace_size",), Life.FACTS, "bytes that oneDNN keeps of a layer"),
     Part("cache.scratch", ("_swept_by",), Life.FACTS, "the process that has swept"),
 )  # fmt: skip
 
