@@ -7,6 +7,7 @@ module of this package registers nothing (except `dynamo`): everything is regist
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ import lazy_backend_autoload as first_use
 from lazy_backend import metrics
 from lazy_backend.archives.transfer import take_entry, used_entries
 from lazy_backend.cache import process_locks
-from lazy_backend.compat import lazy_core
+from lazy_backend.compat import device_streams, lazy_core
 from lazy_backend.compat.advice import advise
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.runtime import listed, renew_after_fork
@@ -34,6 +35,7 @@ from lazy_backend.distributed.exchange import batching, exchanging
 from lazy_backend.distributed.order import finish_group, in_order
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution import closures, disk_cache
+from lazy_backend.execution.run import SyncTensorsConfig
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.collectives.agreement import agreements
@@ -116,7 +118,9 @@ def _replace() -> None:
     functions.norm_as_on_the_cpu(LazyTensor)
     functions.pad_encoded_as_on_the_cpu(LazyTensor)
     functions.collate_by_stacking(LazyTensor)
-    functions.finish_before_default_dtype_changes(_finish_everything)
+    functions.finish_before_default_dtype_changes(functools.partial(_finish_everything, "torch.set_default_dtype"))
+    functions.finish_before_profiled_steps_end(functools.partial(_finish_everything, "a step of the profiler"))
+    functions.support_streams(Event=device_streams.Event, Stream=device_streams.Stream)
     kinds = moving.LazyKinds(
         LazyTensor,
         LazySparseTensor,
@@ -165,8 +169,8 @@ def _wire() -> None:
     watch_passes(print_pass)
 
 
-def _finish_everything() -> None:
-    executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause="torch.set_default_dtype")
+def _finish_everything(cause: str) -> None:
+    executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause=cause)
 
 
 def _switch_device_graphs() -> None:
@@ -189,7 +193,8 @@ def _begin_new_traces() -> None:
 
 
 def _at_exit() -> None:
-    """Finish scheduled runs, print errors that were never raised, and never hang."""
+    """Run what is recorded, finish scheduled runs, print errors that were never raised, and never hang."""
+    _begin_everything("the end of the program")
     _refuse_while_shutting_down()
     closures.runner.close(_EXIT_TIMEOUT)
     for context in contexts.get_active_devices():
@@ -203,6 +208,14 @@ def _at_exit() -> None:
         if error is not None:
             print(f"lazy_backend: the last run on {context.device} failed:", file=sys.stderr)
             traceback.print_exception(error)
+
+
+def _begin_everything(cause: str) -> None:
+    """Run what is recorded on each device, unless this thread may not, or another one is in a captured function."""
+    if not executor.rules.is_refusing() and executor.rules.may_run():
+        for context in contexts.get_active_devices():
+            if context.body is None or context.body.ended:
+                executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), cause)
 
 
 def _is_over_within(seconds: float, context: DeviceContext) -> bool:
@@ -240,7 +253,11 @@ def _refuse_while_shutting_down() -> None:
 
 
 def _before_fork() -> None:
-    """Wait for runs and hold all locks: the child would wait forever for a thread that exists only in the parent."""
+    """Run what is recorded, which the child would do again; wait for runs and hold all locks.
+
+    The child would wait forever for a thread that exists only in the parent.
+    """
+    _begin_everything("a fork")
     for context in contexts.get_active_devices():
         context.hold_idle()
     process_locks.hold_all()

@@ -62,11 +62,17 @@ def finish_group(group: dist.ProcessGroup | None) -> None:
 
 
 def in_order(communicate: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of process groups that first runs the collectives that were recorded before it is called."""
+    """A method of process groups that first runs the collectives that were recorded before it is called.
+
+    Before a barrier, everything that was recorded runs.
+    """
+    is_barrier = getattr(communicate, "__name__", "") in ("barrier", "monitored_barrier")
 
     @functools.wraps(communicate)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _orders and not communicating.now and not _takes_lazy(args):
+        if is_barrier and not communicating.now:
+            executor.sync_live_tensors_graph(contexts.get_active_devices(), wait=True, cause="a barrier")
+        elif _orders and not communicating.now and not _takes_lazy(args):
             finish_collectives()
         return communicate(*args, **kwargs)
 

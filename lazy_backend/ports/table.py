@@ -59,6 +59,18 @@ GENERATORS = Port(
     Probe("torch.Generator has a metaclass", lambda: type(torch.Generator) is not type),
     without='torch.Generator("lazy") raises; torch.manual_seed governs random numbers',
 )
+STREAMS = Port(
+    "streams and events",
+    "torch.Event",
+    "torch.Stream",
+    without='torch.Event("lazy") and torch.Stream("lazy") raise; torch.lazy.Event() and torch.lazy.Stream() work',
+)
+PROFILER_STEPS = Port(
+    "steps of the profiler",
+    "torch.profiler.profile.step(self)",
+    "torch.profiler.profile.stop(self)",
+    without="call lazy_backend.mark_step(wait=True) before profiler.step(): what is pending runs in a later step of it",
+)
 DLPACK = Port(
     "torch.utils.dlpack.to_dlpack",
     "torch.utils.dlpack.to_dlpack",

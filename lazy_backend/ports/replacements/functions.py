@@ -1,6 +1,6 @@
-"""Functions of PyTorch that look at a tensor's device, or run before a setting changes.
+"""Functions of PyTorch that look at a device, or after which what was recorded must have run.
 
-In: the class of lazy tensors. Out: the same functions, which treat lazy tensors as those of the CPU.
+In: the class of lazy tensors, makers of generators, streams and events. Out: the same functions, which know the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ import torch.utils.data
 import torch.utils.dlpack
 
 from lazy_backend.ports.port import replaced
-from lazy_backend.ports.table import COLLATING, DEFAULT_DTYPE, DLPACK, ENCODERS, GENERATORS, NORMS, SCRIPTING
+from lazy_backend.ports.table import (
+    COLLATING,
+    DEFAULT_DTYPE,
+    DLPACK,
+    ENCODERS,
+    GENERATORS,
+    NORMS,
+    PROFILER_STEPS,
+    SCRIPTING,
+    STREAMS,
+)
 
 
 def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
@@ -41,6 +51,23 @@ def finish_before_default_dtype_changes(finish: Callable[[], None]) -> None:
     DEFAULT_DTYPE.put(torch, "set_default_tensor_type", set_default_tensor_type)
 
 
+def finish_before_profiled_steps_end(finish: Callable[[], None]) -> None:
+    """Let what was recorded in a step of `torch.profiler.profile` run in it."""
+    if not PROFILER_STEPS.fits():
+        return
+
+    def finishing(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(original)
+        def call(self: Any) -> None:
+            finish()
+            original(self)
+
+        return call
+
+    for name in ("step", "stop"):
+        PROFILER_STEPS.put(torch.profiler.profile, name, finishing(getattr(torch.profiler.profile, name)))
+
+
 def support_generators(make: Callable[[torch.device], torch.Generator]) -> None:
     """Make `torch.Generator(device="lazy")` return what `make` returns.
 
@@ -51,13 +78,44 @@ def support_generators(make: Callable[[torch.device], torch.Generator]) -> None:
         return
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is torch.Generator:
-            device = args[0] if args else kwargs.get("device")
-            if isinstance(device, str | torch.device) and torch.device(device).type == "lazy":
-                return make(torch.device(device))
+        if cls is torch.Generator and (device := _lazy_device(args, kwargs)) is not None:
+            return make(device)
         return type.__call__(cls, *args, **kwargs)
 
     GENERATORS.put(type(torch.Generator), "__call__", call)
+
+
+def _lazy_device(args: Any, kwargs: Any) -> torch.device | None:
+    """The lazy device that a constructor is called for, if that is one."""
+    device = args[0] if args else kwargs.get("device")
+    is_device = isinstance(device, str | torch.device) and torch.device(device).type == "lazy"
+    return torch.device(device) if is_device else None
+
+
+def support_streams(**makers: Callable[..., Any]) -> None:
+    """Make `torch.Event("lazy")` and `torch.Stream("lazy")` return what `makers` return: PyTorch's own do nothing.
+
+    For other devices the classes make what they made before, which is of the class all the same.
+    """
+    if not STREAMS.fits():
+        return
+    for name, make in makers.items():
+        STREAMS.put(torch, name, _also_for_lazy(getattr(torch, name), make))
+
+
+def _also_for_lazy(original: Any, make: Callable[..., Any]) -> Any:
+    class Kind(type(original)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is not known:
+                return super().__call__(*args, **kwargs)
+            device = _lazy_device(args, kwargs)
+            return original(*args, **kwargs) if device is None else make(**{**kwargs, "device": device})
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original) if cls is known else super().__instancecheck__(instance)
+
+    known = Kind(original.__name__, (original,), {"__module__": original.__module__, "__doc__": original.__doc__})
+    return known
 
 
 def export_to_dlpack(kind: type) -> None:
