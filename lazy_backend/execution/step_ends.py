@@ -176,8 +176,8 @@ class StepEnds:
     def see_batch(self, context: DeviceContext) -> None:
         """See a batch from the host, while something is recorded. May end the step before."""
         pace, cursor = context.pace, context.trace.cursor
-        if pace.latest is cursor or self._is_held() or _is_one_of_several_ranks():
-            return  # of the same batch, if nothing was recorded since
+        if pace.latest is cursor or self._is_held() or _is_one_of_several_ranks() or context.queue.is_here():
+            return  # of the same batch, if nothing was recorded since; or within a run, where a finalizer came
         pace.latest = cursor
         pace.batches += 1
         if _ends_by_itself():
@@ -205,6 +205,9 @@ class StepEnds:
         """See a trace that has grown to `Trace.longest`: end a step if it is rounds of a loop, or cut it if it must."""
         trace, pace = context.trace, context.pace
         cursor, bound = trace.cursor, int(config.max_trace_length)
+        if context.queue.is_here():  # a finalizer within a run, which cannot end a step: the next call looks again
+            trace.longest = cursor.depth + 1
+            return
         is_free = _ends_by_itself() and not self._is_held() and not _is_one_of_several_ranks()
         if is_free:
             bindings = bindings_of(cursor)

@@ -57,8 +57,8 @@ class _Prepared:
     counted: dict[str, int]
 
     def fits(self, trace: Trace) -> bool:
-        """Whether nothing was recorded since."""
-        return self.trace is trace and self.cursor is trace.cursor
+        """Whether nothing was recorded or run since."""
+        return self.trace is trace and self.cursor is trace.cursor and trace.computed is False
 
 
 class LazyGraphExecutor:
@@ -111,6 +111,10 @@ class LazyGraphExecutor:
         """Pick the computation's parameters, constants and seeds from the trace, in its order."""
         parameters = [(trace.inputs[p.index], p.base) for p in bound.parameters]
         return parameters, [trace.constants[i] for i in bound.constants], [trace.seeds[i] for i in bound.seeds]
+
+    def may_run_unseen(self, context: DeviceContext) -> bool:
+        """Whether calls not seen before run at once: not where a finalizer interrupted a run."""
+        return self.rules.runs_unseen_calls() and not context.queue.is_here()
 
     # ----- the stages of a sync
 
@@ -194,7 +198,8 @@ class LazyGraphExecutor:
         fresh = context.fresh_trace()
         fresh.unfinished = run
         context.registry.register_all(run.collection.storages)
-        if prepared.trace is None or not context.replace_trace(prepared.trace, prepared.cursor, fresh):
+        trace = prepared.trace
+        if trace is None or not context.replace_trace(trace, prepared.cursor, fresh, has_run=False):
             return False
         prepared.trace = None
         run.start()
@@ -352,7 +357,7 @@ class LazyGraphExecutor:
         record = self.records.begin(collection, settings, False)
         context.registry.register_all(collection.storages)
         constants, fresh = tuple(trace.constants), context.fresh_trace()
-        if not context.replace_trace(trace, cursor, fresh):
+        if not context.replace_trace(trace, cursor, fresh, has_run=True):
             return False
         context.given_back.forget(collection.given_back)
         bindings = bindings_of(cursor)
@@ -450,11 +455,13 @@ class LazyGraphExecutor:
                     return
         if not context.trace.is_empty():
             self.rules.check_allowed("torch.set_default_dtype")
+            if context.queue.is_here():
+                raise within_a_run("a call after torch.set_default_dtype")
         self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "torch.set_default_dtype")
         with context.lock:
             trace = context.trace
             if trace.is_empty() and trace.default_dtype is not torch.get_default_dtype():
-                context.replace_trace(trace, trace.cursor, context.fresh_trace())
+                context.replace_trace(trace, trace.cursor, context.fresh_trace(), trace.computed is not False)
 
     def begin_anew(self, context: DeviceContext, cause: str, forgets_paths: bool = False) -> None:
         """Sync what was recorded, and begin a trace at the root of the settings that hold now.
@@ -470,7 +477,7 @@ class LazyGraphExecutor:
                 if cursor.depth == 0:
                     if forgets_paths:
                         context.forget_paths()
-                    if context.replace_trace(trace, cursor, context.fresh_trace()):
+                    if context.replace_trace(trace, cursor, context.fresh_trace(), trace.computed is not False):
                         return
 
     # ----- waiting

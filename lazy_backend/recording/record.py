@@ -329,7 +329,7 @@ def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
                         if node is None:
                             if cursor is context.eager_root:
                                 raise NotRecordable(EAGER)
-                            if trace.computed or executor.rules.runs_unseen_calls():
+                            if trace.computed or executor.may_run_unseen(context):
                                 made = _run_unseen(context, trace, changes, full_key, op, args, kwargs)
                                 trace.unfinished = interrupted
                                 return made

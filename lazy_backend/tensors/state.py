@@ -479,15 +479,16 @@ class DeviceContext:
         self.trace = fresh
         self.given_back.forget(self.given_back.pending())
 
-    def replace_trace(self, trace: Trace, cursor: TrieNode[Call | Cut], fresh: Trace) -> bool:
-        """`new_trace`, unless something was recorded since `cursor`. The caller holds `lock`.
+    def replace_trace(self, trace: Trace, cursor: TrieNode[Call | Cut], fresh: Trace, has_run: bool) -> bool:
+        """`new_trace`, unless something was recorded or run since `cursor`. The caller holds `lock`.
 
+        `has_run`: whether the caller takes the trace for one whose calls have their values, or for one that is to run.
         If the caller, such as a signal handler, interrupted a call, that call starts again.
         """
         trace.epoch.cursor = cursor
         trace.changes += 1
         # nothing can come between this check and the store: neither calls a function. See Note [Interruption]
-        if self.trace is trace and trace.cursor is cursor:
+        if self.trace is trace and trace.cursor is cursor and (trace.computed is not False) is has_run:
             self.trace = fresh
             return True
         return False

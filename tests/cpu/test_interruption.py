@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -714,6 +715,87 @@ print(set(codes), (x + 1).tolist())
     assert run_program(code, tmp_path, TORCH) == "{0} [1.0, 2.0, 3.0]\n"
 
 
+_numbers = itertools.count(1)
+
+
+def _many_calls(x: torch.Tensor) -> None:
+    lazy_backend.config.max_trace_length = 8
+    for _ in range(20):
+        x = x + 1
+
+
+def _another_dtype(x: torch.Tensor) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        x.add(1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# What a finalizer may do with a tensor wherever it comes; it reads nothing.
+_LATER: dict[str, Callable[[torch.Tensor], object]] = {
+    "mark_step": lambda x: lazy_backend.mark_step(),
+    "sync": lambda x: torch.lazy.synchronize(),
+    "a known call": lambda x: x + 1,
+    "an unseen call": lambda x: x.roll(next(_numbers)),
+    "an unseen write": lambda x: x.add_(x.roll(next(_numbers)).zero_()),
+    "an unseen call, mark_step and a known call": lambda x: (x.roll(next(_numbers)), lazy_backend.mark_step(), x + 1),
+    "many calls": _many_calls,
+    "another default dtype": _another_dtype,
+    "a batch": lambda x: torch.ones(3).to("lazy") + x,
+}
+
+
+class Flipping:
+    """A program of calls that write: x becomes 1 - x, which shows calls that ran twice or not at all.
+
+    `kind`: "known", "unseen" (each time with a call not seen before), or "captured".
+    """
+
+    def __init__(self, kind: str) -> None:
+        lazy_backend.config.first_sight = "run"
+        self.kind = kind
+        # no comparison with the body: a finalizer's calls in it would count as its own
+        self.body = lazy_backend.capture(self.write, verify_every=0) if kind == "captured" else self.write
+        self.x, self.other = torch.full((3,), 3.0, device="lazy"), torch.arange(3.0, device="lazy")
+        self.expected = 3.0
+        for _ in range(3):
+            self.flip()
+        self.other.add(1)
+        lazy_backend.mark_step()
+
+    def write(self) -> None:
+        self.x.neg_()
+        self.x.add_(1)
+
+    def flip(self) -> None:
+        if self.kind == "unseen":
+            self.x.roll(next(_numbers))
+        self.body()
+        lazy_backend.mark_step()
+        self.expected = 1 - self.expected
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.* without a mark_step:lazy_backend.errors.GraphCutWarning")
+@pytest.mark.parametrize("background", ["never", "always"])
+@pytest.mark.parametrize("kind", ["known", "unseen", "captured"])
+@pytest.mark.parametrize("does", _LATER)
+def test_calls_run_once_whatever_a_finalizer_does_at_any_moment(
+    does: str, kind: str, background: str, stride: int
+) -> None:
+    lazy_backend.config.run_in_background = background
+    made = Flipping(kind)
+    places = places_of(made.flip, instructions=True)
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    for place, time in attempts[:: max(1, stride // 2)]:
+        interrupt(made.flip, place, time, functools.partial(_LATER[does], made.other))
+        lazy_backend.config.max_trace_length = 100_000
+        lazy_backend.mark_step(wait=True)
+        assert made.x.tolist() == [made.expected] * 3, (place, time)
+        assert made.other.tolist() == [0.0, 1.0, 2.0], (place, time)
+
+
 _begun, _goes_on = threading.Event(), threading.Event()
 
 
@@ -744,23 +826,21 @@ class _Dead:
             self.done.append(str(error))
 
 
-@pytest.mark.parametrize("does", ["mark_step", "read", "reset", "record", "sync"])
-def test_a_finalizer_on_the_devices_thread_runs_nothing_that_comes_later(does: str) -> None:
+@pytest.mark.filterwarnings("ignore:.* without a mark_step:lazy_backend.errors.GraphCutWarning")
+@pytest.mark.parametrize("does", [*_LATER, "read", "reset"])
+@pytest.mark.parametrize("first_sight", ["record", "run"])
+def test_a_finalizer_on_the_devices_thread_runs_nothing_that_comes_later(first_sight: str, does: str) -> None:
     """Neither what another thread has recorded meanwhile, which takes what the run gives, nor what it recorded."""
+    lazy_backend.config.mark_steps = "auto"
     other = torch.full((3,), 5.0, device="lazy")
     x, written = torch.ones(3, device="lazy"), torch.zeros(3, device="lazy")
     lazy_backend.mark_step(wait=True)
-    actions: dict[str, Callable[[], object]] = {
-        "mark_step": lambda: lazy_backend.mark_step(),
-        "read": lambda: (other + 1).tolist(),
-        "reset": lambda: lazy_backend.ir_cache.reset(),
-        "record": lambda: other + 1,
-        "sync": lambda: torch.lazy.synchronize(),
-    }
-    for _ in range(3):  # unseen, and known
+    actions = _LATER | {"read": lambda x: (x + 1).tolist(), "reset": lambda x: lazy_backend.ir_cache.reset()}
+    for number in range(3):  # unseen, and known
         done: list[str] = []
         _begun.clear()
         _goes_on.clear()
+        lazy_backend.config.first_sight = first_sight if number else "record"
         made = _collecting(x)
         written.add_(made)
         lazy_backend.mark_step()  # the run begins on the device's thread
@@ -769,14 +849,13 @@ def test_a_finalizer_on_the_devices_thread_runs_nothing_that_comes_later(does: s
         later = made + written
         gc.disable()
         try:
-            _Dead(actions[does], done)
+            _Dead(functools.partial(actions[does], other), done)
             _goes_on.set()
             lazy_backend.wait_device_ops()
         finally:
             gc.enable()
         gc.collect()
         assert len(done) == 1
-        if does in ("read", "reset"):
-            assert "interrupted a run" in done[0]
+        assert "interrupted a run" in done[0] or does in _LATER
         assert later.tolist() == (2 + written).tolist()
     assert written.tolist() == [((2 * 2) + 2) * 2 * 2 + 4.0] * 3
