@@ -112,10 +112,6 @@ class LazyGraphExecutor:
         parameters = [(trace.inputs[p.index], p.base) for p in bound.parameters]
         return parameters, [trace.constants[i] for i in bound.constants], [trace.seeds[i] for i in bound.seeds]
 
-    def may_run_unseen(self, context: DeviceContext) -> bool:
-        """Whether calls not seen before run at once: not where a finalizer interrupted a run."""
-        return self.rules.runs_unseen_calls() and not context.queue.is_here()
-
     # ----- the stages of a sync
 
     def sync_tensors_graph_internal(

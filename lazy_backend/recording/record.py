@@ -329,7 +329,7 @@ def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
                         if node is None:
                             if cursor is context.eager_root:
                                 raise NotRecordable(EAGER)
-                            if trace.computed or executor.may_run_unseen(context):
+                            if trace.computed or _runs_unseen(context):
                                 made = _run_unseen(context, trace, changes, full_key, op, args, kwargs)
                                 trace.unfinished = interrupted
                                 return made
@@ -514,6 +514,11 @@ def _make_result(
 
 
 # ----- an unseen call: run it and describe what it gave
+
+
+def _runs_unseen(context: DeviceContext) -> bool:
+    """Whether calls not seen before run at once: not those of a finalizer that interrupted a run."""
+    return executor.rules.runs_unseen_calls() and not context.queue.is_here()
 
 
 def _run_unseen(
