@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_python
 
 from lazy_backend.ports import port as port_module
 from lazy_backend.ports import table
@@ -445,3 +446,10 @@ def test_instances_with_slots_or_state_in_c_have_more_than_a_dict() -> None:
         pass
 
     assert [has_only_a_dict(kind) for kind in (Plain, Slots, List, int)] == [True, False, False, False]
+
+
+def test_the_package_may_be_imported_in_any_mode(tmp_path: Path) -> None:
+    code = (
+        "import torch\nwith torch.inference_mode():\n    from lazy_backend.ports import port\nprint(port.ports_off())"
+    )
+    assert run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0").strip() == "[]"

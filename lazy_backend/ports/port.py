@@ -150,8 +150,9 @@ class Port:
         if self.name in os.environ.get(VARIABLE, "").split(","):
             return f"it is turned off by {VARIABLE}"
         try:
-            for expectation in self.expects:
-                expectation.check()
+            with torch.inference_mode(False):  # whatever the mode in which the package is imported
+                for expectation in self.expects:
+                    expectation.check()
         except DoesNotFit as misfit:
             return str(misfit)
         except Exception as error:  # an import or a probe that fails in ways of its own
