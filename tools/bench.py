@@ -6,11 +6,11 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`, `--unmarked`, `--ranks`
-and `--simulated-ranks` measure something else: the first steps of a process, compiles of deep models, deep models whose
-blocks are compiled once, recording beside a run, what `config.explain` costs, the loops of other packages' trainers,
-documented programs of other packages, loops without `mark_step()`, several processes that train together, and what it
-costs many to agree.
+`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`, `--unmarked`, `--serve`,
+`--ranks` and `--simulated-ranks` measure something else: the first steps of a process, compiles of deep models, deep
+models whose blocks are compiled once, recording beside a run, what `config.explain` costs, the loops of other packages'
+trainers, documented programs of other packages, loops without `mark_step()`, served modules, several processes that
+train together, and what it costs many to agree.
 See docs/benchmarks.md and docs/scaling.md.
 """
 
@@ -33,6 +33,7 @@ import diagnostics
 import rank_loops
 import rank_scaling
 import recording_overlap
+import serving_speed
 import torch
 import trainer_loops
 import unmarked
@@ -177,6 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wild", type=names_among(PROGRAMS), nargs="?", const=list(PROGRAMS),
                         help=f"programs of other packages, nothing else; some of {', '.join(PROGRAMS)}")  # fmt: skip
     parser.add_argument("--unmarked", action="store_true", help="loops without mark_step, nothing else")
+    parser.add_argument("--serve", type=names_among(serving_speed.MODELS), nargs="?", const=list(serving_speed.MODELS),
+                        help=f"served modules, nothing else; some of {', '.join(serving_speed.MODELS)}")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
     parser.add_argument("--simulated-ranks", action="store_true", help="what agreeing costs 8 to 10,000, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
@@ -242,6 +245,13 @@ def main() -> None:
     shown = render["markdown" if arguments.markdown else "text"]
     if arguments.unmarked:
         unmarked.main(list(unmarked.LOOPS), arguments.rounds or (2 if arguments.quick else 5), shown)
+        return
+    if arguments.serve:
+        rounds = arguments.rounds or (1 if arguments.quick else 3)
+        found = serving_speed.measure(arguments.serve, list(serving_speed.EXECUTORS), [1, 2, 8], rounds)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1))
+        print("\n\n".join(map(shown, serving_speed.tables_of(found))))
         return
     if arguments.diagnostics:
         names = arguments.workloads or ["mlp", "gpt-sgd", "gpt-adamw"]
