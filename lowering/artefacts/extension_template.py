@@ -297,13 +297,26 @@ struct Task {{
     }}
 }};
 
-// Takes one list of arguments, and empties it.
-static PyObject* enter(PyObject* arguments, const Computation& computation) {{
+static double now() {{
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}}
+
+// Seconds below which a run keeps the GIL: to give it up and to get it back among threads takes as long.
+static const double short_run = 3e-5;
+
+// Takes one list of arguments, and empties it. `latest`: seconds that the latest run took, of runs that take equally
+// long and leave nothing to Python; else null.
+static PyObject* enter(PyObject* arguments, const Computation& computation, std::atomic<double>* latest) {{
     Task task(computation);
     if (!task.read(arguments)) return nullptr;
-    PyThreadState* state = PyEval_SaveThread();
+    PyThreadState* state = latest && *latest < short_run ? nullptr : PyEval_SaveThread();
+    const bool gives_up = state;
+    const double began = now();
     task.compute(state, computation.sizes.num_threads);
-    PyEval_RestoreThread(state);
+    if (latest) *latest = now() - began;
+    if (gives_up) PyEval_RestoreThread(state);
     return task.given();
 }}
 
@@ -330,12 +343,6 @@ struct Queue {{
 // Seconds for which threads ask again and again before they sleep: who waits, as a short run takes, and the queue's,
 // as handing out results and scheduling the next run takes.
 static const double patience_for_job = 5e-4, patience_for_next = 2e-4;
-
-static double now() {{
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec + 1e-9 * time.tv_nsec;
-}}
 
 struct OwnQueue : Queue {{
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -665,7 +672,7 @@ static PyObject* call_sequence(PyObject*, PyObject* given) {{
     PyObject *capsule, *arguments;
     if (!PyArg_ParseTuple(given, "OO", &capsule, &arguments)) return nullptr;
     const Sequence* const sequence = sequence_of(capsule);
-    return sequence ? enter(arguments, sequence->computation) : nullptr;
+    return sequence ? enter(arguments, sequence->computation, nullptr) : nullptr;
 }}
 static PyObject* begin_sequence(PyObject*, PyObject* given) {{
     if (!PyTuple_GET_SIZE(given)) {{
@@ -717,8 +724,9 @@ static void run(
 }}
 static const Computation computation = {{
     {{{num_symbols}, {num_tensors}, {num_results}, {num_slots}, {num_threads}}}, run, nullptr}};
+static std::atomic<double> latest{{1.0}};
 static PyObject* call(PyObject*, PyObject* arguments) {{
-    return enter(arguments, computation);
+    return enter(arguments, computation, {num_symbols} || {num_calls} ? nullptr : &latest);
 }}
 static PyObject* begin_one(PyObject*, PyObject* arguments) {{
     return begin(arguments, computation);

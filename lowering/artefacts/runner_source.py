@@ -89,6 +89,7 @@ def runner_of(wrapper: Wrapper) -> Runner:
         num_results=writer.num_results,
         num_threads=wrapper.num_threads or 0,
         num_functions=max(len(writer.functions), 1),
+        num_calls=len(writer.functions),
         body="\n".join(f"    {line}" for line in writer.lines),
     )
     functions, kernels = tuple(writer.functions), tuple(wrapper.kernels)

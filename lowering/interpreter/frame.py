@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,13 +29,16 @@ class FrameTemplate:
     values: list[Any]  # never written after construction
     inputs: tuple[int, ...]  # slots of the tensors that are passed to a run
     first_constant: int
+    # those of a region that is the whole graph, made at its first run, with gaps for what is passed to a run
+    operands: list[Any] = field(default_factory=list)
 
     def holding(self, held: Mapping[int, torch.Tensor]) -> FrameTemplate:
         """This template with tensors in some slots; a run is then not passed those tensors."""
         values = self.values.copy()
         for slot, tensor in held.items():
             values[slot] = tensor
-        return replace(self, values=values, inputs=tuple(slot for slot in self.inputs if slot not in held))
+        inputs = tuple(slot for slot in self.inputs if slot not in held)
+        return FrameTemplate(values, inputs, self.first_constant)
 
 
 class ExecutionFrame:

@@ -21,7 +21,8 @@ import torch
 
 from lazy_backend.cache.computation_cache import BoundedTable
 from lazy_backend.lowering.artefacts.environment import Environment, environment
-from lazy_backend.lowering.interpreter.frame import ExecutionFrame
+from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FrameTemplate
+from lazy_backend.lowering.interpreter.kernels import KernelGraph
 from lazy_backend.lowering.ir.graph import Graph, Node, Value, empty_of
 from lazy_backend.lowering.ir.shapes import skeleton
 from lazy_backend.lowering.plans.cached_computation import make_key
@@ -57,7 +58,7 @@ class DelegateKernel:
     Its floats are compiled in: `constants` are those of the whole graph.
     """
 
-    __slots__ = ("region", "mutates", "_chooser", "_policy", "_constants")
+    __slots__ = ("region", "mutates", "_chooser", "_policy", "_constants", "_places")
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class DelegateKernel:
     ) -> None:
         self.region = region
         self.mutates: tuple[Value, ...] = tuple(region.inputs[place] for place in region.mutated_inputs())
+        self._places = {value.number: place for place, value in enumerate(region.inputs)}
         self._policy = policy
         self._constants = tuple(constants) if region.num_constants else ()
         settings = environment(policy.backend)
@@ -112,8 +114,32 @@ class DelegateKernel:
         for value, result in zip(self.region.outputs, results, strict=True):
             values[value.number] = result
 
+    def run_whole(
+        self, template: FrameTemplate, arguments: Sequence[torch.Tensor], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run once as the only kernel of its graph, without a frame. See `whole_region`. `arguments`: of the graph."""
+        if not template.operands:
+            values = template.values
+            template.operands[:] = [
+                None if values[value.number] is None else _as_recorded(values[value.number], value)
+                for value in self.region.inputs
+            ]
+        operands = template.operands.copy()
+        for slot, argument in zip(template.inputs, arguments, strict=True):
+            operands[self._places[slot]] = argument
+        return self.plan_for_run().execute(operands, self._constants, seeds)
+
     def describe(self, error: Exception) -> Exception:
         return error  # a `PlanError`, which names the calls that may have failed, or a `NodeError`
+
+
+def whole_region(kernels: KernelGraph) -> DelegateKernel | None:
+    """The region that a graph consists of, if it only computes results from inputs."""
+    match kernels.kernels:
+        case [DelegateKernel() as region] if not region.mutates and region.outputs == kernels.graph.outputs:
+            numbers = {value.number for value in region.region.inputs}
+            return region if numbers.issuperset(kernels.template.inputs) else None
+    return None
 
 
 def _as_recorded(tensor: torch.Tensor, value: Value) -> torch.Tensor:

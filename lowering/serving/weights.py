@@ -95,6 +95,21 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
         return empty_of(meta, device).copy_(tensor)
 
 
+def lies_as(given: torch.Tensor, meta: TensorMeta, device: torch.device) -> bool:
+    """Whether `check_tensor` would take a tensor as it is, without a derivative."""
+    return (
+        given.__class__ is torch.Tensor
+        and given.shape == meta.shape
+        and given.stride() == meta.stride
+        and given.dtype is meta.dtype
+        and given.device == device
+        and not given.requires_grad
+        and given.storage_offset() == meta.storage_offset
+        and given.is_conj() == meta.conj
+        and given.is_neg() == meta.neg
+    )
+
+
 def check_plain(what: str, given: torch.Tensor) -> None:
     """Raise `InputError` for a tensor that may have no memory."""
     # a tensor whose operators are Python's, such as a fake one, has no memory to compute on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import threading
@@ -185,6 +186,69 @@ def test_a_function_of_trees() -> None:
     answer = served({"x": x}, y)
     assert_same(answer, {"sum": x * 2 + y, "parts": [(x * 2)[:2].clone(), x * 2, x]})
     assert answer["parts"][2] is not x
+
+
+@pytest.mark.usefixtures("backend")
+def test_arguments_may_lie_in_memory_in_any_way() -> None:
+    served = serve(lambda x, y: (x @ y, y), (torch.zeros(4, 4), torch.zeros(4, 4)))
+    big, x = torch.randn(8, 8), torch.randn(4, 4)
+    ways = [
+        *(x, x.t(), big[2:6, 1:5], big[4:, ::2], x.clone().requires_grad_(), nn.Parameter(x)),
+        *(x.expand(4, 4), x[:1].expand(4, 4), torch.complex(x, x).conj().imag),
+    ]
+    for first in ways:
+        for second in ways:
+            product, same = served(first, second)
+            torch.testing.assert_close(product, (first @ second).detach())
+            assert_same(same, second.detach().clone(memory_format=torch.contiguous_format))
+            assert same.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+            assert not product.requires_grad
+
+
+def test_a_call_is_answered_in_any_mode() -> None:
+    config.compile, config.backend = "foreground", "inductor"
+    network, x = model(), torch.randn(4, SIZE)
+    served, expected = serve(network, x), network(x).detach()
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
+        with mode():
+            answer = served(x)
+        assert answer.dtype == torch.float32
+        assert answer.is_inference() == (mode is torch.inference_mode)
+        torch.testing.assert_close(answer, expected)
+        with torch.inference_mode():
+            torch.testing.assert_close(served(x.clone()), expected)
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@pytest.mark.usefixtures("backend")
+def test_trees_of_every_kind_are_taken_apart_as_those_of_the_example() -> None:
+    def function(first: Any, /, *, named: Any, other: Any) -> Any:
+        return {"sum": first[0] + first[1]["x"], "rest": (named[0] * other.a, other.b)}
+
+    def request() -> tuple[Any, dict[str, Any]]:
+        one, two, three, four, five = torch.randn(5, 3).unbind()
+        one, two, three, four, five = (tensor.clone() for tensor in (one, two, three, four, five))
+        return ((one, {"x": two}),), {"named": [three], "other": Pair(four, five)}
+
+    def whole(first: Any, named: Any, other: Any) -> Any:
+        return function(first, named=named, other=other)
+
+    positional, named = request()
+    served = serve(whole, (positional[0], named["named"], named["other"]))
+    positional, named = request()
+    arguments = positional[0], named["named"], named["other"]
+    assert_same(served(*arguments), whole(*arguments))
+    for wrong in (
+        (list(positional[0]), named["named"], named["other"]),
+        (positional[0], tuple(named["named"]), named["other"]),
+        (positional[0], named["named"], tuple(named["other"])),
+        ((positional[0][0], {"y": torch.zeros(3)}), named["named"], named["other"]),
+        ((positional[0][0], {"x": (torch.zeros(3),)}), named["named"], named["other"]),
+    ):
+        with pytest.raises(InputError, match=r"argument \d is put together in another way"):
+            served(*wrong)
 
 
 def test_recording_leaves_no_effect() -> None:

@@ -269,7 +269,8 @@ def test_a_hundred_calls_see_old_or_new_weights_never_a_mix(config: ExecutorConf
     swapping.join(timeout=60)
     assert len(results) == 100
     assert all(any(torch.equal(result, one) for one in expected) for result in results)
-    assert 1 <= executor.num_execution_frames <= 10
+    fewest = 1 if config.policy is None else 0  # a graph that is one region is run without a frame
+    assert fewest <= executor.num_execution_frames <= 10
 
 
 def test_runs_that_write_a_weight_take_turns() -> None:
