@@ -72,6 +72,7 @@ from lazy_backend.errors import (
     PoisonedTensorError,
     StrictModeError,
     TooManyGraphsError,
+    TooManyRequestsError,
 )
 from lazy_backend.lowering.plans.profiling import GraphExecutorState
 from lazy_backend.lowering.serving.executor import ProfileMetrics
@@ -107,6 +108,7 @@ __all__ = [
     "StrictModeError",
     "SyncRecord",
     "TooManyGraphsError",
+    "TooManyRequestsError",
     "add_step_closure",
     "allow_execution",
     "cache",

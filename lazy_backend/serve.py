@@ -8,6 +8,8 @@ threads run concurrently. See Note [Weights are swapped whole] and Note [Shapes 
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
+from lazy_backend.errors import TooManyRequestsError
+from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
 from lazy_backend.execution.computations import compile_policy
@@ -34,9 +38,16 @@ class Served(ManyShapesExecutor):
     """The result of `serve`. Call it like the function, with tensors on the backing device, from any thread."""
 
     def __init__(
-        self, servable: Servable, recorded: RecordedRequest, spare: Mapping[str, torch.Tensor], how: ExecutorConfig
+        self,
+        servable: Servable,
+        recorded: RecordedRequest,
+        spare: Mapping[str, torch.Tensor],
+        how: ExecutorConfig,
+        max_requests: int | None = None,
     ) -> None:
         self._servable = servable
+        self._max_requests = max_requests
+        self._places = None if max_requests is None else threading.BoundedSemaphore(max_requests)
         known = servable.state_names or frozenset()
         # names in the `state_dict` that no shape uses; names of weights that are not in the `state_dict`
         self.unused_names = known - recorded.weights.keys() - spare.keys()
@@ -47,8 +58,26 @@ class Served(ManyShapesExecutor):
 
     @hide_internals
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one request. Raises `InputError` for arguments that do not match the example inputs, sizes aside."""
-        return self.execute_tree(args, kwargs)
+        """Run one request. Raises `InputError` for arguments that do not match the example inputs, sizes aside.
+
+        Raises `TooManyRequestsError` at once, if there are `max_requests` under way.
+        """
+        if self._places is None:
+            return self.execute_tree(args, kwargs)
+        if not self._places.acquire(blocking=False):
+            metrics.increment("ServedRefused")
+            raise TooManyRequestsError(
+                f"{self._max_requests} requests to {self._servable.name} are under way, as many as are allowed\n"
+                f"  at {user_site()}\n  ask again later, or serve with a larger max_requests"
+            )
+        try:
+            return self.execute_tree(args, kwargs)
+        finally:
+            self._places.release()
+
+    async def call(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call, on a thread of the event loop's default executor. Cancelled before it begins, it never does."""
+        return await asyncio.to_thread(self, *args, **kwargs)
 
     @hide_internals
     def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
@@ -92,16 +121,18 @@ class Served(ManyShapesExecutor):
 
 
 @hide_internals
-def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads: int = 1) -> Served:
+def serve(
+    module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads: int = 1, max_requests: int | None = None
+) -> Served:
     """Make `module_or_fn` callable from many threads, with weights that can be swapped while requests run.
 
     `example_inputs`: the arguments of a call, as a tuple of (trees of) tensors, or one tensor. Requests have the same
     dtypes and numbers of dimensions; their sizes may differ. A module on the CPU is copied to the lazy device for
     recording. Its training mode is kept, so call `module.eval()` first. Weights have the names of the module's
-    `state_dict`; any other tensor that the function uses is fixed. `num_threads`: threads that work on one request. The
-    graph is compiled like the graphs of steps: by `config.backend` in the background, while requests are interpreted
-    (`wait_for_compiles` waits), unless the disk cache has it from an earlier process, or `config.compile` says
-    otherwise.
+    `state_dict`; any other tensor that the function uses is fixed. `num_threads`: threads that work on one request.
+    `max_requests`: how many may be under way at once; any number by default. The graph is compiled like the graphs of
+    steps: by `config.backend` in the background, while requests are interpreted (`wait_for_compiles` waits), unless the
+    disk cache has it from an earlier process, or `config.compile` says otherwise.
 
     The first request of a new size has the module recorded once more, as it was when `serve` was called, so branches on
     sizes are followed; sizes with the same operators share one compiled plan. `config.max_served_shapes` sizes are
@@ -113,15 +144,21 @@ def serve(module_or_fn: Callable[..., Any], example_inputs: Any, *, num_threads:
     read.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    return make_served(module_or_fn, args, num_threads, config.max_served_shapes)
+    return make_served(module_or_fn, args, num_threads, config.max_served_shapes, max_requests)
 
 
-def make_served(function: Callable[..., Any], args: tuple[Any, ...], num_threads: int, max_shapes: int) -> Served:
+def make_served(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_threads: int,
+    max_shapes: int,
+    max_requests: int | None = None,
+) -> Served:
     """As `serve`, for at most so many shapes beside those of `args`."""
     servable = Servable(function, again=max_shapes > 0)
     recorded = servable.record(args)
     how = executor_config(num_threads, max_shapes)
-    return run_clean(Served, servable, recorded, servable.spare_weights(recorded.weights), how)
+    return run_clean(Served, servable, recorded, servable.spare_weights(recorded.weights), how, max_requests)
 
 
 def make_executor(graph: Graph, signature: GraphSignature, constants: Sequence[float]) -> Executor:

@@ -70,6 +70,12 @@ class CaptureError(LazyBackendError):
     heading = "captureerror"
 
 
+class TooManyRequestsError(LazyBackendError):
+    """A served function runs as many requests as `max_requests` of `serve` allows, and got one more."""
+
+    heading = "toomanyrequestserror"
+
+
 class LazyBackendWarning(UserWarning):
     """Base class of this package's warnings."""
 

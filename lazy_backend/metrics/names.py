@@ -69,6 +69,7 @@ COUNTERS = (
     Meaning("CapturedCall", "calls of captured functions that were replayed"),
     Meaning("ServedShape", "shapes of requests for which a served function was recorded, beside the example's"),
     Meaning("ServedShapeDropped", "of these, those dropped to stay within `config.max_served_shapes`"),
+    Meaning("ServedRefused", "requests refused, since `max_requests` of `serve` were under way"),
     Meaning("RegionJump", "forwards, backwards and steps of captured modules and optimizers that were replayed"),
     Meaning("RegionRecorded", "those that ran as written, to learn from them or because something changed"),
     Meaning("GraphCut", "reads and calls that cut a trace", elsewhere=("EarlySyncLiveTensorsCount",)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,70 @@ meet.register_fake(torch.empty_like)
 class Meet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return meet(x)
+
+
+def test_one_request_more_than_allowed_is_refused() -> None:
+    served, x = serve(Meet(), torch.ones(2), max_requests=1), torch.ones(2)
+    MEETING.append(threading.Barrier(2))
+    first = threading.Thread(target=lambda: served(x))
+    try:
+        with count("ServedRefused") as refused:
+            first.start()
+            while not MEETING[0].n_waiting:
+                pass
+            with pytest.raises(lazy_backend.TooManyRequestsError, match=r"1 requests to .*Meet.* are under way"):
+                served(x)
+        assert refused() == 1
+        MEETING[0].wait(timeout=30)
+        first.join()
+    finally:
+        MEETING.clear()
+    assert_same(served(x), x)
+    with pytest.raises(InputError):
+        served(torch.ones(2, dtype=torch.float64))
+    assert_same(served(x), x)  # an error gives its place back, too
+
+
+def test_an_event_loop_goes_on_while_requests_run() -> None:
+    served, x = serve(Meet(), torch.ones(2)), torch.ones(2)
+    MEETING.append(threading.Barrier(3))
+
+    async def ask() -> list[torch.Tensor]:
+        requests = [asyncio.create_task(served.call(x * number)) for number in range(2)]
+        await asyncio.sleep(0.01)
+        assert not any(request.done() for request in requests)
+        MEETING[0].wait(timeout=30)  # both run, beside the loop
+        return await asyncio.gather(*requests)
+
+    try:
+        assert_same(asyncio.run(ask()), [x * 0, x])
+    finally:
+        MEETING.clear()
+
+
+def test_a_request_that_is_cancelled_before_it_runs_never_does() -> None:
+    served, x, asked = serve(Meet(), torch.ones(2), max_requests=1), torch.ones(2), []
+    MEETING.append(threading.Barrier(2))
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        first = asyncio.create_task(served.call(x))
+        second = asyncio.create_task(served.call(x))  # waits for the only thread
+        await asyncio.sleep(0.01)
+        second.cancel()
+        MEETING[0].wait(timeout=30)
+        assert_same(await first, x)
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        MEETING.clear()
+        asked.append(await served.call(x))
+
+    try:
+        asyncio.run(ask())
+    finally:
+        MEETING.clear()
+    assert_same(asked, [x])
 
 
 @pytest.mark.parametrize(
