@@ -29,6 +29,9 @@ VECTOR_NORM = (
     "St8optionalINS5_10ScalarTypeEE"
 )
 
+# PyTorch's stable interface in C: calls an operator by name, with a stack of numbers; makes an empty list for one
+DISPATCHER, NEW_LIST = "torch_call_dispatcher", "torch_new_list_reserve_size"
+
 
 @functools.cache
 def library() -> Any:
@@ -48,6 +51,14 @@ def has_symbols(*symbols: str) -> bool:
 
 def has_masks() -> bool:
     return has_symbols(MAKE_GENERATOR, SET_SEED, BERNOULLI)
+
+
+def has_lstm() -> bool:
+    """Whether C++ can call oneDNN's LSTM by name, and it takes the arguments that are written there."""
+    names = DISPATCHER, NEW_LIST, "aoti_torch_abi_version", "aoti_torch_grad_mode_set_enabled"
+    layer, backward = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
+    counts = len(layer._schema.arguments), len(backward._schema.arguments)
+    return library() is not None and all(hasattr(library(), name) for name in names) and counts == (16, 23)
 
 
 # ----- artefacts

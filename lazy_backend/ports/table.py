@@ -496,6 +496,11 @@ NORM_OF_LISTS = Port(
     Probe("libtorch_cpu has at::linalg_vector_norm", lambda: native_code.has_symbols(native_code.VECTOR_NORM)),
     without="steps that clip gradients need Python and do not run beside recording",
 )
+LSTM_LAYERS = Port(
+    "layers of an LSTM in C++",
+    Probe("libtorch_cpu has its stable interface to the dispatcher, and oneDNN's LSTM", native_code.has_lstm),
+    without="steps with nn.LSTM on a CPU need Python and do not run beside recording",
+)
 INSTRUCTIONS = Port(
     "instructions that are not tried",
     "torch._inductor.cpu_vec_isa.VecISA.check_build(self, code)",

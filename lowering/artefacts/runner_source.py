@@ -36,7 +36,7 @@ from lazy_backend.lowering.checks.refusals import MARK, require
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 from lazy_backend.ports.dispatcher import OpOverload, base_name, function_schema, overload_name
 from lazy_backend.ports.replacements import inductor
-from lazy_backend.ports.table import MASKS, NORM_OF_LISTS
+from lazy_backend.ports.table import LSTM_LAYERS, MASKS, NORM_OF_LISTS
 
 _NO_MESSAGE = '"an operator failed, and PyTorch has printed why"'
 
@@ -283,7 +283,9 @@ class _RunnerWriter:
         function, written = _shim_of(overload), len(self.lines)
         if self._is_multiplied(overload, called) or self._is_mask(overload, called, name):
             return
-        if self._are_norms(overload, called, name) or self._is_check(overload, called):
+        if self._are_norms(overload, called, name) or self._is_lstm(overload, called, name):
+            return
+        if self._is_check(overload, called):
             return
         if function not in inductor.shims() and name is None:
             overload, called = _returning_nothing(overload, called)
@@ -348,6 +350,28 @@ class _RunnerWriter:
             self._say(f"drop(t[{slot}]);")
         self._values[name] = _Results(tuple(made))
         self.native_calls.add(native_calls.NORMS)
+        return True
+
+    def _is_lstm(self, overload: OpOverload, called: ast.Call, name: str | None) -> bool:
+        """Write one layer of an LSTM by oneDNN, or its backward."""
+        function = _LSTM.get(str(overload))
+        if function is None or name is None or called.keywords or not LSTM_LAYERS.fits():
+            return False
+        schema = function_schema(overload)
+        count = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+        temporaries = self.num_slots
+        tensors = [_is_none(value) or self._item("AtenTensorHandle", value) for value in called.args[:count]]
+        given = ["nullptr" if tensor is True else tensor for tensor in tensors]
+        freed = range(temporaries, self.num_slots)
+        made = [self._slot() for _ in schema.returns]
+        handles = f"const AtenTensorHandle given[] = {{{', '.join(given)}}};"
+        addresses = f"AtenTensorHandle* const made[] = {{{', '.join(f'&t[{slot}]' for slot in made)}}};"
+        numbers = ", ".join(map(self._integer, called.args[count:]))
+        self._say(f"{{ {handles} {addresses} {function}(given, {numbers}, made); }}")
+        for slot in freed:
+            self._say(f"drop(t[{slot}]);")
+        self._values[name] = _Results(tuple(made))
+        self.native_calls.add(native_calls.LSTM)
         return True
 
     def _is_check(self, overload: OpOverload, called: ast.Call) -> bool:
@@ -639,6 +663,12 @@ _PRODUCTS = {
     "aten.bmm.out": (0, 1),
     "aten.addmm.out": (1, 2, 0),
     "aten.baddbmm.out": (1, 2, 0),
+}
+
+# By operator, the function of `native_calls.LSTM` that computes it.
+_LSTM = {
+    "lazy_backend.onednn_lstm.default": "lstm",
+    "lazy_backend.onednn_lstm_backward.default": "lstm_backward",
 }
 
 _DTYPES = frozenset(

@@ -27,6 +27,7 @@ from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.graph import Graph, empty_of
 from lazy_backend.lowering.plans.specialise import CompileReport
+from lazy_backend.lowering.recurrent.layer_operators import recurrent_operator, workspace_size
 
 
 def arguments_of(graph: Graph) -> list[torch.Tensor]:
@@ -109,6 +110,28 @@ def test_norms_are_those_that_python_computes(order: float, monkeypatch: pytest.
     norms = program.call(aten._foreach_norm.Scalar, tensors, order)
     doubles = program.call(aten.exp.default, norms[-1])
     graph = program.graph(doubles, *norms, program.call(aten.stack.default, norms[:-1]))
+    light, native = (compiled(graph, kind, monkeypatch) for kind in ("light", "native"))
+    for _ in range(2):
+        assert_same(list(native(arguments_of(graph))), list(light(arguments_of(graph))))
+
+
+@pytest.mark.parametrize("has_biases", [True, False])
+@pytest.mark.parametrize("is_reverse", [True, False])
+def test_layers_of_an_lstm_are_those_that_python_computes(
+    is_reverse: bool, has_biases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program()
+    shapes = [(2, 3, 4), (3, 5), (3, 5), (20, 4), (20, 5)]
+    tensors = [program.input(torch.randn(shape)) for shape in shapes]
+    biases = [program.input(torch.randn(20)) if has_biases else None for _ in range(2)]
+    turned = program.call(aten.transpose.int, program.input(torch.randn(3, 2, 4)), 0, 1)
+    layer, backward = recurrent_operator("onednn_lstm"), recurrent_operator("onednn_lstm_backward")
+    size = workspace_size((2, 3, 4), 5, torch.float32, is_reverse)
+    results = program.call(layer, *tensors, *biases, is_reverse, size)
+    without, *_ = program.call(layer, turned, *tensors[1:], *biases, is_reverse, 0)
+    asked = [program.call(aten.exp.default, results[0]), None, program.call(aten.cos.default, results[2])]
+    gradients = program.call(backward, *asked, *tensors, *biases, *results, is_reverse)
+    graph = program.graph(without, *results[:3], *gradients)
     light, native = (compiled(graph, kind, monkeypatch) for kind in ("light", "native"))
     for _ in range(2):
         assert_same(list(native(arguments_of(graph))), list(light(arguments_of(graph))))
