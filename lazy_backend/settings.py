@@ -195,6 +195,14 @@ FLAGS: dict[str, Flag] = {
         "core idles; the faster plan stays. None: blocks stay.",
         "LAZY_BACKEND_COMPILE_WHOLE_AFTER_SECONDS",
     ),
+    "verify_compiled": Flag(
+        "once",
+        _choice("once", "always", "off"),
+        "'once': a compiled graph runs once beside the interpreter, on the same inputs, before it is used; one whose "
+        "results differ by more than rounding explains is not used. 'always': every run, to find faults of compilers. "
+        "'off': never. Holds for what is compiled or loaded from then on.",
+        "LAZY_BACKEND_VERIFY_COMPILED",
+    ),
     "max_trace_length": Flag(
         20_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),

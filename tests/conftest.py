@@ -32,6 +32,7 @@ from lazy_backend.tensors.contexts import contexts
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="also run tests marked slow")
     parser.addoption("--record-in-python", action="store_true", help="do without the recorder in C++")
+    parser.addoption("--verify-compiled", action="store_true", help="try compiled graphs, none of which may be refused")
     parser.addoption("--device-graphs", action="store_true", help="launch runs as graphs of a fake device")
 
 
@@ -134,11 +135,15 @@ def device_graphs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_state(device_graphs: None) -> Iterator[None]:
+def fresh_state(request: pytest.FixtureRequest, device_graphs: None) -> Iterator[None]:
     reset_state()
+    verifies = request.config.getoption("--verify-compiled")
+    if verifies:
+        lazy_backend.config.verify_compiled = "always"
     before = thread_state()
     yield
     unraised = settle()
+    assert not (verifies and metrics.counter_value("PlanRefused")), "a trial refused what the compiler gave"
     assert thread_state() == before, "the test has left modes of PyTorch on"
     assert not unraised, f"nobody was told of {unraised}"
     unknown = [name for name in (*metrics.counter_names(), *metrics.metric_names()) if entry_of(name) is None]

@@ -43,6 +43,7 @@ def reset_state() -> None:
     config.compile = "foreground"
     config.compile_after_operators = 0
     config.cache = False
+    config.verify_compiled = "off"  # tests see what compilers give; `--verify-compiled` and test_trials.py turn it on
     config.run_in_background = "always"  # the harder case; a few files run in both
     runtime.reset()
     # torch.manual_seed seeds CUDA too; where there is none it notes a traceback for later instead: 1 ms in each test

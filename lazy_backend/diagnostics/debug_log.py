@@ -79,6 +79,7 @@ def describe_report(report: CompileReport) -> str:
         "loaded": "found compiled on disk",
         "failed": "not compiled",
         "declined": "interpreted for good",
+        "refused": "refused, as it computes something else than the interpreter",
     }
     seconds = f" in {report.seconds:.1f} s" if report.seconds else ""
     many = " for many shapes" if report.symbolic else " whole" if report.after_blocks else ""

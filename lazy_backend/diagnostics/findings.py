@@ -193,9 +193,13 @@ def _kind_of(difference: Line) -> tuple[str, str, str]:
     return difference["kind"], difference["now_site"], difference["advice"]
 
 
+# Outcomes of compiles that give no plan, as findings put them.
+_FAILED = {"failed": "failed on", "refused": "computes something else than"}
+
+
 def _compiles(run: Run) -> Iterable[Finding]:
     waited = compiles_waited_for(run)
-    done = [compiled for compiled in run.compiles.values() if compiled["outcome"] != "failed"]
+    done = [compiled for compiled in run.compiles.values() if compiled["outcome"] not in _FAILED]
     for (reason,), group in _grouped(done, lambda compiled: (compiled["reason"],)):
         held_up = [compiled for compiled in group if compiled["number"] in waited]
         seconds = sum(compiled["seconds"] for compiled in held_up)
@@ -215,7 +219,7 @@ def _compiles(run: Run) -> Iterable[Finding]:
 
 def _interpreted(run: Run, syncs: Sequence[Line]) -> Iterable[Finding]:
     """Runs that were interpreted because their compile was not finished."""
-    began = {compiled["graph"]: compiled for compiled in run.compiles.values() if compiled["outcome"] != "failed"}
+    began = {compiled["graph"]: compiled for compiled in run.compiles.values() if compiled["outcome"] not in _FAILED}
     late = [
         sync
         for sync in syncs
@@ -362,9 +366,9 @@ def _collectives(run: Run, syncs: Sequence[Line]) -> Iterable[Finding]:
 def _failures(run: Run) -> Iterable[Finding]:
     waited = compiles_waited_for(run)
     for compiled in run.compiles.values():
-        if compiled["outcome"] == "failed":
+        if compiled["outcome"] in _FAILED:
             yield Finding(
-                f"the compiler failed on graph {compiled['graph']}",
+                f"the compiler {_FAILED[compiled['outcome']]} graph {compiled['graph']}",
                 f"{compiled['error'] or ''}"[:400],
                 "results are the same, only slower; see the error, and docs/limits.md",
                 compiled["seconds"] if compiled["number"] in waited else 0.0,

@@ -121,9 +121,9 @@ class CompileRecord:
     """One graph that was handed to the compiler, or found compiled on disk.
 
     `outcome`: "started" while the compiler works, then "compiled" or "failed"; or "loaded" from disk; or "declined" if
-    compilers would get a write wrong, which `error` names. `reason`: why the graph was to be compiled. `difference`:
-    for a plan that was replaced, the compiled-in value that changed. `begin` and `end` are seconds since the history
-    began; `seconds` is the compiler's time.
+    compilers would get a write wrong, or "refused" if a trial found another result, which `error` names. `reason`: why
+    the graph was to be compiled. `difference`: for a plan that was replaced, the compiled-in value that changed.
+    `begin` and `end` are seconds since the history began; `seconds` is the compiler's time.
     """
 
     graph: str

@@ -10,10 +10,19 @@ from lazy_backend.diagnostics.reasons import record_compile
 from lazy_backend.errors import CompileWarning
 from lazy_backend.errors.sites import warn_user
 from lazy_backend.execution.rules import per_thread
+from lazy_backend.lowering.checks.proof import PlanRefused
 from lazy_backend.lowering.compilation.background import WorkerDied
 from lazy_backend.lowering.ir.functional import NotFunctional
 from lazy_backend.lowering.plans.specialise import CompileReport
 from lazy_backend.settings import config
+
+# What counts the verdicts of trials.
+_TRIALS = {
+    "agreed": "PlanAgreed",
+    "suspected": "PlanSuspected",
+    "refused": "PlanRefused",
+    "unverified": "PlanUnverified",
+}
 
 
 class CompileReports:
@@ -30,6 +39,9 @@ class CompileReports:
         self._worker_died = False
 
     def report(self, report: CompileReport) -> None:
+        if report.stage in _TRIALS and report.error is None:
+            metrics.observe_in_run({_TRIALS[report.stage]: 1}, TrialTime=report.seconds)
+            return
         nodes = len(report.graph.nodes)
         if config.explain:
             found = record_compile(report)
@@ -47,6 +59,11 @@ class CompileReports:
             return
         if isinstance(report.error, NotFunctional):
             self._warn_of_declined(report.error, nodes)
+            return
+        if isinstance(report.error, PlanRefused):
+            if report.stage == "failed":  # an earlier process has found it
+                metrics.increment("PlanRefused")
+            self._warn_of_refused(report.error, nodes)
             return
         metrics.observe("CompileTime", report.seconds)
         metrics.increment("CompileFailed")
@@ -73,6 +90,15 @@ class CompileReports:
         warn_user(
             f"a graph of {nodes} nodes is not compiled but interpreted: {declined}\n"
             "  compilers get such a write wrong; results are eager's, only slower. Write into a clone()",
+            CompileWarning,
+        )
+
+    @staticmethod
+    def _warn_of_refused(refused: PlanRefused, nodes: int) -> None:
+        warn_user(
+            f"the compiled form of a graph of {nodes} nodes computes something else than its operators, and is not "
+            f"used:\n  {refused}\n  results are eager's, only slower: the graph is interpreted. This is a fault of the "
+            'compiler; lazy_backend.config.verify_compiled = "off" would use its results',
             CompileWarning,
         )
 

@@ -50,6 +50,7 @@ def _policy(
     compiler_idle_seconds: float | None,
     compile_blocks_once: bool,
     compile_whole_after_seconds: float | None,
+    verify_compiled: str,
 ) -> CompilePolicy:
     """The settings that say how to compile, as the layers below take them."""
     return CompilePolicy(
@@ -67,6 +68,7 @@ def _policy(
         compiler_idle=math.inf if compiler_idle_seconds is None else compiler_idle_seconds,
         shares_blocks=compile_blocks_once,
         whole_after=math.inf if compile_whole_after_seconds is None else compile_whole_after_seconds,
+        verify=verify_compiled,
     )
 
 
@@ -88,6 +90,7 @@ def compile_policy() -> CompilePolicy:
         config.compiler_idle_seconds,
         config.compile_blocks_once,
         config.compile_whole_after_seconds,
+        config.verify_compiled,
     )
 
 

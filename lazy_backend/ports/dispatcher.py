@@ -33,6 +33,9 @@ BelowAutograd: Any = optional("torch._C._AutoDispatchBelowAutograd")
 # A guard: calls within it go below autograd and the kernels that keep versions and views, as those of a kernel do.
 BelowViewTracking: Any = optional("torch._C._AutoDispatchBelowADInplaceOrView")
 
+# By operator, functions that compute it by others.
+decompositions: dict[OpOverload, Callable[..., Any]] | None = optional("torch._decomp.decomposition_table")
+
 # The number of the attention kernel that a device takes for its operands.
 attention_choice: Any = optional("torch._fused_sdp_choice")
 

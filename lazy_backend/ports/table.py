@@ -348,6 +348,11 @@ FAKE_TENSORS = Port(
     "torch._library.utils.has_fake_kernel(op)",
     without='unseen calls run at once also with first_sight="record", custom operators always do, and serve() raises',
 )
+DECOMPOSITIONS = Port(
+    "decompositions of operators",
+    "torch._decomp.decomposition_table",
+    without="trials of compiled graphs may refuse some that round norms otherwise than eager",
+)
 ATTENTION = Port(
     "choice of attention kernels",
     "torch._fused_sdp_choice",

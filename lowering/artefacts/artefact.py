@@ -82,10 +82,13 @@ def kind_of(start: bytes) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def marked_as_faster(data: bytes) -> bytes:
-    """The artefact of a graph in blocks, with a mark that it is faster than the whole graph. Raises `BadArtefact`."""
+def marked(data: bytes, marks: dict[str, Any]) -> bytes:
+    """The artefact with marks in its header, which say what runs have shown. Raises `BadArtefact`.
+
+    `is_faster`: of a graph in blocks, than the whole graph. `agreed`, `refused`: see `Proof`.
+    """
     header, blobs = unpack(data)
-    return pack({**header, "is_faster": True}, blobs)
+    return pack({**header, **marks}, blobs)
 
 
 # ----- loading
@@ -114,6 +117,11 @@ class Loaded:
     find_starter: Callable[[], RunStarter | None] = _no_starter
     left_out: tuple[str, ...] = ()
     is_in_blocks: bool = False
+
+
+def marks_of(data: bytes) -> dict[str, Any]:
+    """The header of an artefact, with the marks that runs have left in it. Raises `BadArtefact`."""
+    return unpack(data)[0]
 
 
 def load(data: bytes, graph: Graph) -> Loaded:

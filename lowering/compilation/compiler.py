@@ -21,6 +21,7 @@ from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import boxed, load
 from lazy_backend.lowering.artefacts.run_thread import Overlap, RunBeside, RunStarter
+from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.checks.refusals import Refusal, may_refuse
 from lazy_backend.lowering.checks.value_rules import checked
 from lazy_backend.lowering.compilation.fx import checks_values, to_fx
@@ -106,6 +107,7 @@ class CompiledPlan:
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
         self._aliases = OutputAliases()
         self.launcher: GraphLauncher | None = None
+        self.proof = Proof()
         self.conforms = False
         self.num_runs = 0
         self.shortest_run = math.inf
@@ -149,11 +151,12 @@ class CompiledPlan:
         constants: Sequence[float],
         seeds: Sequence[int],
         sizes: Sequence[int] = (),
+        launches: bool = True,
     ) -> list[torch.Tensor]:
         """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees each after its last use."""
         self._add_scalars(inputs, constants)
         numbers = constants if self.signature.numbers else ()
-        if self.launcher is None:
+        if self.launcher is None or not launches:
             return self._compute(inputs, seeds, sizes, numbers)
         which = (*sizes, array("d", numbers).tobytes())  # bits: 0.0 is not -0.0
         return self.launcher.run(

@@ -14,6 +14,7 @@ class PlanKind(Enum):
     AS_RECORDED = "as recorded"  # each call ran when it was recorded; there is no plan yet
     INTERPRETED = "interpreted"
     INTERPRETED_AS_SMALL = "interpreted, as it is small"  # it recurs, and may be compiled if it goes on to
+    ON_TRIAL = "interpreted, beside a compiled plan on trial"
     COMPILED = "compiled"
     COMPILED_FOR_SHAPES = "compiled for many shapes"
     INTERPRETED_AND_LAUNCHED = "interpreted, launched as one graph of the device"

@@ -6,17 +6,26 @@ process, or compiled in this process.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
+from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.disk import DiskCache, Place
+from lazy_backend.cache.folder import CacheRefused
+from lazy_backend.lowering.artefacts.artefact import BadArtefact, marked, marks_of
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
+from lazy_backend.lowering.checks.proof import PlanRefused, Proof
+from lazy_backend.lowering.collectives.communication import is_collective
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
-from lazy_backend.lowering.compilation.request import Backend, CompileRequest
+from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
 from lazy_backend.lowering.ir.portable import NotPortable
 from lazy_backend.lowering.ir.ranges import profiled
 from lazy_backend.lowering.plans.policy import CompilePolicy, GraphTooLarge
@@ -128,11 +137,10 @@ class PendingCompile:
 
     def _take(self, data: bytes, job: Job) -> None:
         try:
-            plan = load_graph(data, self.request)
+            self._succeed_with(data, "loaded" if job.found else "compiled", job.seconds)
         except Exception as error:
             self._fail(error, job.seconds)
             return
-        self._succeed(plan, "loaded" if job.found else "compiled", job.seconds)
         store = self.policy.store
         key = self.artefact_key
         if store is not None and key is not None and job.kept is None:  # readonly: `put` reports that
@@ -149,11 +157,9 @@ class PendingCompile:
         if data is None:
             return
         try:
-            plan = load_graph(data, self.request)
+            self._succeed_with(data, "loaded", time.perf_counter() - start)
         except Exception as error:  # as where the C library is older than where it was compiled: compile again
             self.policy.store.reject(f"{type(error).__name__}: {error}")
-            return
-        self._succeed(plan, "loaded", time.perf_counter() - start)
 
     def _send(self) -> None:
         """Send the request to the worker process. See Note [Compiles happen elsewhere]."""
@@ -177,10 +183,43 @@ class PendingCompile:
         else:
             self._succeed(plan, "compiled", time.perf_counter() - start)
 
-    def _succeed(self, plan: CompiledPlan, stage: str, seconds: float) -> None:
+    def _succeed_with(self, data: bytes, stage: str, seconds: float) -> None:
+        """Take an artefact's plan, or the refusal that a trial left in it. Raises what loading raises."""
+        marks = marks_of(data)
+        if "refused" in marks and self._verify() != "off":
+            self._fail(PlanRefused(marks["refused"]), seconds)
+        else:
+            self._succeed(load_graph(data, self.request), stage, seconds, marks.get("agreed", ()))
+
+    def _verify(self) -> str:
+        """Ranks would have to try a plan at the same time, so plans that communicate are used without a trial."""
+        is_exempt = runs_module_as_is(self.policy.backend)
+        if is_exempt or any(is_collective(node.op) for node in self.request.stored.get().nodes):
+            return "off"
+        return self.policy.verify
+
+    def _keep_marks(self, marks: dict[str, Any]) -> None:
+        """Put marks on the artefact on disk, on a thread of their own: no run waits for a disk or a lock."""
+        key, store = self.artefact_key, self.policy.store
+        place = None if key is None or store is None else store.place()
+        if key is not None and place is not None and self._is_elsewhere:
+            with contextlib.suppress(RuntimeError):  # the interpreter is exiting, or there are too many threads
+                threading.Thread(target=_mark, args=(place, key, marks), name="lazy_backend marks").start()
+
+    def _succeed(self, plan: CompiledPlan, stage: str, seconds: float, seen: Sequence[str] = ()) -> None:
+        plan.proof = Proof(self._verify(), seen, self._keep_marks)
         self.plan, self.stage, self.seconds = plan, stage, seconds
         self.state = CompileState.DONE
 
     def _fail(self, error: Exception, seconds: float) -> None:
         self.error, self.stage, self.seconds = error, "failed", seconds
         self.state = CompileState.FAILED
+
+
+def _mark(place: Place, key: Key, marks: dict[str, Any]) -> None:
+    """Put marks on an artefact in the disk cache at `place`, by a cache of its own: a fork may come in between."""
+    with contextlib.suppress(CacheRefused, BadArtefact):
+        cache = DiskCache(place.directory, place.max_bytes)
+        data = cache.get(key)
+        if data is not None:
+            cache.put(key, marked(data, marks))

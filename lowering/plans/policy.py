@@ -57,6 +57,7 @@ class CompilePolicy:
     compiler_idle: float = math.inf  # idle seconds after which the worker process is ended
     shares_blocks: bool = True  # see Note [Blocks compiled once]
     whole_after: float = math.inf  # seconds of runs in blocks; see Note [The whole graph after its blocks]
+    verify: str = "off"  # or "once" or "always"; see Note [A plan is tried before it is used]
 
 
 def at_once(backend: Backend) -> CompilePolicy:

@@ -38,7 +38,7 @@ from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.lowering.artefacts.run_thread import Overlap
 from lazy_backend.lowering.compilation.background import worker
-from lazy_backend.lowering.compilation.compiler import CompiledRun
+from lazy_backend.lowering.compilation.compiler import CompiledPlan, CompiledRun
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.compilation.request import runs_module_as_is
 from lazy_backend.lowering.device_graphs.launcher import launches
@@ -46,10 +46,11 @@ from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.functional import NotFunctional, why_not_functional
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.portable import StoredGraph
-from lazy_backend.lowering.plans.families import Family, Form, Member
+from lazy_backend.lowering.plans.families import Family, Form, Member, SizedPlan
 from lazy_backend.lowering.plans.pending_compile import compiles_elsewhere
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.specialise import CompileReport, GraphCompiler
+from lazy_backend.lowering.plans.trial import Trial
 
 
 class ExecutionPlan(Protocol):
@@ -139,7 +140,7 @@ class ProfilingGraphExecutor:
                     self._due = tuple(constants), policy
                 else:
                     self._due = None
-                    plan = self._compiled(constants, policy)
+                    plan = self._verified(self._compiled(constants, policy))
             self._is_new = False
             self._latest = "profiling" if plan is None else "optimized"
             self._ready = None
@@ -149,7 +150,7 @@ class ProfilingGraphExecutor:
             if plan is None:
                 plan = self._interpreted(may_launch=self._stays_interpreted(policy))
                 self._release_at = None
-            elif not is_compiling:
+            elif not is_compiling and not isinstance(plan, Trial):
                 self._profiling_plan = None
                 self._release_delay = policy.release_delay
                 if not self.stored.is_set_aside():
@@ -164,7 +165,17 @@ class ProfilingGraphExecutor:
             self._work = _work_of(self.stored.get())
         return self.runs * self._work < policy.compile_after_operators
 
-    def _compiled(self, constants: Sequence[float], policy: CompilePolicy) -> ExecutionPlan | None:
+    def _verified(self, plan: CompiledPlan | SizedPlan | None) -> ExecutionPlan | None:
+        """`plan`, or its trial. See Note [A plan is tried before it is used]."""
+        compiled, sizes = (plan.plan, plan.sizes) if isinstance(plan, SizedPlan) else (plan, ())
+        if compiled is None or compiled.proof.covers(sizes):
+            return plan
+        return Trial(compiled, sizes, self._interpreted(may_launch=False), self._tell_of_trial)
+
+    def _tell_of_trial(self, verdict: str, seconds: float) -> None:
+        self._report(CompileReport(self.stored.get(), verdict, seconds))
+
+    def _compiled(self, constants: Sequence[float], policy: CompilePolicy) -> CompiledPlan | SizedPlan | None:
         if self._declines(policy):
             return None
         if self._membership is None and self._find_family is not None:
@@ -214,7 +225,7 @@ class ProfilingGraphExecutor:
             if ready is not None and ready[0] == constants and self._compiler.whole_graph is None:
                 plan = ready[1]  # nearly always: to find it takes 3 µs
             else:
-                found = self._compiler.find_for_run(constants)
+                found = None if self._compiler.has_untried() else self._compiler.find_for_run(constants)
                 if found is None:
                     return None
                 plan = found

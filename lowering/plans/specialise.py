@@ -35,7 +35,8 @@ class CompileReport:
     For metrics and messages.
 
     `stage`: "started" (in the background), "compiled", "loaded" (from disk), "failed", "declined"
-    (`NotFunctional`: no compiler was asked), or "limited" (`TooManyShapes`).
+    (`NotFunctional`: no compiler was asked), "limited" (`TooManyShapes`), or what came of a trial: "agreed",
+    "suspected", "unverified", "refused" (`PlanRefused`).
     """
 
     graph: Graph
@@ -107,7 +108,8 @@ class GraphCompiler:
             self._go_on()
 
     def adopt(self) -> None:
-        """Turn a finished compile into a plan."""
+        """Turn a finished compile into a plan, and drop plans that a trial has refused."""
+        self._drop_refused()
         if self._pending is not None and self._pending.is_sent:
             self._pending.poll()
             self._settle(self._pending)
@@ -152,7 +154,21 @@ class GraphCompiler:
         self._tell(pending.stage, pending.seconds, plan, pending.error)
 
     def find(self, constants: Sequence[float]) -> CompiledPlan | None:
-        return next((plan for plan in self.plans if plan.accepts(constants)), None)
+        return next((plan for plan in self.plans if plan.accepts(constants) and not plan.proof.refusal), None)
+
+    def has_untried(self) -> bool:
+        """Whether some plan is on trial, or was refused since the latest call of `adopt`."""
+        whole = None if self.whole_graph is None else self.whole_graph.compile.plan
+        plans = self.plans if whole is None else [*self.plans, whole]
+        return any(plan.proof.refusal is not None or not plan.proof.covers(()) for plan in plans)
+
+    def _drop_refused(self) -> None:
+        refused = [plan for plan in self.plans if plan.proof.refusal is not None]
+        for plan in refused:
+            self.plans.remove(plan)
+            self.whole_graph = None
+            self.error = plan.proof.refusal
+            self._tell("refused", 0.0, plan, self.error)
 
     def find_for_run(self, constants: Sequence[float]) -> CompiledPlan | None:
         """As `find`, for a run: while another plan is compared with the one found, they take turns."""
@@ -172,6 +188,8 @@ class GraphCompiler:
             return chosen
         self.whole_graph = None
         whole_graph.keep(winner)
+        if compiled.plan is not None and compiled.plan.proof.refusal is not None:
+            self._tell("refused", 0.0, compiled.plan, compiled.plan.proof.refusal, after_blocks=True)
         self.plans = [winner if one is plan else one for one in self.plans]
         return winner
 

@@ -21,7 +21,7 @@ import os
 from dataclasses import replace
 
 from lazy_backend.cache.computation_cache import Key
-from lazy_backend.lowering.artefacts.artefact import marked_as_faster
+from lazy_backend.lowering.artefacts.artefact import marked
 from lazy_backend.lowering.artefacts.run_thread import available_cores
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.plans.pending_compile import PendingCompile
@@ -50,7 +50,7 @@ class WholeGraph:
         if not self.compile.is_over:
             return None
         whole = self.compile.plan
-        if whole is None:
+        if whole is None or whole.proof.refusal is not None:
             return self.blocks
         if self._computes_elsewhere():
             return whole
@@ -77,7 +77,7 @@ class WholeGraph:
             return
         found = store.get(place if winner is self.blocks else own)
         if found is not None:
-            store.put(place, marked_as_faster(found) if winner is self.blocks else found)
+            store.put(place, marked(found, {"is_faster": True}) if winner is self.blocks else found)
 
     def _go_on(self) -> None:
         if self.compile.is_over:

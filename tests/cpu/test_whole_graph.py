@@ -17,6 +17,7 @@ from lazy_backend import metrics
 from lazy_backend.computation import get_cached_computations
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.blocks import block_program
+from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.compilation import background, build
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.plans import whole_graph
@@ -182,14 +183,14 @@ class Compile:
     poll = advance
 
 
-WHOLE = SimpleNamespace(shortest_run=math.inf)
+WHOLE = SimpleNamespace(shortest_run=math.inf, proof=Proof())
 
 
 def trial(monkeypatch: pytest.MonkeyPatch, device: str = "cpu", whole_after: float = 60.0) -> WholeGraph:
     policy = CompilePolicy("inductor", True, 1, 4, 1000, whole_after=whole_after)
     monkeypatch.setattr(whole_graph, "PendingCompile", lambda request, policy, key: Compile(policy, device))
     monkeypatch.setattr(whole_graph, "replace", lambda request, **changes: request)
-    blocks: Any = SimpleNamespace(shortest_run=math.inf, num_runs=0)
+    blocks: Any = SimpleNamespace(shortest_run=math.inf, num_runs=0, proof=Proof())
     compiled: Any = SimpleNamespace(plan=blocks, request=None, policy=policy, artefact_key=None)
     return WholeGraph(compiled, None)
 

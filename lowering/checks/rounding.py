@@ -1,0 +1,125 @@
+"""Differences between two runs of one graph, and which of them rounding explains.
+
+In: the results of the interpreter and of a compiled plan for the same inputs. Out: the results that disagree.
+
+Note [What rounding explains]
+A compiler fuses kernels and sums in another order, so its floats differ from eager's. How far they may is not a
+tolerance of taste: eager itself says it.
+
+1. Results of equal bits agree. Others are suspected if integers or bools differ at all, or floats by more than
+   `ROUNDINGS` roundings (`finfo.eps` of the graph's coarsest floats) of the largest element of that result.
+2. Where results are suspected, the interpreter runs again with moved roundings (Note [Moved roundings]). This moves an
+   element as far as rounding can: hardly, where the computation is sound; far, where it divides noise by noise (a bias
+   before a batch norm, in Adam), or where a choice hangs on a tie. A plan agrees if no element is more than `ROUNDINGS`
+   roundings and `TIMES` as far from the interpreter's as in the furthest of `SAMPLES` such runs, counting also how far
+   the result's elements move on average. An element that is NaN in such a run alone comes of memory that nobody has
+   written, and has no value to compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lazy_backend.lowering.ir.graph import Graph, empty_of, extent, meta_of
+
+ROUNDINGS = 16
+TIMES = 8
+SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Discrepancy:
+    """The largest difference in one result, and the result's largest element; for integers 1 and 0."""
+
+    size: float
+    scale: float
+
+
+def differences(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> dict[int, Discrepancy]:
+    """The results that are not equal, by place."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return {place: difference(one, other) for place, (one, other) in pairs if not torch.equal(one, other)}
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> Discrepancy:
+    """Between two results."""
+    if one.is_floating_point() or one.is_complex():
+        size, scale = _largest(_real(one) - _real(other)), _largest(_real(one))
+        if math.isfinite(size) and math.isfinite(scale):
+            return Discrepancy(size, scale)
+    return Discrepancy(_largest(_apart(one, other)), _scale_of(one))
+
+
+def is_suspect(found: Discrepancy, eps: float) -> bool:
+    """Whether a difference is more than a few roundings."""
+    return found.size > ROUNDINGS * eps * found.scale
+
+
+class Spread:
+    """How far rounding moves the elements of one result, in eager."""
+
+    def __init__(self, ours: torch.Tensor) -> None:
+        self._ours = ours
+        self._largest = torch.zeros(())
+
+    def add(self, further: torch.Tensor) -> None:
+        """Add the result of a run with moved roundings."""
+        moved = _apart(self._ours, further)
+        self._largest = torch.maximum(self._largest.to(moved), moved)
+
+    def unexplained(self, theirs: torch.Tensor, eps: float) -> Discrepancy | None:
+        """The largest difference to another result that rounding does not explain, if there is one."""
+        apart, scale = _apart(self._ours, theirs), _scale_of(self._ours)
+        usual = self._largest.masked_fill(self._largest.isinf(), 0.0).mean()
+        wrong = apart.masked_fill_(apart <= (self._largest + usual) * TIMES + ROUNDINGS * eps * scale, 0.0)
+        return Discrepancy(_largest(wrong), scale) if wrong.any() else None
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How far elements are apart: 0 where both are NaN, infinite where one is; 1 for integers that differ."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return (one != other).float()
+    one, other = _real(one), _real(other)
+    apart = (one - other).abs_().nan_to_num_(math.inf, math.inf)
+    return apart.masked_fill_((one == other) | (one.isnan() & other.isnan()), 0.0)
+
+
+def _scale_of(tensor: torch.Tensor) -> float:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return _largest(_real(tensor).nan_to_num(0.0, 0.0, 0.0))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Real numbers of at least 32 bits."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, math.inf)) if tensor.numel() else 0.0
+
+
+def coarsest_eps(graph: Graph) -> float:
+    """`finfo.eps` of the coarsest floats that the graph computes with; 0 if it has none."""
+    values = (value for node in graph.nodes for value in (*node.outputs, *node.inputs()) if value is not None)
+    dtypes = {value.meta.dtype for value in values}
+    return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), default=0.0)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in memory of its own, laid out alike, though not with what lies before and behind it."""
+    made = empty_of(meta_of(tensor), tensor.device)
+    memory_of(made).copy_(memory_of(tensor))
+    return made
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements from the first to the last, each once."""
+    offset = tensor.storage_offset()
+    return tensor.as_strided((extent(meta_of(tensor)) - offset,), (1,), offset)

@@ -1,0 +1,189 @@
+"""The first run of a compiled plan, beside the interpreter.
+
+In: a compiled plan that nobody has seen agree, and the interpreter of its graph. Out: the interpreter's results, and a
+verdict: the plan is used from the next run on, or never.
+
+Note [A plan is tried before it is used]
+Compilers have silent faults, and a step whose weights are wrong by a little goes on. So a compiled plan computes once
+what the interpreter computes: of the same inputs, with copies of those that are written or small, and with the same
+seeds. The step's results are the interpreter's. Where all results and copied inputs agree (Note [What rounding
+explains]), the plan is used from the next run on, and its artefact on disk says so, for the next process. Where some
+are suspected, the next run is a trial in which the interpreter also runs with moved roundings. A plan that rounding
+does not explain is refused: the graph stays interpreted, users are warned, and the artefact says so too.
+
+A symbolic plan has a trial for each class of its sizes (`Proof`). Plans that communicate have none: all ranks would
+have to try theirs in the same step.
+
+A trial that is interrupted has no verdict: the next run is another one. An error of the interpreter is the program's
+own, and no verdict either; an error of the plan alone is one. A plan for whose trial the device has no memory is used
+untried, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+
+from lazy_backend.lowering.artefacts.run_thread import Overlap
+from lazy_backend.lowering.checks import rounding
+from lazy_backend.lowering.checks.moved_roundings import MovedRoundings
+from lazy_backend.lowering.checks.proof import PlanRefused
+from lazy_backend.lowering.checks.refusals import NodeError
+from lazy_backend.lowering.checks.rounding import Discrepancy
+from lazy_backend.lowering.compilation.compiler import CompiledPlan
+from lazy_backend.lowering.compilation.plan_kinds import PlanKind
+from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
+from lazy_backend.lowering.ir.graph import Graph, Node, Value, meta_of
+
+# What is told of a trial: its verdict, which is a stage of `CompileReport`, and its seconds.
+Tell = Callable[[str, float], None]
+# Results that an error names.
+_MAX_NAMED = 3
+# Bytes of inputs that are copied although the graph does not write them: the plan may.
+_MAX_COPIED = 1 << 26
+
+
+class Trial:
+    """A run of `interpreter`, with a trial of `plan` beside it. See Note [A plan is tried before it is used]."""
+
+    kind = PlanKind.ON_TRIAL
+
+    def __init__(self, plan: CompiledPlan, sizes: Sequence[int], interpreter: SerialGraphExecutor, tell: Tell) -> None:
+        self._plan = plan
+        self._sizes = sizes
+        self._interpreter = interpreter
+        self._graph = interpreter.graph
+        self._tell = tell
+        self._copied = _copied_inputs(interpreter.graph)
+        self.conforms = False
+        self.num_runs = 0
+        self.shortest_run = math.inf
+        self.overlap = Overlap()
+
+    def run_beside(self) -> None:
+        """None: the interpreter needs Python."""
+
+    def execute(
+        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run once. Takes ownership of `inputs`."""
+        with torch.no_grad():
+            given = self._with_copies(inputs)
+            originals = self._with_copies(given) if self._plan.proof.is_suspected else None
+            written = [inputs[place] for place in self._copied]
+            outputs = self._interpreter.execute(inputs, constants, seeds)
+            start = perf_counter()
+            verdict = self._try([*outputs, *written], given, originals, constants, seeds)
+            self._tell(verdict, perf_counter() - start)
+            return outputs
+
+    def _with_copies(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        copied = set(self._copied)
+        return [rounding.copy_of(one) if place in copied else one for place, one in enumerate(inputs)]
+
+    def _try(
+        self,
+        ours: list[torch.Tensor],
+        given: list[torch.Tensor],
+        originals: list[torch.Tensor] | None,
+        constants: Sequence[float],
+        seeds: Sequence[int],
+    ) -> str:
+        """The verdict."""
+        proof = self._plan.proof
+        copies = [given[place] for place in self._copied]
+        try:
+            theirs = [*self._plan.execute(given, constants, seeds, self._sizes, launches=False), *copies]
+            suspects = self._suspects(ours, theirs)
+            if suspects and originals is not None:
+                suspects = self._unexplained(suspects, ours, theirs, originals, constants, seeds)
+        except (MemoryError, torch.OutOfMemoryError):
+            proof.mode = "off"
+            return "unverified"
+        except Exception as error:
+            proof.refuse(PlanRefused(f"{type(error).__name__}: {error}"))
+            return "refused"
+        if not suspects:
+            proof.agree(self._sizes)
+            return "agreed"
+        if originals is None:
+            proof.is_suspected = True
+            return "suspected"
+        proof.refuse(PlanRefused(self._described(suspects)))
+        return "refused"
+
+    def _suspects(self, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> dict[int, Discrepancy]:
+        """Results whose differences a few roundings do not explain, by place among outputs and copied inputs."""
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                raise TypeError(f"result {place} is {meta_of(other)} instead of {meta_of(one)}")
+        eps = rounding.coarsest_eps(self._graph)
+        found = rounding.differences(ours, theirs)
+        return {place: one for place, one in found.items() if rounding.is_suspect(one, eps)}
+
+    def _unexplained(
+        self,
+        suspects: dict[int, Discrepancy],
+        ours: Sequence[torch.Tensor],
+        theirs: Sequence[torch.Tensor],
+        originals: Sequence[torch.Tensor],
+        constants: Sequence[float],
+        seeds: Sequence[int],
+    ) -> dict[int, Discrepancy]:
+        """The suspects that are further from the interpreter than rounding moves the interpreter."""
+        eps = rounding.coarsest_eps(self._graph)
+        # another one: it may be launched as a graph of the device, which calls no operators
+        interpreter = SerialGraphExecutor(self._graph, self._interpreter.kernels, self._interpreter.exec_info)
+        spreads = {place: rounding.Spread(ours[place]) for place in suspects}
+        for sample in range(rounding.SAMPLES):
+            moved = list(map(rounding.copy_of, originals))
+            written = [moved[place] for place in self._copied]
+            mode = MovedRoundings(sample, eps)
+            for one in moved:
+                mode.move(one, spares_counts=True)
+            try:
+                with mode:
+                    further = [*interpreter.execute(moved, constants, seeds), *written]
+            except NodeError:  # a value that was moved out of an operator's domain
+                continue
+            for place in suspects:
+                spreads[place].add(further[place])
+            found = {place: spreads[place].unexplained(theirs[place], eps) for place in suspects}
+            suspects = {place: one for place, one in found.items() if one is not None}
+            if not suspects:
+                break
+        return suspects
+
+    def _described(self, suspects: dict[int, Discrepancy]) -> str:
+        """The results that disagree, those that the program computes first ahead, with the operators that made them."""
+        values = [*self._graph.outputs, *(self._graph.inputs[place] for place in self._copied)]
+        last = {value.storage: place for place, node in enumerate(self._graph.nodes) for value in _results(node)}
+        ordered = sorted(suspects, key=lambda place: last.get(values[place].storage, -1))
+        lines = []
+        for place in ordered[:_MAX_NAMED]:
+            found, made = suspects[place], last.get(values[place].storage)
+            apart = f" by {found.size:.3g} of {found.scale:.3g}" if found.scale else ""
+            node = None if made is None else self._graph.nodes[made]
+            maker = "an input that no operator writes" if node is None else f"{node.name} recorded at {node.site}"
+            lines.append(f"{values[place].meta} differs{apart}: {maker}")
+        further = len(ordered) - len(lines)
+        return "\n  ".join([*lines, f"and {further} more"] if further else lines)
+
+
+def _copied_inputs(graph: Graph) -> tuple[int, ...]:
+    """The inputs that are copied: all that the graph writes, and as many of the others as are small together."""
+    written = set(graph.mutated_inputs())
+    copied, nbytes = [], 0
+    for place, value in enumerate(graph.inputs):
+        if place not in written:
+            nbytes += value.meta.nbytes
+        if place in written or nbytes <= _MAX_COPIED:
+            copied.append(place)
+    return tuple(copied)
+
+
+def _results(node: Node) -> list[Value]:
+    return [value for value in (*node.outputs, *node.mutates) if value is not None]

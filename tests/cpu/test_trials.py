@@ -1,0 +1,459 @@
+"""Compiled plans are tried beside the interpreter before they are used."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import lazy_backend
+from lazy_backend import CompileWarning, config, metrics
+from lazy_backend.lowering.checks import rounding
+from lazy_backend.lowering.checks.proof import Proof
+from lazy_backend.lowering.checks.rounding import Spread, difference, is_suspect
+from lazy_backend.settings import FLAGS
+
+aten = torch.ops.aten
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def tried() -> None:
+    config.verify_compiled = "once"
+    config.backend = "aot_eager"
+    config.num_profiled_runs = 0
+
+
+def counts() -> tuple[int, int]:
+    return metrics.counter_value("PlanAgreed"), metrics.counter_value("PlanRefused")
+
+
+Alter = Callable[[fx.Node, Any, Sequence[Any]], Any]
+
+
+def with_fault(alter: Alter) -> Callable[..., Any]:
+    """A backend whose code gives `alter(node, result, arguments)` in place of each result."""
+
+    class Faulty(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            made = super().run_node(n)
+            return alter(n, made, self.fetch_args_kwargs_from_env(n)[0]) if n.op == "call_function" else made
+
+    def backend(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        return lambda *args: Faulty(module).run(*args)
+
+    return backend
+
+
+def sums_off_by_a_third(node: fx.Node, made: Any, args: Sequence[Any]) -> Any:
+    return made * 0.67 if node.target is aten.exp.default else made
+
+
+def step(x: torch.Tensor) -> torch.Tensor:
+    result = (x * 2).exp() + 1
+    lazy_backend.mark_step()
+    return result.cpu()
+
+
+def test_a_plan_that_agrees_is_used_from_the_next_run_on() -> None:
+    x = torch.rand(4).to("lazy")
+    runs = [step(x) for _ in range(3)]
+    assert [record.plan for record in lazy_backend.explain().records if record.plan][-3:] == [
+        "interpreted, beside a compiled plan on trial",
+        "compiled",
+        "compiled",
+    ]
+    assert counts() == (1, 0)
+    assert torch.equal(runs[0], runs[2])
+
+
+def test_a_plan_that_computes_something_else_is_never_used() -> None:
+    config.backend = with_fault(sums_off_by_a_third)
+    x = torch.rand(4).to("lazy")
+    expected = (x.cpu() * 2).exp() + 1
+    with pytest.warns(CompileWarning, match=r"f32\[4\] differs by .*: aten.add recorded at .*test_trials.py:") as told:
+        runs = [step(x) for _ in range(5)]
+    assert all(torch.equal(run, expected) for run in runs)
+    assert counts() == (0, 1)
+    assert len(told) == 1
+    (graph,) = [state for state in lazy_backend.computation.get_debug_states().values() if state.error]
+    assert graph.plan == "fallback"
+    assert "refused" in [compiled.outcome for compiled in lazy_backend.explain().compiles]
+
+
+def test_what_a_refused_plan_writes_is_written_by_the_interpreter() -> None:
+    config.backend = with_fault(lambda node, made, args: made.mul_(2) if node.target is aten.add_.Tensor else made)
+    weight, expected = torch.ones(3).to("lazy"), torch.ones(3)
+    lazy_backend.mark_step()
+    with warnings.catch_warnings(action="ignore", category=CompileWarning):
+        for _ in range(4):
+            weight.add_(1)
+            expected.add_(1)
+            lazy_backend.mark_step()
+    assert torch.equal(weight.cpu(), expected)
+    assert counts()[0] == 0
+    assert counts()[1] > 0
+
+
+def test_off_tries_nothing_and_always_tries_every_run() -> None:
+    config.verify_compiled = "off"
+    x = torch.rand(4).to("lazy")
+    step(x)
+    assert counts() == (0, 0)
+    config.verify_compiled = "always"
+    for _ in range(3):
+        (x - 3).tan()
+        step(x + 1)
+    assert counts() == (3, 0)
+
+
+def test_an_error_of_the_plan_alone_refuses_it() -> None:
+    def fail(node: fx.Node, made: Any, args: Sequence[Any]) -> Any:
+        raise RuntimeError("a fault of the compiler")
+
+    config.backend = with_fault(fail)
+    x = torch.rand(4).to("lazy")
+    with pytest.warns(CompileWarning, match="a fault of the compiler"):
+        assert torch.equal(*[step(x) for _ in range(2)])
+    assert counts() == (0, 1)
+
+
+def test_an_error_of_the_program_is_no_verdict() -> None:
+    def look_up(places: list[int]) -> torch.Tensor:
+        result = torch.index_select(torch.arange(4.0).to("lazy"), 0, torch.tensor(places).to("lazy")).exp()
+        lazy_backend.mark_step()
+        return result.cpu()
+
+    with pytest.raises(lazy_backend.ExecutionError, match="index"):
+        look_up([1, 7])
+    assert counts() == (0, 0)
+    look_up([1, 2])
+    assert counts() == (1, 0)
+
+
+def test_without_memory_for_a_trial_a_plan_is_used_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*tensors: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(rounding, "differences", out_of_memory)
+    x = torch.rand(4).to("lazy")
+    runs = [step(x) for _ in range(3)]
+    assert torch.equal(runs[0], runs[2])
+    assert (*counts(), metrics.counter_value("PlanUnverified")) == (0, 0, 1)
+
+
+def test_an_interrupted_trial_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    config.run_in_background = "never"
+    x = torch.rand(4).to("lazy")
+    with monkeypatch.context() as patches:
+        patches.setattr(rounding, "differences", lambda *tensors: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            step(x)
+    step(x)
+    assert counts() == (1, 0)
+
+
+def test_a_bias_before_a_batch_norm_is_not_the_compilers_fault() -> None:
+    """Its gradient is rounding alone, which Adam makes as large as any."""
+    config.backend = with_fault(lambda node, made, args: made + 1e-8 if node.target is aten.sum.dim_IntList else made)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).to("lazy")
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(64, 8).to("lazy")
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        lazy_backend.mark_step()
+    assert metrics.counter_value("PlanSuspected")
+    assert counts()[1] == 0
+
+
+def test_memory_that_nobody_has_written_has_no_value_to_compare() -> None:
+    config.backend = with_fault(
+        lambda node, made, args: made.fill_(7) if node.target is aten.empty.memory_format else made
+    )
+    for _ in range(3):
+        buffer = torch.empty(4, device="lazy")
+        buffer[:2] = torch.rand(2).to("lazy")
+        buffer.mul_(2)
+        lazy_backend.mark_step()
+    assert counts()[1] == 0
+
+
+# ----- what is kept
+
+
+def inductor_step(x: torch.Tensor) -> torch.Tensor:
+    result = torch.softmax(x * 3, 0).cumsum(0)
+    lazy_backend.mark_step()
+    lazy_backend.wait_for_compiles()
+    return result.cpu()
+
+
+def settle_marks() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "lazy_backend marks":
+            thread.join()
+
+
+def as_another_process(**settings: Any) -> None:
+    settle_marks()
+    lazy_backend.compat.runtime.reset()
+    for name, value in settings.items():
+        setattr(config, name, value)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    settings: dict[str, Any] = {"backend": "inductor", "cache": True, "cache_dir": str(tmp_path / "kept")}
+    with config.patch(**settings):
+        yield settings
+        settle_marks()
+
+
+def test_the_next_process_tries_nothing(kept: dict[str, Any]) -> None:
+    x = torch.rand(40).to("lazy")
+    for _ in range(2):
+        inductor_step(x)
+    assert counts() == (1, 0)
+    as_another_process()
+    x = torch.rand(40).to("lazy")
+    for _ in range(3):
+        inductor_step(x)
+    assert counts() == (0, 0)
+    assert metrics.counter_value("DiskCacheHit") >= 1
+    assert lazy_backend.explain().records[-1].plan == "compiled"
+
+
+def test_the_next_process_knows_what_was_refused(kept: dict[str, Any]) -> None:
+    def pooled() -> torch.Tensor:
+        x = torch.arange(24.0).reshape(1, 2, 12).to("lazy").requires_grad_()
+        F.avg_pool1d(x, 3, 2, ceil_mode=True).square().sum().backward()
+        lazy_backend.mark_step()
+        lazy_backend.wait_for_compiles()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    x = torch.arange(24.0).reshape(1, 2, 12).requires_grad_()
+    F.avg_pool1d(x, 3, 2, ceil_mode=True).square().sum().backward()
+    for tries in (True, False):
+        with pytest.warns(CompileWarning, match="avg_pool2d_backward"):
+            runs = [pooled() for _ in range(4)]
+        assert all(torch.equal(run, x.grad) for run in runs)  # type: ignore[arg-type]
+        assert counts() == (0, 1)
+        assert (metrics.metric_data("TrialTime") is not None) == tries
+        as_another_process()
+
+
+def test_each_class_of_sizes_has_a_trial() -> None:
+    proof = Proof("once")
+    for sizes, is_new in (((32,), True), ((64,), False), ((33,), True), ((3,), True), ((5,), False)):
+        assert proof.covers(sizes) is not is_new
+        proof.agree(sizes)
+
+
+def test_a_plan_for_many_shapes_is_tried_again_at_other_classes(kept: dict[str, Any]) -> None:
+    config.max_static_shapes = 0
+    for size in (20, 24, 48, 64, 20, 24):
+        inductor_step(torch.rand(size).to("lazy"))
+    assert counts() == (2, 0)
+
+
+# ----- rounding
+
+
+def test_equal_nans_and_infinities_agree() -> None:
+    one = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
+    assert not is_suspect(difference(one, one.clone()), EPS)
+    for other in ([1.0, 2.0, float("inf"), -float("inf")], [1.0, float("nan"), float("inf"), float("inf")]):
+        assert is_suspect(difference(one, torch.tensor(other)), EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
+def test_one_integer_that_differs_is_suspected(dtype: torch.dtype) -> None:
+    one = torch.zeros(1000, dtype=dtype)
+    other = one.clone()
+    assert not is_suspect(difference(one, other), EPS)
+    other[7] = 1
+    assert is_suspect(difference(one, other), EPS)
+
+
+def test_a_choice_that_hangs_on_a_tie_explains_its_own_element_alone() -> None:
+    ours = torch.rand(100)
+    spread, moved = Spread(ours), ours.clone()
+    moved[3] += 1
+    spread.add(moved)
+    assert spread.unexplained(moved, EPS) is None
+    moved[4] += 1
+    assert spread.unexplained(moved, EPS) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_one_wrong_element_of_a_million_is_suspected(dtype: torch.dtype) -> None:
+    one = torch.randn(1_000_000, dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    rounded = (one * (1 + eps)).to(dtype)
+    assert not is_suspect(difference(one, rounded), eps)
+    rounded[77] += 1
+    assert is_suspect(difference(one, rounded), eps)
+
+
+def test_a_copy_is_laid_out_as_the_original() -> None:
+    whole = torch.randn(4, 6)
+    for view in (whole, whole.t(), whole[1:, 2:5], whole[:, 0], whole[0].expand(3, 6), torch.tensor(3.0), whole[:0]):
+        copy = rounding.copy_of(view)
+        assert (copy.shape, copy.stride(), copy.storage_offset()) == (view.shape, view.stride(), view.storage_offset())
+        assert torch.equal(copy, view)
+        assert copy.untyped_storage().data_ptr() != view.untyped_storage().data_ptr() or not view.numel()
+
+
+# ----- planted faults
+
+
+UNARY: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.tanh,
+    torch.exp,
+    torch.sigmoid,
+    lambda x: F.layer_norm(x, (8,)),
+    lambda x: torch.softmax(x, -1),
+    lambda x: x.t().contiguous(),
+    lambda x: x.cumsum(0),
+    lambda x: F.dropout(x, 0.3, training=True),
+    lambda x: x - x.mean(1, keepdim=True),
+    lambda x: F.avg_pool1d(x[None], 3, 1, 1)[0],
+)
+BINARY: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
+    torch.sub,
+    torch.mul,
+    torch.matmul,
+    lambda x, y: x / (y.abs() + 1),
+    lambda x, y: torch.where(x > y, x, y * 0.5),
+)
+
+
+def random_program(choose: random.Random, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    values = list(sources)
+    for _ in range(choose.randint(4, 10)):
+        kind = choose.random()
+        one, other = choose.choice(values[-4:]), choose.choice(values)
+        if kind < 0.45:
+            values.append(choose.choice(UNARY)(one))
+        elif kind < 0.8:
+            values.append(choose.choice(BINARY)(one, other))
+        else:
+            written = one.clone()
+            written[choose.randrange(8)].copy_(other[choose.randrange(8)])
+            values.append(written.mul_(0.5).add_(other))
+    return values[-2:]
+
+
+class Planted:
+    """One fault at one place of a graph, each time the same."""
+
+    KINDS = ("element", "stale", "dropped", "swapped", "edge", "seed")
+
+    def __init__(self, choose: random.Random) -> None:
+        self.kind, self.where, self.spot = choose.choice(self.KINDS), choose.random(), choose.random()
+        self.place: fx.Node | None = None
+
+    def backend(self, module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+        if self.kind == "dropped":
+            nodes = [node for node in nodes if str(node.target).split(".")[1].endswith("_")]
+        elif self.kind == "swapped":
+            nodes = [n for n in nodes if n.target in (aten.sub.Tensor, aten.mm.default, aten.div.Tensor)]
+        elif self.kind == "seed":
+            nodes = [node for node in nodes if "lazy_backend" in str(node.target)]
+        self.place = nodes[int(self.where * len(nodes))] if nodes else None
+        own = self
+
+        class Faulty(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                if n is not own.place:
+                    return super().run_node(n)
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+                right = super().run_node(n)
+                return own.planted(n, right, before, args, kwargs)
+
+        return lambda *args: Faulty(module).run(*args)
+
+    def planted(self, node: Any, right: Any, before: Sequence[Any], args: Sequence[Any], kwargs: Any) -> Any:
+        is_tensor = isinstance(right, torch.Tensor) and right.is_floating_point() and right.numel() > 1
+        if self.kind == "seed":
+            (place,) = [place for place, arg in enumerate(before) if getattr(arg, "dtype", None) is torch.int64][-1:]
+            return node.target(*before[:place], before[place] + 1, *before[place + 1 :], **kwargs)
+        if not is_tensor:
+            self.place = None
+            return right
+        wrong = right.clone(memory_format=torch.contiguous_format)
+        if self.kind == "element":
+            wrong.view(-1)[int(self.spot * wrong.numel())] += float(wrong.abs().max()) * 0.1
+        elif self.kind == "stale":
+            wrong.view(-1).copy_(wrong.view(-1).roll(1))
+        elif self.kind == "edge":
+            wrong.select(-1, -1).mul_(0.67)
+        elif self.kind == "swapped" and before[0].shape == getattr(before[1], "shape", None):
+            wrong = node.target(before[1], before[0], *before[2:], **kwargs)
+        elif self.kind == "dropped":
+            wrong = before[0]
+        if wrong.shape != right.shape:
+            self.place = None
+            return right
+        return wrong
+
+
+def plant(seed: int) -> str:
+    """What came of one fault: "refused", "missed", or "none" if the fault made no difference."""
+    choose = random.Random(seed)
+    planted = Planted(choose)
+    program = choose.getrandbits(32)
+    torch.manual_seed(seed)
+    sources = [torch.randn(8, 8) for _ in range(3)]
+
+    def run(backend: Any) -> list[torch.Tensor]:
+        lazy_backend.compat.runtime.reset()
+        config.backend = backend
+        torch.manual_seed(seed)
+        made: list[torch.Tensor] = []
+        for _ in range(1 if config.verify_compiled == "off" else 3):
+            torch.manual_seed(seed)
+            made = random_program(random.Random(program), [source.to("lazy") for source in sources])
+            lazy_backend.mark_step()
+        return [one.cpu() for one in made]
+
+    with config.patch(verify_compiled="off"):
+        right = run("eager")
+        wrong = run(planted.backend)
+    differs = any(
+        float((one - other).abs().max()) > 1e-3 * float(one.abs().max())
+        for one, other in zip(right, wrong, strict=True)
+        if one.isfinite().all()
+    )
+    if not differs:
+        return "none"
+    used = run(planted.backend)
+    assert all(map(torch.equal, used, right)) or not metrics.counter_value("PlanRefused")
+    return "refused" if metrics.counter_value("PlanRefused") else f"missed {planted.kind} {seed}"
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_planted_faults_are_found(block: int) -> None:
+    with warnings.catch_warnings(action="ignore", category=CompileWarning):
+        found = Counter(plant(seed) for seed in range(60 * block, 60 * block + 60))
+    assert set(found) <= {"refused", "none"}, found
+    assert found["refused"] >= 20
+
+
+def test_the_setting_has_a_help() -> None:
+    assert "interpreter" in FLAGS["verify_compiled"].help
