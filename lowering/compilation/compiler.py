@@ -34,7 +34,7 @@ from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.shapes import symbolic_graph
 from lazy_backend.ports.compilers import for_threads, registered_backend, use_boxed_code
 from lazy_backend.ports.fake_tensors import quiet_fake_tensors
-from lazy_backend.ports.thread_modes import WithoutAutocast
+from lazy_backend.ports.thread_modes import WithoutAutocast, is_any_autocast_enabled, set_grad_enabled
 
 
 def lookup_backend(backend: Backend) -> Callable[..., Callable[..., Any]]:
@@ -213,7 +213,7 @@ class CompiledPlan:
         taken = {} if self._aliases.is_known() else watched_storages(arguments)
         # autograd and autocast act in the layers above: nothing here may record, and all casts are in the graph
         try:
-            with _no_grad(), WithoutAutocast():
+            with _below_autograd():
                 return self._aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
             described = self.described(error)
@@ -279,9 +279,25 @@ class CompiledRun:
         return self._plan.separate(outputs), ago, seconds
 
 
-def _no_grad() -> AbstractContextManager[object]:
-    """Gradients are off in runs of steps: entering `torch.no_grad()` once more takes 4 µs."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+def _below_autograd() -> AbstractContextManager[object]:
+    """Gradients and autocast are off in runs of steps: to turn them off once more takes 5 µs."""
+    return _Below() if torch.is_grad_enabled() or is_any_autocast_enabled() else _NOTHING
+
+
+class _Below:
+    """Turns gradients and autocast off. `torch.no_grad()` takes ten times as long."""
+
+    __slots__ = ("_grad_mode", "_autocast")
+
+    def __enter__(self) -> None:
+        self._grad_mode = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        self._autocast = WithoutAutocast()
+        self._autocast.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._autocast.__exit__(*exception)
+        set_grad_enabled(self._grad_mode)
 
 
 _NOTHING = contextlib.nullcontext()

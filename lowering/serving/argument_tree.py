@@ -19,14 +19,23 @@ from lazy_backend.ports import trees
 class ArgumentTree:
     """A tree of (args, kwargs). `spec`: as PyTorch describes it."""
 
-    __slots__ = ("spec", "_form")
+    __slots__ = ("spec", "_form", "_num_flat")
 
     def __init__(self, spec: trees.TreeSpec) -> None:
         self.spec = spec
         self._form = _form_of(spec)
+        # how many arguments there are, if these are positional and tensors
+        flat = self._form is not None and self._form[2] == [(tuple, None, [None] * spec.num_leaves), (dict, [], [])]
+        self._num_flat = spec.num_leaves if flat else None
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of a call, whose keywords come in any order. Raises `InputError` for another tree."""
+        if len(args) == self._num_flat and not kwargs:
+            for one in args:
+                if not isinstance(one, torch.Tensor):
+                    break
+            else:
+                return list(args)
         leaves: list[Any] = []
         if self._form is not None and _collect(self._form, (args, kwargs), leaves):
             return leaves
