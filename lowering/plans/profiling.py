@@ -217,25 +217,35 @@ class ProfilingGraphExecutor:
             self._compiler.begin_due()
 
     def ready_plan_for(self, constants: tuple[float, ...]) -> ExecutionPlan | None:
-        """As `plan_for`, if there is a plan compiled for this graph alone; otherwise None, and no run is counted."""
-        with self._lock:
-            if self._compiler.is_compiling():
+        """As `plan_for`, if there is a plan compiled for this graph alone; otherwise None, and no run is counted.
+
+        Nearly always it is that of the run before, and found without the lock: threads that each hold it for a moment
+        at every request would end up waiting for one another, at the price of a switch of threads for each.
+        """
+        ready, compiler = self._ready, self._compiler
+        if ready is None or ready[0] != constants or compiler.whole_graph is not None or compiler.is_compiling():
+            with self._lock:
+                ready = self._find_ready(constants)
+            if ready is None:
                 return None
-            ready = self._ready
-            if ready is not None and ready[0] == constants and self._compiler.whole_graph is None:
-                plan = ready[1]  # nearly always: to find it takes 3 µs
-            else:
-                found = None if self._compiler.has_untried() else self._compiler.find_for_run(constants)
-                if found is None:
-                    return None
-                plan = found
-                # 0.0 is the same as -0.0 only where tuples are compared
-                self._ready = None if 0.0 in constants else (constants, plan)
-                self._compiler.observe(constants)
-            self.runs += 1
-            if not self.stored.is_set_aside():
-                self._release_when_due()
-            return plan
+        self.runs += 1
+        if not self.stored.is_set_aside():
+            release_at = self._release_at
+            if release_at is None or self._clock() >= release_at:
+                with self._lock:
+                    self._release_when_due()
+        return ready[1]
+
+    def _find_ready(self, constants: tuple[float, ...]) -> tuple[tuple[float, ...], ExecutionPlan] | None:
+        compiler = self._compiler
+        plan = None if compiler.is_compiling() or compiler.has_untried() else compiler.find_for_run(constants)
+        if plan is None:
+            return None
+        found = constants, plan
+        # 0.0 is the same as -0.0 only where tuples are compared
+        self._ready = None if 0.0 in constants else found
+        compiler.observe(constants)
+        return found
 
     def _release_when_due(self) -> None:
         """Called at each run of a compiled plan until the graph is set aside: 0.1 µs, and less afterwards."""
