@@ -201,6 +201,8 @@ def _limited_step(device: Device, strict: bool, max_different_graphs: int | None
 
 def _step(device: Device, strict: bool) -> Iterator[None]:
     try:
+        if strict:
+            executor.aside.record_again()
         with executor.rules.strict() if strict else contextlib.nullcontext():
             yield
     except BaseException:
@@ -219,6 +221,7 @@ def strict() -> contextlib.AbstractContextManager[None]:
 
     Applies to this thread; `config.strict` applies to all threads. `mark_step` and other explicit syncs are allowed.
     """
+    executor.aside.record_again()
     return executor.rules.strict()
 
 
@@ -260,10 +263,12 @@ def allow_execution(allowed: bool) -> contextlib.AbstractContextManager[Any]:
     The error names the line; `mark_step` raises too. For code that must only record, such as building a graph to
     inspect. Lasts until `allow_execution(True)`, or the end of a `with` block. `strict()` refuses only unintended cuts.
     """
+    executor.aside.record_again()
     before = executor.rules.allows_execution
     if not allowed and before:  # calls seen for the first time have run, so recording cannot continue their trace
         for context in contexts.get_active_devices():
             executor.end_computed(context)
+            context.trace.at_once = None
     executor.rules.allows_execution = allowed
     return _Switch(lambda: setattr(executor.rules, "allows_execution", before))
 

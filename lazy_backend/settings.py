@@ -273,6 +273,13 @@ FLAGS: dict[str, Flag] = {
         "lazy_backend.eager_mode() does so from the next call on.",
         "LAZY_BACKEND_EAGER",
     ),
+    "step_aside": Flag(
+        True,
+        _boolean,
+        "Whether calls run at once instead of being recorded where that is measured to be faster, as in programs that "
+        "read a value every few operators, or whose sizes are new at each step.",
+        "LAZY_BACKEND_STEP_ASIDE",
+    ),
     "strict": Flag(
         False, _boolean, "Raise StrictModeError where a graph would be cut, in every thread.", "LAZY_BACKEND_STRICT"
     ),

@@ -97,7 +97,9 @@ def install() -> None:
     config.watch("overlap_collectives", _begin_new_traces)
     config.watch("mark_steps", step_ends.follow_settings)
     config.watch("max_trace_length", step_ends.follow_settings)
-    step_ends.told = native_recorder.note_step
+    config.watch("strict", executor.aside.record_again)
+    config.watch("step_aside", executor.aside.record_again)
+    executor.aside.told = native_recorder.note_step
     _wire()
     atexit.register(worker.close)
     atexit.register(_at_exit)  # runs before `worker.close`: the last registered runs first
@@ -165,6 +167,7 @@ def _wire() -> None:
     history.sources["disk cache"] = disk_cache.describe
     history.sources["captured"] = accounts.describe
     history.sources["runtime"] = listed
+    history.sources["stepping aside"] = contexts.describe_aside
     history.sources["ports off"] = ports_off
     watch_passes(print_pass)
 

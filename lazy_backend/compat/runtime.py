@@ -125,7 +125,7 @@ PARTS: tuple[Part, ...] = (
     Part("precision.casts", ("_library", "custom_casts"), Life.PROCESS, "kernels registered for autocast"),
     Part("recording.operators", ("_kept", "_traits", "scalar_list_ops", "float_shaped_ops"), Life.FACTS,
          "what operators are like"),
-    Part("recording.record", ("_handlers", "_handlers_of", "_recorded_alike", "_arriving", "INSTALLED"),
+    Part("recording.record", ("_handlers", "_handlers_of", "_recorded_alike", "_run_alike", "_arriving", "INSTALLED"),
          Life.PROCESS, "who handles each operator"),
     Part("floats.formulas", ("traced_integer",), Life.FACTS, "the class of integers that are followed"),
     Part("recording.native", ("native_recorder", "_SOURCE"), Life.PROCESS, "the recorder in C++"),

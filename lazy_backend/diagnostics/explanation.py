@@ -36,6 +36,7 @@ class Explanation:
     waits: Sequence[WaitRecord] = ()
     captured: Sequence[dict[str, Any]] = ()  # what became of the calls of captured modules and optimizers
     ports_off: Sequence[str] = ()  # what this PyTorch cannot offer, and what that costs
+    aside: Sequence[str] = ()  # devices whose calls ran at once, since recording did not pay
 
     def misses(self) -> list[SyncRecord]:
         """The syncs that have something to explain: all but hits on known paths and replays without advice."""
@@ -49,6 +50,7 @@ class Explanation:
             "programs": [program.to_dict() for program in self.programs],
             "captured": list(self.captured),
             "ports_off": list(self.ports_off),
+            "aside": list(self.aside),
         }
 
     def save(self, path: str | Path) -> None:
@@ -92,7 +94,7 @@ class Explanation:
             yield _printed(list(group))
         for row in self.captured:
             yield _captured(row)
-        for text in self.ports_off:
+        for text in (*self.aside, *self.ports_off):
             yield text.splitlines()
 
     def _summary(self) -> str:
@@ -118,7 +120,8 @@ def explain(last: int | None = None) -> Explanation:
     chosen = records if last is None else records[-last:]
     captured = history.sources.get("captured", list)()
     off = history.sources.get("ports off", list)()
-    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits), captured, off)
+    aside = history.sources.get("stepping aside", list)()
+    return Explanation(chosen, compiles, programs, history.memory.copy(), list(history.waits), captured, off, aside)
 
 
 def explain_record(record: SyncRecord) -> str:

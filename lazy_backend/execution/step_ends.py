@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from lazy_backend.errors.sites import user_place, user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import closures
 from lazy_backend.execution.bindings import bindings_of
-from lazy_backend.execution.rules import per_thread
+from lazy_backend.execution.rules import is_one_of_several_ranks, per_thread
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.settings import config
@@ -62,7 +62,6 @@ class StepEnds:
     """Ends steps, and knows which traces are empty because a step ended by itself."""
 
     def __init__(self) -> None:
-        self.told: Callable[[], object] | None = None  # of each step that ended
         self._hook: Any = None
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._held = threading.local()
@@ -131,13 +130,14 @@ class StepEnds:
             context.pace.end(context.trace.cursor.depth, is_step=cause not in (_BATCH, _LOOP))
         executor.sync_live_tensors_graph(devices, wait, cause)
         history.steps += is_new
-        if self.told is not None:
-            self.told()
+        for context in devices:
+            executor.aside.end_stretch(context, cause, is_step=True)
         closures.runner.run()
 
     def _has_just_ended(self, context: DeviceContext) -> bool:
         trace, fresh = context.trace, self._fresh.get(context)
-        return fresh is not None and trace.is_empty() and fresh() is trace.epoch and not config.eager
+        is_recording = trace.cursor is not context.eager_root
+        return fresh is not None and trace.is_empty() and fresh() is trace.epoch and is_recording
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -176,7 +176,7 @@ class StepEnds:
     def see_batch(self, context: DeviceContext) -> None:
         """See a batch from the host, while something is recorded. May end the step before."""
         pace, cursor = context.pace, context.trace.cursor
-        if pace.latest is cursor or self._is_held() or _is_one_of_several_ranks() or context.queue.is_here():
+        if pace.latest is cursor or self._is_held() or is_one_of_several_ranks() or context.queue.is_here():
             return  # of the same batch, if nothing was recorded since; or within a run, where a finalizer came
         pace.latest = cursor
         pace.batches += 1
@@ -208,7 +208,7 @@ class StepEnds:
         if context.queue.is_here():  # a finalizer within a run, which cannot end a step: the next call looks again
             trace.longest = cursor.depth + 1
             return
-        is_free = _ends_by_itself() and not self._is_held() and not _is_one_of_several_ranks()
+        is_free = _ends_by_itself() and not self._is_held() and not is_one_of_several_ranks()
         if is_free:
             bindings = bindings_of(cursor)
             if bindings.loop is None:
@@ -277,11 +277,6 @@ def _comes_again(pace: Pace) -> bool:
 def _ends_by_itself() -> bool:
     """Whether this thread's steps do."""
     return config.mark_steps == "auto" and not per_thread.marks_by_hand
-
-
-def _is_one_of_several_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def lazy_parameter(optimizer: torch.optim.Optimizer) -> LazyTensor | None:

@@ -22,6 +22,7 @@ from lazy_backend.diagnostics.debug_log import print_sync
 from lazy_backend.diagnostics.history import SyncRecord, history
 from lazy_backend.errors import GraphCutWarning, LazyBackendError, PoisonedTensorError
 from lazy_backend.errors.sites import purpose_of_read, user_site, warn_user
+from lazy_backend.execution.aside import SteppingAside
 from lazy_backend.execution.bindings import FirstRun, bindings_of
 from lazy_backend.execution.compile_reports import CompileReports
 from lazy_backend.execution.computations import Computations, compile_policy, current_environment
@@ -69,6 +70,7 @@ class LazyGraphExecutor:
         self.records = SyncRecords()
         self.compile_reports = CompileReports()
         self.computations = Computations(self.compile_reports.report)
+        self.aside = SteppingAside(self.rules)
         self._trim_warned = False
 
     def clear_computations(self) -> None:
@@ -82,6 +84,7 @@ class LazyGraphExecutor:
         self.clear_computations()
         self.rules.allows_execution = True
         self._trim_warned = False
+        self.aside.reset()
 
     # ----- what a sync collects
 
@@ -351,6 +354,7 @@ class LazyGraphExecutor:
         trace, collection = self.collect_sync_tensors(context, sync_config, cause)
         cursor = collection.cursor
         record = self.records.begin(collection, settings, False)
+        context.aside.unseen += 1
         context.registry.register_all(collection.storages)
         constants, fresh = tuple(trace.constants), context.fresh_trace()
         if not context.replace_trace(trace, cursor, fresh, has_run=True):
@@ -421,6 +425,9 @@ class LazyGraphExecutor:
             metrics.increment("GraphCut")
             metrics.increment(f"GraphCut: {cause} at {user_site()}")
             self.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), cause)
+            context.aside.cuts += 1
+            if context.aside.is_long():
+                self.aside.end_stretch(context, "reads")
         self.barrier(context)
 
     def reset_trim_counter(self, context: DeviceContext) -> None:

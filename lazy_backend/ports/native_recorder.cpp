@@ -16,10 +16,18 @@
 // code can run: no other thread, as the GIL is held, no signal handler and no finalizer. Nothing is ever half recorded.
 // The context's lock is not taken, as nobody could ask for it meanwhile; but a call of another thread than the one that
 // holds it goes to Python, and waits there.
+//
+// Note [Calls at once in C++]
+// Where a trace says that its calls run at once (`at_once`), nothing is pending and no run is under way: each storage has
+// its value or was never used. Then a call of an operator that Python has approved is PyTorch's own kernel on the real
+// tensors. Its results are wrapped with the aliasing that they have: a tensor that was given comes back itself, what
+// shares memory with an operand is a view of it, all else is new memory. From where operands are looked up to the kernel
+// no Python code can run; what finalizers do later finds the results' values there, whatever became of the trace.
 
 #include <Python.h>
 #include <structmember.h>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -43,6 +51,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 // of torch/csrc/autograd/python_variable.h, which takes as long to compile as all the rest
@@ -113,6 +122,7 @@ struct {
 
 struct {
   Slot epoch, cursor, inputs, groups, constants, seeds, pending, computed, unfinished, default_dtype, changes, longest;
+  Slot at_once;
 } trace_slots;
 
 struct {
@@ -131,7 +141,14 @@ std::vector<OperatorHandle> sharing;  // operators that give another tensor for 
 std::optional<OperatorHandle> copying;  // copy_
 std::optional<c10::impl::LocalDispatchKeySet> usual_keys;  // of a thread in no mode
 PyObject* see_batch;  // (context): a batch from the host arrives while something is recorded; may end a step
-int64_t num_known = 0, num_others = 0;
+Slot impl_slot;  // of a tensor's Python object: where its TensorImpl is
+PyObject* runs_alike;  // (operator): whether a call that runs at once is no more than the operator on real tensors
+PyObject *draw, *take_back;  // () -> (seed, ...), and (that) for a seed that was not used
+PyObject* make_meta;  // (shape, stride, offset, dtype) -> the meta of that geometry
+PyObject* wrap_result;  // (context, real, [(lazy, real)]) -> a lazy tensor for a result that is not plain
+PyObject* see_calls;  // (context, storages): so many storages were made by calls that ran at once
+std::optional<c10::impl::LocalDispatchKeySet> kernel_keys;  // of a kernel of PyTorch's in a thread in no mode
+int64_t num_known = 0, num_others = 0, num_at_once = 0, num_reads = 0;
 
 inline PyObject*& slot_of(PyObject* object, Slot place) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + place);
@@ -158,14 +175,18 @@ PyObject* attribute(PyObject* owner, const char* name) {
   return found;
 }
 
-// What a function of Python's returns. What it raises goes on into the program.
+// What Python raised goes on into the program.
+[[noreturn]] void throw_raised() {
+  if (PyErr_Occurred() == nullptr) PyErr_NoMemory();
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
+// What a function of Python's returns.
 Ref called(PyObject* function, PyObject* argument) {
   Ref found = Ref::taking(argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument));
-  if (!found) {
-    python_error raised;
-    raised.persist();
-    throw raised;
-  }
+  if (!found) throw_raised();
   return found;
 }
 
@@ -924,6 +945,276 @@ Ref unwritten(PyObject* const* args, Py_ssize_t num_args, PyObject* names_of, bo
   return made.defined() ? Ref::to(lazy_of(made)) : Ref::taking(PyErr_NoMemory());
 }
 
+// ----- calls that run at once: see Note [Calls at once in C++]
+
+// The tensor that a Python object of PyTorch's stands for.
+at::Tensor tensor_of(PyObject* object) {
+  auto* impl = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(object) + impl_slot);
+  return at::Tensor(
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::unsafe_reclaim_from_nonowning(impl));
+}
+
+struct Running {  // an operator
+  bool is_approved = false, is_read = false;
+  int generator = -1;  // the argument that random numbers come from
+  std::vector<bool> written;  // by argument
+};
+
+// By the operator's object in Python, which Python keeps alive.
+const Running& running(const OperatorHandle& op, PyObject* python_op) {
+  static auto& known = *new std::unordered_map<PyObject*, Running>;
+  const auto found = known.find(python_op);
+  if (found != known.end()) return found->second;
+  Running made;
+  const Ref draws = called(runs_alike, python_op);  // None if C++ may not run it
+  made.is_approved = draws.get() != Py_None;
+  made.is_read = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
+  for (const auto& argument : op.schema().arguments()) {
+    if (draws.get() == Py_True && argument.name() == "generator") made.generator = static_cast<int>(made.written.size());
+    made.written.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+  }
+  return known.emplace(python_op, std::move(made)).first->second;
+}
+
+struct RealCall {
+  struct Operand {
+    const at::Tensor* lazy;
+    at::Tensor real;
+    Ref data;
+  };
+  PyObject* context;
+  c10::Device device, backing;
+  std::vector<Operand> operands;
+  size_t num_bytes = 0;
+
+  // The real tensor in place of an operand. False where Python has to look.
+  bool make_real(const at::Tensor& given, bool is_written, at::Tensor& real) {
+    real = given;
+    if (!given.defined()) return true;
+    PyObject* lazy = lazy_of(given);
+    if (lazy == nullptr)  // a number, or a tensor of one element, as eager takes it
+      return !is_written && given.dim() == 0 && given.is_cpu() && given.layout() == c10::kStrided &&
+             !given.key_set().has(c10::DispatchKey::Python);
+    for (const Operand& one : operands)
+      if (one.lazy->is_same(given)) {
+        real = one.real;
+        return true;
+      }
+    Ref data = data_of(lazy);
+    if (!data || slot_of(data.get(), data_slots.context) != context || given.is_conj() || given.is_neg()) return false;
+    PyObject* storage = storage_of(data.get());
+    PyObject* base = slot_of(storage, data_slots.tensor);
+    if (is_none(base) || !is_none(slot_of(storage, data_slots.error))) return false;
+    real = tensor_of(base);
+    if (slot_of(data.get(), data_slots.meta) != slot_of(storage, data_slots.meta)) {
+      auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(real.storage()),
+                                                       real.key_set(), given.dtype());
+      view->set_sizes_and_strides(given.sizes(), given.strides(), given.storage_offset());
+      real = at::Tensor(std::move(view));
+    }
+    num_bytes += given.numel() * given.element_size();
+    operands.push_back({&given, real, std::move(data)});
+    return true;
+  }
+
+  bool make_real(const IValue& given, bool is_written, IValue& real) {
+    real = given;
+    if (given.isTensor()) {
+      at::Tensor made;
+      if (!make_real(given.toTensor(), is_written, made)) return false;
+      real = std::move(made);
+    } else if (given.isTensorList() || given.isOptionalTensorList()) {
+      c10::List<at::Tensor> all;
+      c10::List<std::optional<at::Tensor>> some;
+      for (const IValue& one : given.toListRef()) {
+        at::Tensor made;
+        if (one.isTensor() && !make_real(one.toTensor(), is_written, made)) return false;
+        if (given.isTensorList()) all.push_back(std::move(made));
+        else some.push_back(made.defined() ? std::make_optional(std::move(made)) : std::nullopt);
+      }
+      if (given.isTensorList()) real = std::move(all);
+      else real = std::move(some);
+    } else if (given.isDevice()) {
+      if (given.toDevice().type() != device.type() || (given.toDevice().has_index() && given.toDevice() != device))
+        return false;
+      real = backing;
+    }
+    return !given.isGenerator();
+  }
+
+  // The lazy tensor for a result, and its storage if that has memory of its own. Undefined if there is no memory.
+  at::Tensor make_lazy(const at::Tensor& real, Ref& made) const {
+    const Operand* source = nullptr;
+    for (const Operand& one : operands) {
+      if (one.real.is_same(real)) return *one.lazy;
+      if (source == nullptr && real.has_storage() && one.real.is_alias_of(real)) source = &one;
+    }
+    const bool is_plain = real.layout() == c10::kStrided && real.device() == backing && !real.is_conj() &&
+                          !real.is_neg() && !real.is_quantized();
+    if (!is_plain || (source == nullptr && real.storage_offset() != 0)) return wrap_in_python(real);
+    Geometry geometry{real.sizes().vec(), real.strides().vec(), real.storage_offset(), real.dtype()};
+    geometry.count_bytes();
+    const Ref meta = meta_of(geometry);
+    if (source != nullptr) {
+      made = new_data(classes.view, context, Py_None, Py_None, meta.get());
+      if (!made) return at::Tensor();
+      slot_of(made.get(), data_slots.storage) = Py_NewRef(storage_of(source->data.get()));
+    } else {
+      made = new_data(classes.storage, context, Py_None, Py_None, meta.get());
+      Ref object = Ref::taking(THPVariable_Wrap(real, reinterpret_cast<PyTypeObject*>(THPVariableClass)));
+      if (!made || !object) return at::Tensor();
+      slot_of(made.get(), data_slots.tensor) = object.release();
+      slot_of(made.get(), data_slots.error) = Py_NewRef(Py_None);
+    }
+    // as in eager, a view of a normal tensor is one in inference mode too
+    const c10::InferenceMode as_source(source == nullptr ? c10::InferenceMode::is_enabled()
+                                                         : source->lazy->is_inference());
+    return lazy_tensor(bare_tensor(geometry.sizes, geometry.strides, geometry.offset, geometry.dtype,
+                                   geometry.num_bytes, device),
+                       made.get());
+  }
+
+  at::Tensor wrap_in_python(const at::Tensor& real) const {
+    const auto object_of = [](const at::Tensor& tensor) {
+      return THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+    };
+    const Ref pairs = Ref::taking(PyList_New(0)), result = Ref::taking(object_of(real));
+    for (const Operand& one : operands) {
+      const Ref pair = Ref::taking(Py_BuildValue("(ON)", lazy_of(*one.lazy), object_of(one.real)));
+      if (!pair || !pairs || PyList_Append(pairs.get(), pair.get()) != 0) return at::Tensor();
+    }
+    const Ref wrapped = result ? Ref::taking(PyObject_CallFunctionObjArgs(wrap_result, context, result.get(),
+                                                                           pairs.get(), nullptr)) : Ref();
+    return wrapped ? tensor_of(wrapped.get()) : at::Tensor();
+  }
+
+  // Looked up by what was asked before: a program has few geometries, or ever new ones.
+  static Ref meta_of(const Geometry& geometry) {
+    constexpr size_t kMost = 4096;
+    static auto& known = *new std::unordered_map<std::string, Ref>;  // for the life of the process, as Python ends first
+    std::string key(reinterpret_cast<const char*>(geometry.sizes.data()), 8 * geometry.sizes.size());
+    key.append(reinterpret_cast<const char*>(geometry.strides.data()), 8 * geometry.strides.size());
+    key.append(reinterpret_cast<const char*>(&geometry.offset), 8);
+    key.push_back(static_cast<char>(geometry.dtype.toScalarType()));
+    const auto found = known.find(key);
+    if (found != known.end()) return Ref::to(found->second.get());
+    const Ref shape = tuple_of(geometry.sizes), stride = tuple_of(geometry.strides);
+    const Ref offset = Ref::taking(PyLong_FromLongLong(geometry.offset));
+    PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(geometry.dtype.toScalarType()));
+    Ref made = shape && stride && offset ? Ref::taking(PyObject_CallFunctionObjArgs(
+        make_meta, shape.get(), stride.get(), offset.get(), dtype, nullptr)) : Ref();
+    if (!made) throw_raised();
+    if (known.size() >= kMost) known.clear();
+    known.emplace(std::move(key), Ref::to(made.get()));
+    return made;
+  }
+};
+
+// Whether the thread is in no mode but perhaps inference mode.
+bool has_usual_keys() {
+  constexpr c10::DispatchKeySet of_inference{c10::DispatchKey::ADInplaceOrView};
+  return (c10::impl::tls_local_dispatch_key_set().included_ | of_inference) == (usual_keys->included_ | of_inference);
+}
+
+bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t num_args = op.schema().arguments().size();
+  const auto args = torch::jit::last(*stack, num_args);
+  const at::Tensor* first = first_lazy(args);
+  if (first == nullptr) return false;
+  const Ref first_data = data_of(lazy_of(*first));
+  if (!first_data) return false;
+  const Ref context = Ref::to(slot_of(first_data.get(), data_slots.context));
+  const auto storages_in = [&] {  // the list that notes storages, of a trace whose calls run at once
+    const Ref trace = Ref::taking(PyObject_GetAttr(context.get(), names.trace));
+    if (!trace) PyErr_Clear();
+    PyObject* list = trace ? slot_of(trace.get(), trace_slots.at_once) : nullptr;
+    return Ref::to(is_none(list) ? nullptr : list);
+  };
+  if (!storages_in()) return false;
+  PyObject* python_op = op.getPythonOp([]() -> PyObject* { return nullptr; });
+  if (python_op == nullptr || !has_usual_keys()) return false;
+  const Running& known = running(op, python_op);
+  const Ref backing = Ref::taking(PyObject_GetAttr(context.get(), names.backing));
+  if (!known.is_approved || !backing) return false;
+  RealCall call{context.get(), first->device(), reinterpret_cast<THPDevice*>(backing.get())->device};
+  Ref drawn;
+  if (known.generator >= 0) {
+    if (!call.backing.is_cpu() || !args[known.generator].isNone()) return false;
+    drawn = called(draw, nullptr);
+  }
+  const auto give_up = [&] {
+    if (drawn) called(take_back, drawn.get());
+    return false;
+  };
+  const Ref storages = storages_in();  // Python may have been called
+  if (!storages) return give_up();
+  call.operands.reserve(4);
+  torch::jit::Stack real(num_args);
+  for (size_t place = 0; place < num_args; ++place)
+    if (!call.make_real(args[place], known.written[place], real[place])) return give_up();
+  const auto each_of_written_lists = [&](auto see) {
+    for (size_t place = 0; place < num_args; ++place)
+      if (known.written[place] && args[place].isTensorList())
+        for (const IValue& one : args[place].toListRef()) see(one.toTensor());
+  };
+  bool is_refused = false;  // Python refuses to write inference tensors elsewhere
+  each_of_written_lists([&](const at::Tensor& one) {
+    is_refused = is_refused || (one.is_inference() && !c10::InferenceMode::is_enabled());
+  });
+  if (is_refused) return give_up();
+  if (drawn) {
+    thread_local at::Generator generator = at::make_generator<at::CPUGeneratorImpl>();
+    generator.set_current_seed(PyLong_AsUnsignedLongLong(PyTuple_GetItem(drawn.get(), 0)));
+    real[known.generator] = generator;
+  }
+  try {
+    std::optional<c10::InferenceMode> none;
+    if (c10::InferenceMode::is_enabled()) none.emplace(false);
+    const c10::impl::ForceDispatchKeyGuard as_kernel(*kernel_keys);
+    const WithoutGil others_may_run(call.num_bytes > kShortCopy);
+    op.callBoxed(real);
+  } catch (...) {
+    give_up();
+    throw;
+  }
+  each_of_written_lists([](const at::Tensor& one) {  // autograd leaves that to the kernel
+    if (!one.is_inference()) one.unsafeGetTensorImpl()->bump_version();
+  });
+  static Py_ssize_t num_unseen = 0;
+  const auto convert = [&](const at::Tensor& result) {
+    if (!result.defined()) return result;
+    Ref made;
+    at::Tensor lazy = call.make_lazy(result, made);
+    if (lazy.defined() && made && Py_TYPE(made.get()) == classes.storage) {
+      const Ref reference = Ref::taking(PyWeakref_NewRef(made.get(), nullptr));
+      if (!reference || PyList_Append(storages.get(), reference.get()) != 0) throw_raised();
+      ++num_unseen;
+    }
+    if (!lazy.defined()) throw_raised();
+    return lazy;
+  };
+  for (IValue& result : real) {
+    if (result.isTensor()) {
+      result = convert(result.toTensor());
+    } else if (result.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const IValue& one : result.toListRef()) list.push_back(convert(one.toTensor()));
+      result = std::move(list);
+    }
+  }
+  torch::jit::drop(*stack, num_args);
+  for (IValue& result : real) torch::jit::push(*stack, std::move(result));
+  ++num_at_once;
+  num_reads += known.is_read;
+  constexpr Py_ssize_t kMostUnseen = 512;
+  if (num_unseen >= kMostUnseen) {
+    const Ref number = Ref::taking(PyLong_FromSsize_t(std::exchange(num_unseen, 0)));
+    const Ref done = Ref::taking(PyObject_CallFunctionObjArgs(see_calls, context.get(), number.get(), nullptr));
+    if (!done) throw_raised();
+  }
+  return true;
+}
+
 // Whether nobody watches calls in Python.
 bool is_free() {
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
@@ -944,7 +1235,9 @@ struct Between final : PyInterpreterVTable {
       if (is_free()) {
         bool is_sharing = false;
         for (const OperatorHandle& one : sharing) is_sharing = is_sharing || one == op;
-        if (is_sharing ? share(stack) : (copying && *copying == op && upload(stack)) || record_known(op, stack)) return;
+        const bool may_upload = copying && *copying == op;
+        if (is_sharing ? share(stack) : (may_upload && upload(stack)) || run_at_once(op, stack) || record_known(op, stack))
+          return;
       }
       ++num_others;
     }
@@ -1041,6 +1334,16 @@ Slot owner_in(PyObject* lock) {
   return places.size() == 1 ? places[0] : -1;
 }
 
+// Where the Python object of a tensor has its TensorImpl.
+Slot impl_in_tensors() {
+  const at::Tensor tensor = at::detail::empty_strided_cpu({1}, {1}, c10::kFloat);
+  const Ref object = Ref::taking(THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(THPVariableClass)));
+  for (Slot place = sizeof(PyObject); object && place < Py_TYPE(object.get())->tp_basicsize; place += sizeof(void*))
+    if (slot_of(object.get(), place) == reinterpret_cast<PyObject*>(tensor.unsafeGetTensorImpl())) return place;
+  PyErr_SetString(PyExc_TypeError, "a tensor's object does not tell its TensorImpl");
+  return -1;
+}
+
 template <typename T>
 void take(PyObject* given, const char* name, T*& target) {
   PyObject* found = PyDict_GetItemString(given, name);
@@ -1083,6 +1386,12 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "upload_seconds", upload_seconds);
   take(given, "upload_bytes", upload_bytes);
   take(given, "lock", lock);
+  take(given, "runs_alike", runs_alike);
+  take(given, "draw", draw);
+  take(given, "take_back", take_back);
+  take(given, "make_meta", make_meta);
+  take(given, "wrap_result", wrap_result);
+  take(given, "see_calls", see_calls);
   if (PyErr_Occurred() != nullptr) return nullptr;
   for (size_t format = 0; format < markers.formats.size(); ++format)
     markers.formats[format] = PyTuple_GetItem(formats, static_cast<Py_ssize_t>(format));
@@ -1093,7 +1402,7 @@ PyObject* start(PyObject*, PyObject* given) {
   trace_slots = {slot_in(trace, "epoch"), slot_in(trace, "cursor"), slot_in(trace, "inputs"),
                  slot_in(trace, "groups"), slot_in(trace, "constants"), slot_in(trace, "seeds"),
                  slot_in(trace, "pending"), slot_in(trace, "computed"), slot_in(trace, "unfinished"), slot_in(trace, "default_dtype"),
-                 slot_in(trace, "changes"), slot_in(trace, "longest")};
+                 slot_in(trace, "changes"), slot_in(trace, "longest"), slot_in(trace, "at_once")};
   node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
                 slot_in(node, "known")};
   names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),
@@ -1107,6 +1416,9 @@ PyObject* start(PyObject*, PyObject* given) {
   }
   copying = c10::Dispatcher::singleton().findSchema({"aten::copy_", ""});
   usual_keys = c10::impl::tls_local_dispatch_key_set();
+  kernel_keys = usual_keys;
+  kernel_keys->excluded_ = kernel_keys->excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  impl_slot = impl_in_tensors();
   if (PyErr_Occurred() != nullptr) return nullptr;
   auto* interpreter = c10::impl::getGlobalPyInterpreter();
   auto* made = new Between;
@@ -1169,11 +1481,15 @@ PyObject* allocator(PyObject*, PyObject* args) {
 // counts(): calls that were recorded here, or copied from the host, and those that Python got.
 PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known, num_others); }
 
+// calls(): all calls that came here, and of those that ran at once here, how many needed values.
+PyObject* calls(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known + num_others + num_at_once, num_reads); }
+
 PyMethodDef functions[] = {
     {"start", start, METH_O, nullptr},
     {"held_among", held_among, METH_VARARGS, nullptr},
     {"allocator", allocator, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
+    {"calls", calls, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

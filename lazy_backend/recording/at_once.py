@@ -40,6 +40,8 @@ def run_at_once(
     if reason is EAGER:
         executor.rules.check_allowed(f"{op} in eager mode")
         executor.barrier(context)
+        if context.trace.at_once is None:
+            context.run_at_once()
     else:
         count_fallback(op, reason)
         executor.cut(context, f"{op}: {reason}")
@@ -59,19 +61,45 @@ def run_with_seed(
     """
     if not _takes_seed(op, args, kwargs):
         return run(op, args, kwargs, None), None
+    drawn = draw()
+    try:
+        return run(op, args, kwargs, drawn[0]), drawn[0]
+    except BaseException:
+        take_back(drawn)
+        raise
+
+
+def draw() -> tuple[int, torch.Generator, torch.Tensor]:
+    """A seed, the generator that it is drawn from, and the state of the generator before."""
     generator = rng.generator_in_use()
     before = generator.get_state()
-    seed = contexts.get_rng_seed()
-    try:
-        return run(op, args, kwargs, seed), seed
-    except BaseException:
-        generator.set_state(before)
-        raise
+    return contexts.get_rng_seed(), generator, before
+
+
+def take_back(drawn: tuple[int, torch.Generator, torch.Tensor]) -> None:
+    """Let a seed not have been drawn."""
+    drawn[1].set_state(drawn[2])
 
 
 def _takes_seed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers, unless from the user's own generator or without one."""
     return rng.draws_random_numbers(op, args) and rng.can_seed(op) and kwargs.get("generator") is None
+
+
+def wrap_result(context: DeviceContext, real: torch.Tensor, operands: list[tuple[LazyTensor, torch.Tensor]]) -> Any:
+    """A lazy tensor for a result of a call that C++ ran on `operands`, where the result is not plain."""
+    call = RealCall(context)
+    for lazy, tensor in operands:
+        call.operands.add(lazy, tensor)
+    return call.to_lazy(real)
+
+
+def see_calls(context: DeviceContext, num_storages: int) -> None:
+    """Note that calls which C++ ran have made so many storages."""
+    context.registry.register_all(())
+    context.paths.create(num_storages)
+    if context.aside.is_on and context.aside.is_long():
+        executor.aside.end_stretch(context, "reads")
 
 
 def count_fallback(op: OpOverload, reason: str) -> None:

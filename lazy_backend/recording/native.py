@@ -38,9 +38,10 @@ from lazy_backend.lowering.artefacts.environment import made_for
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import intern_meta
 from lazy_backend.lowering.ir.program import INPUTS, Call, Fresh, Same, Token, View
+from lazy_backend.metrics.recording_costs import Aside
 from lazy_backend.ports import cpython, port
 from lazy_backend.ports.table import NATIVE_RECORDER
-from lazy_backend.recording import record
+from lazy_backend.recording import at_once, record
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import unwritten_storage
@@ -106,6 +107,7 @@ class NativeRecorder:
             for name, is_strided in (("empty.memory_format", False), ("empty_strided", True)):
                 first_use.change_kernel(name, functools.partial(self.extension.allocator, is_strided))
             cpython.held_among = self.extension.held_among
+            Aside.count = self.extension.calls
         except (ImportError, OSError, KeyError, TypeError) as error:
             self.state = f"cannot be loaded: {error}"
             NATIVE_RECORDER.turn_off(self.state)
@@ -157,6 +159,12 @@ def _handed_over() -> dict[str, Any]:
         "upload_seconds": "TransferToDeviceTime",
         "upload_bytes": "OutboundData",
         "lock": threading.RLock(),
+        "runs_alike": record.runs_alike,
+        "draw": at_once.draw,
+        "take_back": at_once.take_back,
+        "make_meta": intern_meta,
+        "wrap_result": at_once.wrap_result,
+        "see_calls": at_once.see_calls,
     }
 
 

@@ -20,7 +20,8 @@ the metadata of their results.
 
 Note [Eager mode]
 With `config.eager` a trace starts at a root of its own, which never has children. So every call is unseen, and runs at
-once like a call that cannot be recorded. While the mode is off, it costs nothing.
+once like a call that cannot be recorded; where C++ may, it runs them (`Trace.at_once`). While the mode is off, it costs
+nothing. A device that steps aside is in this mode for a while.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from lazy_backend.recording.operators import (
 from lazy_backend.tensors.bodies import note_device, running
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.generators import lazy_generator
-from lazy_backend.tensors.outside import operand_from_outside
+from lazy_backend.tensors.outside import new_data, operand_from_outside
 from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, TensorData, Trace, ViewData
 from lazy_backend.tensors.tensor import (
     LazyTensor,
@@ -77,6 +78,7 @@ from lazy_backend.tensors.tensor import (
     poisoned,
     set_bits,
     without_memory,
+    wrap,
     wrapper_arguments,
 )
 from lazy_backend.tensors.thread_state import run_clean
@@ -119,12 +121,21 @@ _handlers: dict[int, Handler] = {}  # by `id_of`
 _handlers_of: dict[str, Callable[[OpOverload], Handler]] = {}  # by namespace
 
 
-def add_handler(op: OpOverload, handler: Handler, recorded_as: OpOverload | None = None) -> None:
+# By `id_of`, operators whose handlers do no more than they do, where calls run at once
+_run_alike: set[int] = set()
+
+
+def add_handler(
+    op: OpOverload, handler: Handler, recorded_as: OpOverload | None = None, runs_alike: bool = False
+) -> None:
     """Let `handler` handle the calls of `op`.
 
     `recorded_as`: an operator that it records with the very arguments of the call, for the recorder in C++.
+    `runs_alike`: whether a call that runs at once is no more than `op` on real tensors.
     """
     _handlers[id_of(op)] = handler
+    if runs_alike:
+        _run_alike.add(id_of(op))
     if recorded_as is not None:
         _arriving[id_of(recorded_as)] = (op,)
 
@@ -160,6 +171,20 @@ def recorded_alike(op: OpOverload) -> tuple[tuple[OpOverload, ...], tuple[str, .
     own = () if left_out is None else (op,)
     arriving = (*own, *_arriving.get(id(op), ()))
     return (arriving, left_out or ()) if arriving else None
+
+
+def runs_alike(op: OpOverload) -> bool | None:
+    """Whether `op` draws random numbers from a generator; None if C++ may not make its calls that run at once.
+
+    It may where they are no more than `op` on real tensors, with a seed for the generator, and resize no operand.
+    """
+    handler = _handlers.get(id(op)) or _choose_handler(op)
+    if op.namespace != "aten" or not (handler in _recorded_alike or id(op) in _run_alike):
+        return None
+    traits = traits_of(op)
+    if traits.resizes or (traits.draws and (handler is not _record_random or op in rng.DROPOUT_PLACES)):
+        return None
+    return traits.draws
 
 
 def add_handlers_of(namespace: str, choose: Callable[[OpOverload], Handler]) -> None:
@@ -292,7 +317,10 @@ def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
                     changes = trace.changes
                     interrupted = trace.unfinished
                 if trace.cursor.depth >= trace.longest:
-                    raise _StepOut(step_ends.look_at)
+                    if trace.at_once is None:
+                        raise _StepOut(step_ends.look_at)
+                    if _have_values(context, args, kwargs):
+                        raise NotRecordable(EAGER)  # sooner than the key would tell
                 if trace.default_dtype is not get_default_dtype():  # stored metadata may depend on it
                     raise _StepOut(executor.change_default_dtype)
                 epoch = trace.epoch
@@ -383,6 +411,18 @@ def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
             continue
         except _StepOut as request:
             request.action(context)
+
+
+def _have_values(context: DeviceContext, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether all tensors of a call are this device's, and have their values."""
+    for arg in (*flat(list(args)), *flat(list(kwargs.values()))):
+        if isinstance(arg, torch.Tensor):
+            if arg.__class__ is not LazyTensor or arg._data.context is not context:
+                return False
+            storage = arg._data.storage
+            if storage.tensor is None or storage.error is not None:
+                return False
+    return True
 
 
 def _undo(context: DeviceContext, trace: Trace, interrupted: Any) -> None:
@@ -687,6 +727,8 @@ def _find_entered(parts: tuple[Any, ...], found: list[tuple[TensorMeta, int, Ten
 
 def record_factory(context: DeviceContext, op: OpOverload, args: Sequence[Any], **options: Any) -> LazyTensor:
     """Record a call without tensor operands, such as `aten.zeros`, on `context`."""
+    if context.trace.at_once is not None and not traits_of(op).draws:
+        return wrap(new_data(context, run_clean(op, *args, **options, device=context.backing)))
     return record(op, args, {**options, "device": context.device})  # type: ignore[no-any-return]
 
 

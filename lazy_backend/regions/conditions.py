@@ -16,6 +16,7 @@ from lazy_backend.tensors.thread_state import has_python_modes
 
 def why_as_written() -> str | None:
     """Why a captured module or optimizer runs as written in the current state of the thread, or None."""
+    executor.aside.record_always()
     if executor.rules.is_refusing():
         return "it is called in a captured function, whose program it is part of"
     if config.eager:

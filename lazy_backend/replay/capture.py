@@ -243,6 +243,7 @@ class Captured(Generic[P, R]):
         if config.eager or not self._replays:
             return unflatten_result(*flatten_result(self._function(*args, **kwargs)))  # type: ignore[no-any-return]
         executor.rules.check_allowed("a captured call")
+        executor.aside.record_always()
         leaves, spec = _flatten(args, kwargs)
         key, arguments, objects = _describe(leaves, spec)
         context = _context_of(arguments.tensors) or self._home(key, objects)

@@ -49,8 +49,9 @@ class Registry(Generic[T]):
                 self._watched = None
 
     def _unregister_dead(self) -> None:
-        # each once: memory that is given back and taken again is registered at each step
-        unique = {id(reference): reference for reference in self.references}
-        self.references = [reference for reference in unique.values() if reference() is not None]
+        alive = [reference for reference in self.references if reference() is not None]
+        # each once: memory that is given back and taken again is registered at each step; and in the same list, as
+        # the recorder in C++ adds to it
+        self.references[:] = {id(reference): reference for reference in alive}.values()
         # doubling keeps the cost per registered tensor constant
         self._bound = max(1024, 2 * len(self.references))

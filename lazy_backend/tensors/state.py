@@ -50,6 +50,7 @@ from lazy_backend.lowering.ir.canonical import storage_of_tokens
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
+from lazy_backend.metrics.recording_costs import Aside
 from lazy_backend.ports import cpython
 from lazy_backend.ports.cpython import is_owned
 from lazy_backend.settings import config
@@ -219,6 +220,8 @@ class Trace:
     all recorded calls have their values, or the run that gives them their values; later calls are then computed as they
     are recorded (Note [First sight runs]).
     `longest`: the calls after which somebody looks whether the trace is to be cut.
+    `at_once`: the list that notes storages, where calls run at once and none is recorded, nothing is pending and no run
+    is under way; otherwise None. The recorder in C++ then runs calls by itself.
     `unfinished`: the key of the call that is being recorded, or the run that is being scheduled; while it is a key, the
     lists may hold more than the path mentions. `changes` counts what happened in between (Note [Interruption]).
     """
@@ -242,6 +245,7 @@ class Trace:
         "range",
         "given_back",
         "longest",
+        "at_once",
     )
 
     def __init__(
@@ -266,6 +270,7 @@ class Trace:
         self.start = start
         self.default_dtype = default_dtype
         self.longest = longest
+        self.at_once: list[weakref.ref[LazyStorage]] | None = None
         self.computed: Work | bool = False
         self.unfinished: list[Any] | Work | None = None
         self.changes = 0
@@ -435,6 +440,7 @@ class DeviceContext:
         self.given_back = GivenBack(self.registry)
         self._default_dtype = torch.get_default_dtype()  # that the root of the current trace is of
         self.pace = Pace()
+        self.aside = Aside()
         self.trace = self._fresh_trace()
         self.queue = new_queue(index)
         self.fake_mode: Any = None  # for metadata inference, made at the first unseen call
@@ -497,6 +503,7 @@ class DeviceContext:
         """Commit a replay, unless something was recorded or run since. The caller holds `lock`."""
         locker = self.locker
         trace.changes += 1
+        trace.at_once = None
         # as in `replace_trace`
         if self.trace is trace and trace.cursor.depth == 0 and locker.count == count:
             trace.unfinished = run
@@ -512,9 +519,25 @@ class DeviceContext:
     def _fresh_trace(self) -> Trace:
         self._default_dtype = default_dtype = torch.get_default_dtype()
         # which operators are recorded, and the metadata of their results, depend on these
-        root = self.eager_root if config.eager else self.trie.root_of((config.force_fallback, default_dtype))
+        is_eager = config.eager or self.aside.is_on
+        root = self.eager_root if is_eager else self.trie.root_of((config.force_fallback, default_dtype))
         dtype = None if is_profiling() else default_dtype
         return Trace(root, perf_counter(), self.given_back, dtype, self.pace.longest())
+
+    def follow_aside(self) -> None:
+        """Begin a trace that records, or one that does not, as `aside` and the settings say, if nothing is recorded."""
+        with self.lock:
+            trace, cursor = self.trace, self.trace.cursor
+            is_eager = config.eager or self.aside.is_on
+            if cursor.depth == 0 and (cursor is self.eager_root) is not is_eager:
+                self.replace_trace(trace, cursor, self.fresh_trace(), trace.computed is not False)
+
+    def run_at_once(self) -> None:
+        """Let C++ run the calls of a trace that records none, if no run is under way. See Note [Eager mode]."""
+        with self.lock:
+            if self.trace.cursor is self.eager_root and self.trace.unfinished is None and self.locker.is_idle():
+                self.trace.at_once = self.registry.references
+                self.trace.longest = 0  # so that the recorder in Python looks at each call
 
     def restart_clock(self) -> None:
         """Restart the trace's clock if it is empty: time spent waiting before a recording is not part of it."""
