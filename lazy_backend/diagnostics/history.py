@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from lazy_backend.diagnostics.memory import Alive, MemorySample, MemorySeries, P
 from lazy_backend.diagnostics.run_log import RunLog
 from lazy_backend.lowering.ir.graph import Graph, print_arg
 from lazy_backend.lowering.ir.program import Call, Cut, Entered, Fresh, Result, Token, View
+from lazy_backend.ports.autograd_engine import trace_handlers, trace_structured
+from lazy_backend.ports.table import STRUCTURED_TRACE
 from lazy_backend.settings import config
 
 # What to do about a sync that the program did not ask for, by prefix of the cause.
@@ -295,6 +298,8 @@ class History:
         if self.records and record.begin >= self.memory.due:
             self._sample_memory(record)
         self.records.append(record)
+        if trace_handlers or _cuts.isEnabledFor(logging.INFO) or _recompiles.isEnabledFor(logging.INFO):
+            _tell_of_sync(record)
         if config.log_file is not None:
             self._log(record)
 
@@ -430,6 +435,7 @@ class History:
             self._add_compile(record)
             return record
         found.outcome, found.end, found.seconds, found.error = record.outcome, record.end, record.seconds, record.error
+        _tell_of_compile(found)
         if config.log_file is not None:
             self._log(found)
         return found
@@ -437,6 +443,7 @@ class History:
     def _add_compile(self, record: CompileRecord) -> None:
         record.number = next(self._compile_numbers)
         self.compiles.append(record)
+        _tell_of_compile(record)
         if config.log_file is not None:
             self._log(record)
 
@@ -444,6 +451,38 @@ class History:
         """Copies of the lists as they are now."""
         with self._lock:
             return list(self.records), list(self.compiles), self._all_programs()
+
+
+# ----- those who listen: `TORCH_TRACE`, whose events tlparse shows, and `logging`
+
+_all = logging.getLogger("lazy_backend")
+_cuts, _recompiles = _all.getChild("cuts"), _all.getChild("recompiles")
+if _all.level == logging.NOTSET:  # else a program that logs what it does itself would get all of this too
+    _all.setLevel(logging.WARNING)
+
+
+def _tell_of_sync(record: SyncRecord) -> None:
+    _trace("lazy_sync", record)
+    is_hit = record.outcome.startswith(("hit", "replay"))
+    log = _cuts if advice_on_cut(record.cause) else _all if is_hit else _recompiles
+    level = logging.DEBUG if log is _all else logging.INFO
+    if log.isEnabledFor(level):
+        why = "" if record.difference is None else f", unlike {record.nearest}: {record.difference}"
+        text = "step %d, %s: %s by %s at %s, %s, %s%s"
+        what = record.device, record.program, record.cause, record.site, record.outcome, record.plan, why
+        log.log(level, text, record.step, *what)
+
+
+def _tell_of_compile(record: CompileRecord) -> None:
+    _trace("lazy_compile", record)
+    text = "%s, %d nodes: %s in %.1f s, since %s"
+    _recompiles.info(text, record.graph or "a graph", record.nodes, record.outcome, record.seconds, record.reason)
+
+
+def _trace(name: str, record: SyncRecord | CompileRecord) -> None:
+    if trace_handlers and STRUCTURED_TRACE.fits():
+        named = {"name": name, "encoding": "json"}
+        trace_structured("artifact", lambda: named, payload_fn=record.to_dict, expect_trace_id=False)
 
 
 history = History()

@@ -1,4 +1,4 @@
-"""Autograd: its engine, what a thread tells it, and the profiler, which is part of it.
+"""Autograd: its engine, what a thread tells it, the profiler, which is part of it, and traces.
 
 In: `torch._C`, `torch.autograd`. Out: the same under public names. A name that is missing is None: its port says so.
 """
@@ -59,3 +59,10 @@ is_profiling: Callable[[], bool] = (
     if hasattr(_profiler, "_is_profiler_enabled")
     else lambda: False
 )
+
+# ----- structured traces, which `TORCH_TRACE` asks for
+
+trace_structured: Any = optional("torch._logging.trace_structured")
+
+# Those who take them. PyTorch's own, if nobody asked for traces, leaves with the first event.
+trace_handlers: Any = optional("torch._logging._internal.trace_log.handlers", ())

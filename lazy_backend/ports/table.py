@@ -65,6 +65,12 @@ STREAMS = Port(
     "torch.Stream",
     without='torch.Event("lazy") and torch.Stream("lazy") raise; torch.lazy.Event() and torch.lazy.Stream() work',
 )
+STRUCTURED_TRACE = Port(
+    "structured traces",
+    "torch._logging.trace_structured(name, metadata_fn)",
+    "torch._logging._internal.trace_log",
+    without="lazy steps are not in TORCH_TRACE: config.log_file writes a log of them",
+)
 PROFILER_STEPS = Port(
     "steps of the profiler",
     "torch.profiler.profile.step(self)",
