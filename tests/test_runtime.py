@@ -26,7 +26,16 @@ DECLARED = {(part.module, name) for part in PARTS for name in part.names}
 IMMUTABLE = {
     *("TypeVar", "ParamSpec", "Struct", "attrgetter", "timedelta", "nullcontext", "frozenset", "tuple", "compile"),
     *("map", "cast", "device", "DispatchKeySet", "SyncTensorsConfig", "_Tensor", "Token", "float", "min", "abspath"),
-    *("dirname", "process_lock", "Lock", "getLogger", "getattr", "_count_of_a_grad", "_count_of_a_listed_one"),
+    *(
+        "dirname",
+        "process_lock",
+        "Lock",
+        "raw_repr",
+        "getLogger",
+        "getattr",
+        "_count_of_a_grad",
+        "_count_of_a_listed_one",
+    ),
     # PyTorch's own objects under public names, and ports, which the table has as `ports`
     *("optional", "methodcaller", "Port", "partial", "plain_apply", "included_keys", "excluded_keys"),
 }

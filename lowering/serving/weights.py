@@ -112,8 +112,9 @@ def lies_as(given: torch.Tensor, meta: TensorMeta, device: torch.device) -> bool
 
 
 # The keys of tensors that need a closer look.
-_SPECIAL = DispatchKeySet(DispatchKey.Python).raw_repr()
-_SPECIAL |= DispatchKeySet(DispatchKey.Conjugate).raw_repr() | DispatchKeySet(DispatchKey.Negative).raw_repr()
+_SPECIAL = (
+    DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
+).raw_repr()
 
 
 def check_plain(what: str, given: torch.Tensor) -> None:
