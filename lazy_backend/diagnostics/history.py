@@ -29,7 +29,7 @@ from lazy_backend.diagnostics.memory import Alive, MemorySample, MemorySeries, P
 from lazy_backend.diagnostics.run_log import RunLog
 from lazy_backend.lowering.ir.graph import Graph, print_arg
 from lazy_backend.lowering.ir.program import Call, Cut, Entered, Fresh, Result, Token, View
-from lazy_backend.ports.autograd_engine import trace_handlers, trace_structured
+from lazy_backend.ports.autograd_engine import trace_structured, writes_traces
 from lazy_backend.ports.table import STRUCTURED_TRACE
 from lazy_backend.settings import config
 
@@ -298,7 +298,7 @@ class History:
         if self.records and record.begin >= self.memory.due:
             self._sample_memory(record)
         self.records.append(record)
-        if trace_handlers or _cuts.isEnabledFor(logging.INFO) or _recompiles.isEnabledFor(logging.INFO):
+        if writes_traces or _cuts.isEnabledFor(logging.INFO) or _recompiles.isEnabledFor(logging.INFO):
             _tell_of_sync(record)
         if config.log_file is not None:
             self._log(record)
@@ -480,7 +480,7 @@ def _tell_of_compile(record: CompileRecord) -> None:
 
 
 def _trace(name: str, record: SyncRecord | CompileRecord) -> None:
-    if trace_handlers and STRUCTURED_TRACE.fits():
+    if writes_traces and STRUCTURED_TRACE.fits():
         named = {"name": name, "encoding": "json"}
         trace_structured("artifact", lambda: named, payload_fn=record.to_dict, expect_trace_id=False)
 

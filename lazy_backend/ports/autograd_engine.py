@@ -5,6 +5,7 @@ In: `torch._C`, `torch.autograd`. Out: the same under public names. A name that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -64,5 +65,6 @@ is_profiling: Callable[[], bool] = (
 
 trace_structured: Any = optional("torch._logging.trace_structured")
 
-# Those who take them. PyTorch's own, if nobody asked for traces, leaves with the first event.
-trace_handlers: Any = optional("torch._logging._internal.trace_log.handlers", ())
+# Whether PyTorch writes them, which it decides by this when it is imported. Others who listen, as pytest does to all
+# loggers, are not told: that would take time in each step.
+writes_traces = bool(os.environ.get("TORCH_TRACE"))

@@ -68,7 +68,6 @@ STREAMS = Port(
 STRUCTURED_TRACE = Port(
     "structured traces",
     "torch._logging.trace_structured(name, metadata_fn)",
-    "torch._logging._internal.trace_log",
     without="lazy steps are not in TORCH_TRACE: config.log_file writes a log of them",
 )
 PROFILER_STEPS = Port(
