@@ -206,6 +206,13 @@ FLAGS: dict[str, Flag] = {
     "max_trace_length": Flag(
         20_000, _positive, "Recorded calls after which a trace is cut, with a warning.", "LAZY_BACKEND_MAX_TRACE_LENGTH"
     ),
+    "max_pending_bytes": Flag(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 64,
+        _positive,
+        "Bytes that may come from the host while calls are recorded: then the trace, which keeps them alive, is cut "
+        "before the next batch. By default a 64th of the machine's memory.",
+        "LAZY_BACKEND_MAX_PENDING_BYTES",
+    ),
     "max_served_shapes": Flag(
         64,
         _count,

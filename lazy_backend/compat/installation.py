@@ -97,6 +97,7 @@ def install() -> None:
     config.watch("overlap_collectives", _begin_new_traces)
     config.watch("mark_steps", step_ends.follow_settings)
     config.watch("max_trace_length", step_ends.follow_settings)
+    config.watch("max_pending_bytes", step_ends.follow_settings)
     config.watch("strict", executor.aside.record_again)
     config.watch("step_aside", executor.aside.record_again)
     executor.aside.told = native_recorder.note_step

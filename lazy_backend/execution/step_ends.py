@@ -16,8 +16,9 @@ with `config.mark_steps = "auto"` a step ends
 - in a loop that has neither, once `LOOKED_AT` calls are recorded: if most of them are equal rounds, each further step
   is a number of such rounds. Calls are equal if operators and results are: indices may differ.
 
-A thread that calls `mark_step()` gets no other ends, but for a bound: where many more batches come than in any of its
-steps, the trace is cut, with a warning. A `mark_step()` that follows an end with nothing recorded in between is the
+A thread that calls `mark_step()` gets no other ends. But in any thread a trace is cut before a batch, once more than
+`config.max_pending_bytes` have come from the host since it began, as it keeps them all in memory; where steps end by
+hand, with a warning. A `mark_step()` that follows an end with nothing recorded in between is the
 same step, and is not counted again. Ranks end steps with optimizers alone, which step alike on all of them: what a rank
 evaluates or logs alone must not move its collectives into another graph.
 """
@@ -53,9 +54,8 @@ from lazy_backend.tensors.tensor import LazyTensor
 _SHORTEST_STEP = 128
 # Batches from other places of the program, after which such a place is taken for that where a round ends.
 _MOST_OTHERS = 4
-# Batches that an optimizer's step may take before it was seen to: gradients accumulate. Without a `mark_step()` where a
-# thread has called it, after so many beyond four times those of any step before, a trace is cut.
-_MOST_BATCHES = 16
+# Batches that an optimizer's step may take before it was seen to: gradients accumulate.
+MOST_BATCHES = 16
 
 
 class StepEnds:
@@ -73,7 +73,7 @@ class StepEnds:
         """Act on new settings."""
         self.watch()
         for context in contexts.get_active_devices():
-            context.trace.longest = context.pace.longest()
+            context.trace.longest, context.trace.room = context.pace.longest(), int(config.max_pending_bytes)
 
     def watch(self) -> None:
         """Have a hook if there is an optimizer whose steps end steps."""
@@ -173,29 +173,41 @@ class StepEnds:
     # ----- batches
 
     @hide_internals
-    def see_batch(self, context: DeviceContext) -> None:
-        """See a batch from the host, while something is recorded. May end the step before."""
-        pace, cursor = context.pace, context.trace.cursor
-        if pace.latest is cursor or self._is_held() or is_one_of_several_ranks() or context.queue.is_here():
-            return  # of the same batch, if nothing was recorded since; or within a run, where a finalizer came
-        pace.latest = cursor
-        pace.batches += 1
-        if _ends_by_itself():
-            usual = max(pace.most_batches, _MOST_BATCHES if torch.is_grad_enabled() else 0)
-            if pace.batches > usual and _comes_again(pace):
-                self.end_by_itself(_BATCH)
-        elif pace.batches > 4 * pace.most_batches + _MOST_BATCHES and not executor.rules.is_strict():
-            self._warn_of_batches(context, pace.batches)
+    def see_batch(self, context: DeviceContext, num_bytes: int) -> None:
+        """See a tensor that comes from the host while something is recorded. May end the step before."""
+        pace, trace = context.pace, context.trace
+        is_same = pace.latest is trace.cursor  # nothing was recorded since the one before
+        usual = max(pace.most_batches, MOST_BATCHES if torch.is_grad_enabled() else 0)
+        # so far, as `is_usual` in native_recorder.cpp
+        trace.room -= num_bytes
+        pace.latest = trace.cursor
+        pace.batches += not is_same
+        if self._is_held() or context.queue.is_here():
+            return  # or within a run, where a finalizer came
+        if trace.room < 0:
+            self._make_room(context)
+            return
+        is_free = not is_same and pace.batches > usual and _ends_by_itself() and not is_one_of_several_ranks()
+        if is_free and _comes_again(pace):
             self.end_by_itself(_BATCH)
 
-    def _warn_of_batches(self, context: DeviceContext, batches: int) -> None:
+    def _make_room(self, context: DeviceContext) -> None:
+        """Cut a trace that keeps too much in memory; but no collectives, whose graph is that of other ranks."""
+        order = context.order
+        if executor.rules.is_strict() or (order is not None and order.epoch is context.trace.epoch):
+            return
+        if not _ends_by_itself():
+            self._warn_of_bytes(context)
+        self.end_by_itself(_BATCH)
+
+    def _warn_of_bytes(self, context: DeviceContext) -> None:
         metrics.increment("TrimIrGraph")
-        if not self._warned and config.mark_steps == "auto":
+        if not self._warned:
             self._warned = True
             warn_user(
-                f"{batches} batches came to {context.device} without a mark_step(), so the trace was cut: nothing ran, "
-                f"and all stayed in memory\n  at {user_site()}\n"
-                "  call lazy_backend.mark_step() once per batch in this loop, too",
+                f"more than {config.max_pending_bytes:,} bytes came to {context.device} without a mark_step(), so the "
+                f"trace was cut: nothing ran, and all stayed in memory\n  at {user_site()}\n"
+                "  call lazy_backend.mark_step() once per batch, or set lazy_backend.config.max_pending_bytes",
                 GraphCutWarning,
             )
 

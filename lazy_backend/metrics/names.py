@@ -83,7 +83,7 @@ COUNTERS = (
         "steps of a GradScaler that read whether gradients are finite, by why they could not do without",
         exported="grad_scaler_read",
     ),
-    Meaning("TrimIrGraph", "traces cut because they grew past `config.max_trace_length`"),
+    Meaning("TrimIrGraph", "traces cut because they grew past `config.max_trace_length` or `config.max_pending_bytes`"),
     Meaning("Fallback: <op> (<reason>) at <line>", "calls that were not recorded but ran at once", exported="fallback"),
     Meaning("lazy::<op>", "recorded calls", elsewhere=("xla::<op>",), exported="recorded_call"),
     Meaning("DeviceDataCacheHit", "0-d host constants that were uploaded before"),

@@ -109,7 +109,7 @@ struct Markers {
 } markers;
 
 struct Names {
-  PyObject *data, *trace, *dispatch, *backing, *device, *lock;
+  PyObject *data, *trace, *dispatch, *backing, *device, *lock, *pace;
 } names;
 
 using Slot = Py_ssize_t;
@@ -122,8 +122,12 @@ struct {
 
 struct {
   Slot epoch, cursor, inputs, groups, constants, seeds, pending, computed, unfinished, default_dtype, changes, longest;
-  Slot at_once;
+  Slot at_once, room;
 } trace_slots;
+
+struct {
+  Slot latest, batches, most_batches;
+} pace_slots;
 
 struct {
   Slot next_key, next, call, depth, known;
@@ -140,7 +144,8 @@ PyObject *upload_seconds, *upload_bytes;  // names of metrics
 std::vector<OperatorHandle> sharing;  // operators that give another tensor for the same data
 std::optional<OperatorHandle> copying;  // copy_
 std::optional<c10::impl::LocalDispatchKeySet> usual_keys;  // of a thread in no mode
-PyObject* see_batch;  // (context): a batch from the host arrives while something is recorded; may end a step
+PyObject* see_batch;  // (context, bytes): a tensor from the host comes while something is recorded; may end a step
+PyObject* most_batches;  // that a step takes before it was seen to
 Slot impl_slot;  // of a tensor's Python object: where its TensorImpl is
 PyObject* runs_alike;  // (operator): whether a call that runs at once is no more than the operator on real tensors
 PyObject *draw, *take_back;  // () -> (seed, ...), and (that) for a seed that was not used
@@ -184,8 +189,8 @@ PyObject* attribute(PyObject* owner, const char* name) {
 }
 
 // What a function of Python's returns.
-Ref called(PyObject* function, PyObject* argument) {
-  Ref found = Ref::taking(argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument));
+Ref called(PyObject* function, PyObject* argument, PyObject* other = nullptr) {
+  Ref found = Ref::taking(PyObject_CallFunctionObjArgs(function, argument, other, nullptr));
   if (!found) throw_raised();
   return found;
 }
@@ -823,6 +828,25 @@ bool share(torch::jit::Stack* stack) {
 
 constexpr size_t kShortCopy = 1 << 16;  // bytes that are copied sooner than another thread would wake
 
+// Whether a tensor that comes from the host needs no more than to be counted: the beginning of `see_batch`, so that
+// Python is not asked for each batch of a step.
+bool is_usual(PyObject* context, PyObject* trace, size_t num_bytes) {
+  PyObject* cursor = slot_of(trace, trace_slots.cursor);
+  if (PyLong_AsLong(slot_of(cursor, node_slots.depth)) == 0) return true;
+  const Ref pace = Ref::taking(PyObject_GetAttr(context, names.pace));
+  const long long room = PyLong_AsLongLong(slot_of(trace, trace_slots.room)) - static_cast<long long>(num_bytes);
+  if (!pace || room < 0) return false;
+  const bool is_same = slot_of(pace.get(), pace_slots.latest) == cursor;
+  const long batches = PyLong_AsLong(slot_of(pace.get(), pace_slots.batches)) + !is_same;
+  const long most = std::max(PyLong_AsLong(slot_of(pace.get(), pace_slots.most_batches)),
+                             c10::GradMode::is_enabled() ? PyLong_AsLong(most_batches) : 0);
+  const Ref left = Ref::taking(PyLong_FromLongLong(room)), counted = Ref::taking(PyLong_FromLong(batches));
+  if (!left || !counted || (!is_same && batches > most)) return false;
+  const Ref old[] = {put(trace, trace_slots.room, left.get()), put(pace.get(), pace_slots.latest, cursor),
+                     put(pace.get(), pace_slots.batches, counted.get())};
+  return true;
+}
+
 // Memory that nobody has used takes a copy of `source` as its data: as `copy_from_outside`, on a CPU.
 bool upload(torch::jit::Stack* stack) {
   const at::Tensor target = torch::jit::peek(*stack, 0, 3).toTensor();
@@ -844,8 +868,10 @@ bool upload(torch::jit::Stack* stack) {
   PyObject* context = slot_of(storage.get(), data_slots.context);
   if (target.numel() > 1) {
     const Ref trace = Ref::taking(PyObject_GetAttr(context, names.trace));
-    PyObject* cursor = trace ? slot_of(trace.get(), trace_slots.cursor) : nullptr;
-    if (cursor != nullptr && PyLong_AsLong(slot_of(cursor, node_slots.depth)) > 0) called(see_batch, context);
+    if (trace && !is_usual(context, trace.get(), target.nbytes())) {
+      PyErr_Clear();
+      called(see_batch, context, Ref::taking(PyLong_FromSize_t(target.nbytes())).get());
+    }
     PyErr_Clear();
   }
   const Ref backing = Ref::taking(PyObject_GetAttr(context, names.backing));
@@ -1369,7 +1395,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "enter", markers.enter);
   take(given, "unwritten", markers.unwritten);
   take(given, "strided", markers.layout);
-  PyObject *formats, *shares, *data, *trace, *node, *lock;
+  PyObject *formats, *shares, *data, *trace, *pace, *node, *lock;
   take(given, "formats", formats);
   take(given, "shares", shares);
   take(given, "inputs", input_tokens);
@@ -1379,8 +1405,10 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "return_seed", return_seed);
   take(given, "TensorData", data);
   take(given, "Trace", trace);
+  take(given, "Pace", pace);
   take(given, "TrieNode", node);
   take(given, "see_batch", see_batch);
+  take(given, "most_batches", most_batches);
   take(given, "unwritten_storage", unwritten_storage);
   take(given, "add_event", add_event);
   take(given, "upload_seconds", upload_seconds);
@@ -1402,12 +1430,14 @@ PyObject* start(PyObject*, PyObject* given) {
   trace_slots = {slot_in(trace, "epoch"), slot_in(trace, "cursor"), slot_in(trace, "inputs"),
                  slot_in(trace, "groups"), slot_in(trace, "constants"), slot_in(trace, "seeds"),
                  slot_in(trace, "pending"), slot_in(trace, "computed"), slot_in(trace, "unfinished"), slot_in(trace, "default_dtype"),
-                 slot_in(trace, "changes"), slot_in(trace, "longest"), slot_in(trace, "at_once")};
+                 slot_in(trace, "changes"), slot_in(trace, "longest"), slot_in(trace, "at_once"), slot_in(trace, "room")};
+  pace_slots = {slot_in(pace, "latest"), slot_in(pace, "batches"), slot_in(pace, "most_batches")};
   node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
                 slot_in(node, "known")};
   names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),
            PyUnicode_InternFromString("__torch_dispatch__"), PyUnicode_InternFromString("backing"),
-           PyUnicode_InternFromString("device"), PyUnicode_InternFromString("lock")};
+           PyUnicode_InternFromString("device"), PyUnicode_InternFromString("lock"),
+           PyUnicode_InternFromString("pace")};
   classes.lock = Py_TYPE(lock);
   owner_slot = owner_in(lock);
   for (Py_ssize_t place = 0; place < PyTuple_Size(shares); ++place) {

@@ -32,7 +32,7 @@ from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.scratch import scratch_folder
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.disk_cache import artefact_store
-from lazy_backend.execution.step_ends import step_ends
+from lazy_backend.execution.step_ends import MOST_BATCHES, step_ends
 from lazy_backend.lowering.artefacts.artefact import load_extension
 from lazy_backend.lowering.artefacts.environment import made_for
 from lazy_backend.lowering.ir import rng
@@ -45,7 +45,7 @@ from lazy_backend.recording import at_once, record
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import unwritten_storage
-from lazy_backend.tensors.state import UNWRITTEN, LazyStorage, TensorData, Trace, ViewData
+from lazy_backend.tensors.state import UNWRITTEN, LazyStorage, Pace, TensorData, Trace, ViewData
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Steps after which a program is taken for one that goes on, so that building the recorder is worth it.
@@ -141,7 +141,7 @@ def _handed_over() -> dict[str, Any]:
     formats = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
     INPUTS.reserve(1)
     return {
-        **{kind.__name__: kind for kind in (LazyTensor, LazyStorage, ViewData, TensorData, Trace, TrieNode)},
+        **{kind.__name__: kind for kind in (LazyTensor, LazyStorage, ViewData, TensorData, Trace, Pace, TrieNode)},
         **{kind.__name__: kind for kind in (Token, Fresh, View, Same, Call)},
         **{name: getattr(record, f"_{name.upper()}") for name in ("true", "false", "float", "complex", "enter")},
         "unwritten": UNWRITTEN,
@@ -154,6 +154,7 @@ def _handed_over() -> dict[str, Any]:
         "draw_seed": contexts.get_rng_seed,
         "return_seed": rng.return_seed,
         "see_batch": step_ends.see_batch,
+        "most_batches": MOST_BATCHES,
         "unwritten_storage": _unwritten_storage,
         "add_event": metrics.event_sink(),
         "upload_seconds": "TransferToDeviceTime",

@@ -219,7 +219,8 @@ class Trace:
     [Who holds a pending storage]). `start` is a time; `default_dtype` holds for the whole trace. `computed`: whether
     all recorded calls have their values, or the run that gives them their values; later calls are then computed as they
     are recorded (Note [First sight runs]).
-    `longest`: the calls after which somebody looks whether the trace is to be cut.
+    `longest` and `room`: the calls, and the bytes from the host, after which somebody looks whether the trace is to be
+    cut.
     `at_once`: the list that notes storages, where calls run at once and none is recorded, nothing is pending and no run
     is under way; otherwise None. The recorder in C++ then runs calls by itself.
     `unfinished`: the key of the call that is being recorded, or the run that is being scheduled; while it is a key, the
@@ -246,6 +247,7 @@ class Trace:
         "given_back",
         "longest",
         "at_once",
+        "room",
     )
 
     def __init__(
@@ -271,6 +273,7 @@ class Trace:
         self.default_dtype = default_dtype
         self.longest = longest
         self.at_once: list[weakref.ref[LazyStorage]] | None = None
+        self.room = int(config.max_pending_bytes)
         self.computed: Work | bool = False
         self.unfinished: list[Any] | Work | None = None
         self.changes = 0

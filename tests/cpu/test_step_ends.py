@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -416,13 +417,54 @@ def test_a_loop_without_an_optimizer_that_needs_gradients_is_bounded() -> None:
     assert_same(found, run("cpu"))
 
 
-def test_many_batches_after_marks_are_cut_and_told() -> None:
-    for _ in range(3):
-        evaluated("lazy", 1)
-        lazy_backend.mark_step()
-    with pytest.warns(GraphCutWarning, match="batches came to lazy:0 without a mark_step"):
-        result = evaluated("lazy", 60)
-    assert_same(result, evaluated("cpu", 60))
+BATCH = 400_000  # bytes
+
+
+def summed(device: str, batches: int, after: Callable[[], object] = lambda: None) -> torch.Tensor:
+    """The sum of batches that are used once, and of their places, as of labels."""
+    total = torch.zeros((), device=device)
+    for number in range(batches):
+        x, places = torch.full((BATCH // 4,), 0.1 * number).to(device), torch.arange(4).to(device)
+        total += x.mean() + places.sum()
+        after()
+    return total
+
+
+def kept() -> int:
+    """Bytes alive on the device."""
+    return contexts.get_device_context(None).alive().bytes
+
+
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_many_bytes_after_marks_are_cut_and_told(first_sight: str) -> None:
+    config.first_sight = first_sight
+    lazy_backend.mark_step()
+    expected, alive = summed("cpu", 40), []
+    with config.patch(max_pending_bytes=4 * BATCH, run_in_background="never"):
+        with pytest.warns(GraphCutWarning, match="bytes came to lazy:0 without a mark_step"):
+            assert_same(summed("lazy", 40, lambda: alive.append(kept())), expected)
+        assert max(alive) < 7 * BATCH
+        with count("UncachedCompile") as misses:
+            assert_same(summed("lazy", 40), expected)
+    assert misses() <= 2
+
+
+@pytest.mark.parametrize("marks", ["auto", "by hand"])
+def test_pending_bytes_are_bounded_before_anything_recurs(marks: str) -> None:
+    config.mark_steps, alive = marks, []
+    with config.patch(max_pending_bytes=4 * BATCH, run_in_background="never"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphCutWarning)
+        result = summed("lazy", 14, lambda: alive.append(kept()))  # fewer than a step with gradients may take
+    assert_same(result, summed("cpu", 14))
+    assert max(alive) < 7 * BATCH
+
+
+def test_strict_mode_cuts_nothing_for_memory() -> None:
+    lazy_backend.mark_step()
+    with config.patch(max_pending_bytes=4 * BATCH, strict=True), count("TrimIrGraph") as cuts:
+        result = summed("lazy", 14)
+    assert_same(result, summed("cpu", 14))
+    assert cuts() == 0
 
 
 @pytest.mark.parametrize("pattern", ["a" * 30, "abc" * 20, "xyz" + "ab" * 40, ("ab" * 6 + "c") * 9])

@@ -160,5 +160,5 @@ dist.destroy_process_group()
 
 
 def test_a_barrier_waits(tmp_path: Path) -> None:
-    for rank in run_ranks(RANK_PROGRAM + RANKS, tmp_path, arguments=["eager"], timeout=60):
+    for rank in run_ranks(RANK_PROGRAM + RANKS, tmp_path, arguments=["eager"]):
         assert rank.returncode == 0, rank.stderr
