@@ -25,7 +25,19 @@ DECLARED = {(part.module, name) for part in PARTS for name in part.names}
 # What makes values that nothing can change, or that only the dispatcher, a lock's holders or `logging` do.
 IMMUTABLE = {
     *("TypeVar", "ParamSpec", "Struct", "attrgetter", "timedelta", "nullcontext", "frozenset", "tuple", "compile"),
-    *("map", "cast", "device", "DispatchKeySet", "SyncTensorsConfig", "_Tensor", "Token", "float", "min", "abspath"),
+    *(
+        "map",
+        "cast",
+        "device",
+        "DispatchKeySet",
+        "SyncTensorsConfig",
+        "_Tensor",
+        "Token",
+        "float",
+        "min",
+        "abspath",
+        "bool",
+    ),
     *(
         "dirname",
         "process_lock",
