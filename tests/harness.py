@@ -38,6 +38,7 @@ def reset_state() -> None:
         object.__setattr__(config, name, value)
     config.backend = "eager"
     config.mark_steps = "by hand"  # programs are as long as their tests say
+    config.step_aside = False  # nor does what a test measures depend on time; test_aside.py has it on
     config.check_graphs = True
     config.first_sight = "record"  # more is deferred; test_first_sight.py runs the tables the other way
     config.compile = "foreground"

@@ -129,7 +129,7 @@ class LazyGraphExecutor:
             if sync_config.force_ltc_data:
                 raise within_a_run(cause)
             return None
-        if not is_profiling():
+        if not (is_profiling() and context.has_pending()):
             return self._sync_tensors_graph(context, sync_config, cause)
         context.trace.end_range()
         with profiled(f"sync ({cause})"):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(native_recorder.extension is None, reason="calls
 
 @pytest.fixture(autouse=True)
 def _interpreted() -> Iterator[None]:
-    with lazy_backend.config.patch(compile="off"):  # bit for bit
+    with lazy_backend.config.patch(compile="off", step_aside=True):  # bit for bit
         yield
     executor.aside.record_again()
 
