@@ -12,10 +12,13 @@ _locks: list[Any] = []
 _held: list[Any] = []
 
 
-def process_lock() -> Any:
-    """An `RLock` that is free in a forked child. For module-level state: the lock is never dropped."""
+def process_lock(outermost: bool = False) -> Any:
+    """An `RLock` that is free in a forked child. For module-level state: the lock is never dropped.
+
+    outermost: whether its holder takes other locks of this kind, so that a fork has to take it before them.
+    """
     lock = threading.RLock()
-    _locks.append(lock)
+    _locks.insert(0 if outermost else len(_locks), lock)
     return lock
 
 
@@ -25,7 +28,7 @@ def has(lock: Any) -> bool:
 
 
 def hold_all() -> None:
-    """Before a fork: acquire all locks, in the order in which they were made, so that no other thread holds one."""
+    """Before a fork: acquire all locks, the outermost first, so that no other thread holds one."""
     for lock in _locks:
         lock.acquire()
         _held.append(lock)

@@ -201,6 +201,7 @@ def _at_exit() -> None:
     _begin_everything("the end of the program")
     _refuse_while_shutting_down()
     closures.runner.close(_EXIT_TIMEOUT)
+    native_recorder.end(_EXIT_TIMEOUT)
     for context in contexts.get_active_devices():
         if not context.queue.close(_EXIT_TIMEOUT) or not _is_over_within(_EXIT_TIMEOUT, context):
             print(

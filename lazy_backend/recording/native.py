@@ -29,6 +29,7 @@ import torch
 import lazy_backend_autoload as first_use
 from lazy_backend import metrics
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.cache.scratch import scratch_folder
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.disk_cache import artefact_store
@@ -65,6 +66,8 @@ class NativeRecorder:
         self.extension: Any = None
         self._num_steps = 0
         self._thread: threading.Thread | None = None
+        # Held while it is loaded. A thread inside of C++ when the interpreter ends aborts the process.
+        self._loading = process_lock(outermost=True)
 
     def note_step(self) -> None:
         """Look for the recorder when a program ends its first step; build it when that is worth it."""
@@ -101,19 +104,27 @@ class NativeRecorder:
     def start(self, library: bytes) -> bool:
         """Load the recorder and have it record from now on. Returns whether it does."""
         try:
-            with scratch_folder() as folder:
-                self.extension = load_extension(library, folder)
-            self.extension.start(_handed_over())
-            for name, is_strided in (("empty.memory_format", False), ("empty_strided", True)):
-                first_use.change_kernel(name, functools.partial(self.extension.allocator, is_strided))
-            cpython.held_among = self.extension.held_among
-            Aside.count = self.extension.calls
+            with self._loading:
+                self._load(library)
         except (ImportError, OSError, KeyError, TypeError) as error:
             self.state = f"cannot be loaded: {error}"
             NATIVE_RECORDER.turn_off(self.state)
             return False
-        self.state = "in C++"
         return True
+
+    def _load(self, library: bytes) -> None:
+        with scratch_folder() as folder:
+            self.extension = load_extension(library, folder)
+        self.extension.start(_handed_over())
+        for name, is_strided in (("empty.memory_format", False), ("empty_strided", True)):
+            first_use.change_kernel(name, functools.partial(self.extension.allocator, is_strided))
+        cpython.held_among = self.extension.held_among
+        Aside.count = self.extension.calls
+        self.state = "in C++"
+
+    def end(self, timeout: float) -> None:
+        """Load it no more: the interpreter ends. Waits up to `timeout` seconds for a load that has begun."""
+        self._loading.acquire(timeout=timeout)
 
     def describe(self) -> str:
         """How known calls are recorded, as a part of a sentence."""
