@@ -1072,7 +1072,10 @@ struct RealCall {
   at::Tensor make_lazy(const at::Tensor& real, Ref& made) const {
     const Operand* source = nullptr;
     for (const Operand& one : operands) {
-      if (one.real.is_same(real)) return *one.lazy;
+      if (one.real.is_same(real)) {
+        TORCH_CHECK(real.sizes() == one.lazy->sizes(), "an operator resized an operand, which was not known of it");
+        return *one.lazy;
+      }
       if (source == nullptr && real.has_storage() && one.real.is_alias_of(real)) source = &one;
     }
     const bool is_plain = real.layout() == c10::kStrided && real.device() == backing && !real.is_conj() &&

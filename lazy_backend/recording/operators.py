@@ -74,7 +74,8 @@ def traits_of(op: OpOverload) -> Traits:
 
 
 _traits: dict[int, Traits] = {}
-_RESIZING = ("aten::resize_", "aten::resize_as_")
+# `addbmm_` broadcasts the operand that it writes
+_RESIZING = ("aten::resize_", "aten::resize_as_", "aten::addbmm_")
 _POWERS = ("aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_")
 
 

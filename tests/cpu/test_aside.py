@@ -200,6 +200,20 @@ def test_usual_calls_do_not_reach_python() -> None:
     assert others == 0
 
 
+@pytest.mark.parametrize("shape", [(1,), (), (5, 1), (5, 10)])
+def test_an_operator_that_broadcasts_what_it_writes_is_like_eager(shape: tuple[int, ...]) -> None:
+    def program(device: str) -> list[torch.Tensor]:
+        written = torch.full(shape, 2.0).to(device)
+        alias, left, right = written.detach(), torch.ones(3, 5, 4).to(device), torch.ones(3, 4, 10).to(device)
+        found = written.addbmm_(left, right)
+        assert found is written
+        return [found.cpu(), alias.cpu(), (written + 1).cpu()]
+
+    for _ in range(3):
+        _toggle(True)
+        assert_same(program("lazy"), program("cpu"))
+
+
 def test_finalizers_may_do_anything_while_results_are_wrapped() -> None:
     class Finalized:
         def __init__(self, kind: int) -> None:
