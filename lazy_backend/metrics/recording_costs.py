@@ -90,7 +90,8 @@ class StretchCosts:
                 self._record(tries=True)
 
     def _compare(self) -> None:
-        slow, fast = sorted(self.recorded)[:_COMPARED][-1], min(self.at_once, default=None)
+        # nothing was recorded if another thread ended a stretch in between
+        slow, fast = max(sorted(self.recorded)[:_COMPARED], default=0.0), min(self.at_once, default=None)
         if fast is None or not fast < _LESS * slow:
             self.needed = min(2 * self.needed, _MOST_EVIDENCE)
             self._record(tries=False)
