@@ -1,6 +1,7 @@
 """Process-wide locks that no other thread may hold at a fork, since that thread would not exist in the child.
 
-In: nothing. Out: `process_lock`, for state that a process has once; `hold_all` and `release_all`, around a fork.
+In: nothing. Out: `process_lock`, for state that a process has once; `hold_outermost`, `hold_others` and `release_all`,
+around a fork.
 """
 
 from __future__ import annotations
@@ -8,28 +9,44 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-_locks: list[Any] = []
+_outermost: list[Any] = []
+_others: list[Any] = []
 _held: list[Any] = []
 
 
 def process_lock(outermost: bool = False) -> Any:
     """An `RLock` that is free in a forked child. For module-level state: the lock is never dropped.
 
-    outermost: whether its holder takes other locks of this kind, so that a fork has to take it before them.
+    outermost: whether a thread that holds it takes locks of devices.
     """
     lock = threading.RLock()
-    _locks.insert(0 if outermost else len(_locks), lock)
+    if outermost:
+        _outermost.append(lock)
+    else:
+        _others.append(lock)
     return lock
 
 
 def has(lock: Any) -> bool:
     """Whether `lock` is one of `process_lock`."""
-    return any(one is lock for one in _locks)
+    return any(one is lock for one in (*_outermost, *_others))
 
 
-def hold_all() -> None:
-    """Before a fork: acquire all locks, the outermost first, so that no other thread holds one."""
-    for lock in _locks:
+def hold_outermost() -> None:
+    """Before a fork, and before locks of devices are held: acquire the locks that come before those.
+
+    No other thread holds one of them then.
+    """
+    _hold(_outermost)
+
+
+def hold_others() -> None:
+    """Before a fork: acquire the other locks, in the order in which they were made."""
+    _hold(_others)
+
+
+def _hold(locks: list[Any]) -> None:
+    for lock in locks:
         lock.acquire()
         _held.append(lock)
 

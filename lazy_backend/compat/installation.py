@@ -262,10 +262,11 @@ def _before_fork() -> None:
 
     The child would wait forever for a thread that exists only in the parent.
     """
+    process_locks.hold_outermost()
     _begin_everything("a fork")
     for context in contexts.get_active_devices():
         context.hold_idle()
-    process_locks.hold_all()
+    process_locks.hold_others()
 
 
 def _after_fork_in_parent() -> None:

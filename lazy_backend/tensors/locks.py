@@ -35,18 +35,19 @@ A thread that holds a lock takes only locks of later lines, or the same lock aga
 Every lock of this package is listed, as class or module and attribute (tests/test_lock_order.py searches for others,
 and checks the order while programs train, replay, compile and serve):
 
-1. `DeviceContext.lock`: what a device records.
-2. `Work.turn`: which thread does a run. Kernels run while it is held, and a finalizer that runs there may need the lock
-   of line 1, so no thread waits for a run while it holds that lock.
-3. `Executor._turn`: runs of a served graph that writes its weights, one at a time.
-4. `ProfilingGraphExecutor._lock`: the plans of one graph.
-5. `Family._lock`: the plans that graphs of one form share.
-6. `CompileWorker._lock`: the compiler's process.
-7. `DataCacheArena._lock`, `disk_cache._lock`: which cache a device or the process has.
-8. `Archive._lock`, `BoundedTable._lock`, `ComputationCache._lock`, `DataCache._lock`, `DiskCache._counting`,
+1. `NativeRecorder._loading`: who loads the recorder in C++. Finalizers that run meanwhile may record.
+2. `DeviceContext.lock`: what a device records.
+3. `Work.turn`: which thread does a run. Kernels run while it is held, and a finalizer that runs there may need the lock
+   of line 2, so no thread waits for a run while it holds that lock.
+4. `Executor._turn`: runs of a served graph that writes its weights, one at a time.
+5. `ProfilingGraphExecutor._lock`: the plans of one graph.
+6. `Family._lock`: the plans that graphs of one form share.
+7. `CompileWorker._lock`: the compiler's process.
+8. `DataCacheArena._lock`, `disk_cache._lock`: which cache a device or the process has.
+9. `Archive._lock`, `BoundedTable._lock`, `ComputationCache._lock`, `DataCache._lock`, `DiskCache._counting`,
    `FramePool._lock`, `GraphTask.lock`, `Layers._lock`, `ClosureRunner._lock`, `_Watches._lock`,
    `DeviceContextArena._lock`, `History._lock`, `Agreements._lock`: one table each.
-9. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`, `WeakTable._lock`, `communication._lock`,
+10. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`, `WeakTable._lock`, `communication._lock`,
    `GroupNumbers._lock`, `Launches._lock`, `UnderWay._lock`, `_RunThread._lock`, `cpp_units._parsed_lock`: no
    code that runs while they are held takes a lock.
 
