@@ -160,6 +160,7 @@ def test_what_is_planted_is_found(planted: tuple[int, dict[str, Any], str], name
     assert status == 1
 
 
+@pytest.mark.scenario
 def test_what_is_sound_passes(planted: tuple[int, dict[str, Any], str]) -> None:
     _, results, output = planted
     assert failures(results["scenarios"][0]) == {}
@@ -167,6 +168,7 @@ def test_what_is_sound_passes(planted: tuple[int, dict[str, Any], str]) -> None:
     assert "all held" in output
 
 
+@pytest.mark.scenario
 def test_a_killed_scenario_leaves_what_it_had(planted: tuple[int, dict[str, Any], str]) -> None:
     (record,) = (record for record in planted[1]["scenarios"] if record["name"] == "killed")
     assert "said before" in [claim["text"] for claim in record["claims"]]

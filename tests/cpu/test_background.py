@@ -224,6 +224,7 @@ def test_no_step_makes_a_graph_and_asks_for_its_compile() -> None:
     assert lazy_backend.wait_for_compiles(LONG)
 
 
+@pytest.mark.scenario
 def test_waiting_for_compiles_asks_for_what_is_due() -> None:
     loop = Loop()
     loop.run(2)
@@ -694,6 +695,7 @@ def test_ctrl_c_leaves_no_compiler_and_no_traceback_of_it(delay: float, tmp_path
     assert is_empty_within(tmp_path, 5)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("delay", [0.05, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.0, 1.0))])
 def test_who_survives_ctrl_c_still_gets_what_was_being_compiled(delay: float, tmp_path: Path) -> None:
     then = f"""

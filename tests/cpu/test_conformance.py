@@ -14,6 +14,8 @@ import torch
 from forks import run_fork
 from harness import run_program
 
+pytestmark = pytest.mark.scenario  # what they share takes half a minute
+
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
 PAGE = ROOT / "docs" / "op_support.md"
@@ -51,7 +53,6 @@ def resumed(results: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[su
     return done, page
 
 
-@pytest.mark.scenario
 def test_the_subset_agrees_with_eager(results: Path) -> None:
     found = records(results)
     assert len(found) > 50

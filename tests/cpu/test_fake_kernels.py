@@ -90,7 +90,7 @@ def test_recorded_as_in_eager(name: str, first_sight: str) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.scenario)])
 def test_compiled(backend: str) -> None:
     lazy_backend.config.backend = backend
     expected = {name: run(name, "cpu") for name in PROGRAMS}

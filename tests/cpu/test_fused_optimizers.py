@@ -58,7 +58,7 @@ def test_training_gives_eagers_bits_without_a_cut(name: str, first_sight: str) -
 
 
 BACKENDS = [("aot_eager", name) for name in ("momentum", "adam", "amsgrad", "adagrad", "adamw, tensor")]
-BACKENDS += [("inductor", name) for name in ("adam", "adamw, tensor")]
+BACKENDS += [pytest.param("inductor", name, marks=pytest.mark.scenario) for name in ("adam", "adamw, tensor")]
 
 
 @pytest.mark.parametrize(("backend", "name"), BACKENDS)

@@ -37,6 +37,8 @@ from lazy_backend.ports.table import (
     UNREAD_BUFFERS,
 )
 
+pytestmark = pytest.mark.scenario  # kernels are compiled
+
 aten = torch.ops.aten
 # longer than what one vector holds: within it, all reads come before all writes
 N = 40

@@ -208,7 +208,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("graphs"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+_WHOLE = [pytest.param(way, marks=pytest.mark.scenario) for way in ("compiled", "beside recording", "captured")]
+
+
+@pytest.mark.parametrize("way", ["interpreted", "as the module is", "aot_eager", *_WHOLE])
 def test_a_step_refuses_what_eager_refuses_and_stores_nothing(way: str, folder: str) -> None:
     with config.patch(cache=True, cache_dir=folder, **WAYS[way]):
         step = Steps(lazy_backend.capture) if way == "captured" else Steps()
