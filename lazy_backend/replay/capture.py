@@ -501,7 +501,7 @@ class Captured(Generic[P, R]):
     def _find(self, record: RecordedCall, signature: _Signature, unsettled: Sequence[UnsettledStep]) -> Found:
         """What the function reaches and used, after a call."""
         watch = record.watch
-        used = (*watch.leaves.values(), *(step.flag for step in unsettled))
+        used = (*watch.leaves(), *(step.flag for step in unsettled))
         found = Found(Reachable([self._function, *signature.named()]), watch.modules, watch.optimizers, used)
         record.roots = found.roots
         record.reached_generators = tuple(found.reach.generators)

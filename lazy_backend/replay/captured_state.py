@@ -50,7 +50,8 @@ class Watch:
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._seen: set[int] = set()
-        self.leaves: dict[int, LazyTensor] = {}  # by id: comparing tensors calls an operator
+        # By id, as comparing tensors calls an operator; weak, as a body may make leaves for itself.
+        self._leaves: dict[int, weakref.ref[LazyTensor]] = {}
         self.contexts: set[DeviceContext] = set()  # of the operands
         self.recorder: FloatSeer | None = None  # while the body runs
         self._arguments = set(map(id, arguments))
@@ -73,7 +74,11 @@ class Watch:
             if type(first) is LazyTensor:
                 self.contexts.add(first._data.context)
             if type(operand) is LazyTensor and operand.requires_grad and operand.is_leaf and not _is_inner(operand):
-                self.leaves[id(operand)] = operand
+                self._leaves[id(operand)] = weakref.ref(operand)
+
+    def leaves(self) -> list[LazyTensor]:
+        """The leaves seen that somebody holds."""
+        return [leaf for reference in self._leaves.values() if (leaf := reference()) is not None]
 
     def parameters(self) -> list[LazyTensor]:
         """The lazy parameters of the modules and optimizers seen, and the leaves, each once."""
@@ -84,7 +89,7 @@ class Watch:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 found += group["params"]
-        found += self.leaves.values()
+        found += self.leaves()
         unique = {id(tensor): tensor for tensor in found if id(tensor) not in self._arguments}
         return [tensor for tensor in unique.values() if is_a(tensor, LazyTensor)]  # type: ignore[misc]
 

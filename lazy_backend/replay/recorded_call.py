@@ -248,7 +248,7 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
         host_generators=host_generators(last.random_states),
         structure=Structure(last.roots, hold_tensors=False),
         numbers=last.numbers,
-        state=last.numbers.state(reach, Structure(last.roots), last.watch.leaves.values()),
+        state=last.numbers.state(reach, Structure(last.roots), last.watch.leaves()),
     )
 
 

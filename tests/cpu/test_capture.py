@@ -159,6 +159,34 @@ def test_gradients_that_pile_up() -> None:
     assert body.runs == 3
 
 
+def test_a_leaf_that_the_body_makes_is_no_state() -> None:
+    weight = full(3.0).requires_grad_()
+
+    def penalize(x: torch.Tensor) -> torch.Tensor:
+        """As where a critic's gradient by mixed samples is kept small."""
+        mixed = (x * 0.5).detach().requires_grad_()
+        (slope,) = torch.autograd.grad((weight * mixed**2).sum(), mixed, create_graph=True)
+        penalty = (slope.norm() - 1) ** 2
+        penalty.backward()
+        return penalty
+
+    body = Counted(penalize)
+    captured = capture(body)
+    found = []
+    for number in range(6):
+        weight.grad = None
+        captured(full(float(number + 1)))
+        assert weight.grad is not None
+        found.append(weight.grad.cpu())
+    assert body.runs == 2
+    weight = torch.full((3,), 3.0).requires_grad_()
+    for number, grad in enumerate(found):
+        weight.grad = None
+        penalize(torch.full((3,), float(number + 1)))
+        assert weight.grad is not None
+        assert_same(grad, weight.grad)
+
+
 def test_gradients_that_are_dropped_outside() -> None:
     weight = full(1.0).requires_grad_()
     body = Counted(lambda x: (weight * x).sum().backward())
