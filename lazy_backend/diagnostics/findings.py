@@ -96,7 +96,7 @@ def find(run: Run) -> list[Finding]:
     ]
     least = _SHOWN_SHARE * run_seconds(run)
     ranked = sorted((f for f in found if f.seconds >= least and f.seconds > 0.0), key=lambda f: -f.seconds)
-    told = [*ranked, *_failures(run), *_never_replayed(run), *_ports_off(run), *_growth(run)]
+    told = [*ranked, *_failures(run), *_never_replayed(run), *_ports_off(run), *_stepped_aside(run), *_growth(run)]
     return sorted(told, key=lambda finding: (not finding.is_fault, -finding.seconds))
 
 
@@ -283,6 +283,22 @@ def _ports_off(run: Run) -> Iterable[Finding]:
             1,
             "",
             "steps",
+        )
+
+
+def _stepped_aside(run: Run) -> Iterable[Finding]:
+    for text in run.state.get("stepping aside", ()):
+        fact, _, stretches = text.partition("\n")
+        yield Finding(
+            "Calls ran at once, since recording them takes longer",
+            f"{fact}. {'; '.join(line.strip() for line in stretches.splitlines())}.",
+            "nothing: it is measured to be faster. Fewer reads, sizes that recur, larger steps or lazy_backend.capture "
+            "make recording pay",
+            0.0,
+            1,
+            "",
+            "steps",
+            is_fault=False,
         )
 
 

@@ -83,6 +83,16 @@ COUNTERS = (
         "steps of a GradScaler that read whether gradients are finite, by why they could not do without",
         exported="grad_scaler_read",
     ),
+    Meaning("StretchAtOnce", "stretches of the program whose calls ran at once, since recording them takes longer"),
+    Meaning("CallAtOnce", "their calls"),
+    Meaning(
+        "SteppedAside: <reason>",
+        "times that stretches began to run at once, by what they are like",
+        exported="stepped_aside",
+    ),
+    Meaning(
+        "RecordedAgain: <reason>", "times that such stretches were recorded again, by why", exported="recorded_again"
+    ),
     Meaning("TrimIrGraph", "traces cut because they grew past `config.max_trace_length` or `config.max_pending_bytes`"),
     Meaning("Fallback: <op> (<reason>) at <line>", "calls that were not recorded but ran at once", exported="fallback"),
     Meaning("lazy::<op>", "recorded calls", elsewhere=("xla::<op>",), exported="recorded_call"),

@@ -27,6 +27,8 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
+from lazy_backend import metrics
+
 # Evidence of so many cut stretches leads to a comparison; at most so many after some that failed.
 _EVIDENCE, _MOST_EVIDENCE = 8.0, 1024.0
 # Stretches of a comparison.
@@ -54,11 +56,13 @@ class StretchCosts:
         self.usual = 0.0  # calls, of each read if there are reads
         self.left = 0  # stretches before the next comparison; of one, while `is_trial`
         self.is_on = self.is_trial = False
+        self.is_given_up = False  # whether recording is, but for trials
 
     def note_recorded(self, seconds: float, calls: int, cuts: int, unseen: int, is_compiling: bool) -> None:
         """Note a stretch that was recorded."""
         if not cuts and not unseen:
             self.evidence, self.is_trial = 0.0, False
+            self._take_back("it has settled")
             return
         self.recorded.append(seconds / calls)
         self.is_read, self.usual = cuts > 0, calls / max(1, cuts)
@@ -95,10 +99,28 @@ class StretchCosts:
         if fast is None or not fast < _LESS * slow:
             self.needed = min(2 * self.needed, _MOST_EVIDENCE)
             self._record(tries=False)
+            self._take_back("it takes no longer")
             return
+        if not self.is_given_up:
+            self.is_given_up = True
+            metrics.increment(f"SteppedAside: {self._kind()}")
         self._run_at_once(int(_COMPARED * slow / fast / _COST) << self.doubled)
         self.is_trial = False
         self.doubled = min(self.doubled + 1, _MOST_DOUBLED)
+
+    def _kind(self) -> str:
+        return "cut by reads" if self.is_read else "with calls seen for the first time"
+
+    def _take_back(self, reason: str) -> None:
+        if self.is_given_up:
+            self.is_given_up = False
+            metrics.increment(f"RecordedAgain: {reason}")
+
+    def describe(self) -> str:
+        """Why stretches run at once or are recorded, and what a call takes."""
+        recorded, at_once = (f"{min(times) * 1e6:.1f}" if times else "?" for times in (self.recorded, self.at_once))
+        now = "they run at once" if self.is_given_up else "they are recorded"
+        return f"{self._kind()}: {recorded} µs a call recorded, {at_once} at once, so {now}"
 
     def _run_at_once(self, stretches: int) -> None:
         self.is_on = self.is_trial = True
@@ -143,6 +165,7 @@ class Aside:
                 self._account.note_at_once(seconds, calls, reads)
                 self.stretches += 1
                 self.calls += calls
+                metrics.observe_together({"StretchAtOnce": 1, "CallAtOnce": calls})
             else:
                 is_judged = self.cuts + self.unseen > 0
                 self._account.note_recorded(seconds, calls, self.cuts, self.unseen, is_judged and is_compiling())
@@ -150,6 +173,13 @@ class Aside:
         self.is_on = self._account.is_on and Aside.count is not None and may_be_on()
         self.cuts = self.unseen = 0
         self._begin, self._counted = perf_counter(), counted
+
+    def describe(self) -> str:
+        """What ran at once, and for each kind of stretch that was compared, why and what became of it."""
+        lines = [f"stepped aside: {self.calls} calls in {self.stretches} stretches of the program ran at once"]
+        compared = [(cause, account) for cause, account in self.accounts.items() if account.at_once]
+        lines += [f"    stretches after {cause}, {account.describe()}" for cause, account in compared]
+        return "\n".join(lines)
 
     def stop(self) -> None:
         """Record from now on, whatever this stretch has shown."""

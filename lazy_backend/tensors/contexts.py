@@ -82,12 +82,8 @@ class DeviceContextArena:
 
     def describe_aside(self) -> list[str]:
         """What ran at once instead of being recorded, for users."""
-        found = [(context.name, context.aside) for context in self.get_active_devices() if context.aside.stretches]
-        return [
-            f"{name} stepped aside: {aside.calls} calls in {aside.stretches} stretches of the program ran at once, "
-            f"since recording them took longer{', and so they do now' if aside.is_on else ''}"
-            for name, aside in found
-        ]
+        devices = [context for context in self.get_active_devices() if context.aside.stretches]
+        return [f"{context.name} {context.aside.describe()}" for context in devices]
 
     def alive(self, device: str) -> Alive:
         """How much is alive on `device`."""

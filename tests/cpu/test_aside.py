@@ -15,6 +15,8 @@ from random_programs import random_chains, random_program
 
 import lazy_backend
 from lazy_backend import metrics
+from lazy_backend.diagnostics.findings import find
+from lazy_backend.diagnostics.run_log import collect
 from lazy_backend.execution.sync import executor
 from lazy_backend.metrics.recording_costs import Aside, StretchCosts
 from lazy_backend.recording.native import native_recorder
@@ -327,6 +329,16 @@ def test_an_account_takes_recording_back_when_the_program_has_settled() -> None:
         account.note_at_once(1.0, 100, 5)
     account.note_recorded(0.5, 100, 0, 0, is_compiling=False)
     assert _run(account, 100, 0.5, 1.0, cuts=0) == "r" * 100
+    assert metrics.counter_value("RecordedAgain: it has settled") == 1
+
+
+def test_an_account_takes_recording_back_when_it_takes_no_longer() -> None:
+    account = StretchCosts()
+    _run(account, 1000, 10.0, 1.0)
+    assert metrics.counter_value("SteppedAside: cut by reads") == 1
+    assert _run(account, 5000, 1.0, 1.0).count("r") > 4000
+    assert metrics.counter_value("RecordedAgain: it takes no longer") == 1
+    assert "so they are recorded" in account.describe()
 
 
 def test_an_account_tries_to_record_stretches_of_another_kind() -> None:
@@ -370,7 +382,11 @@ def test_a_program_with_a_read_every_few_operators_steps_aside(monkeypatch: pyte
     syncs = metrics.counter_value("SyncTensorsGraph")
     assert _search(x) == 8.0
     assert metrics.counter_value("SyncTensorsGraph") == syncs
-    assert "stepped aside" in str(lazy_backend.explain())
+    assert "stretches after reads, cut by reads: " in str(lazy_backend.explain())
+    assert metrics.counter_value("SteppedAside: cut by reads") == 1
+    assert metrics.counter_value("CallAtOnce") > metrics.counter_value("StretchAtOnce") > 2
+    (finding,) = [found for found in find(collect(lazy_backend.explain().lines())) if "ran at once" in found.title]
+    assert "cut by reads" in finding.text
     lazy_backend.config.step_aside = False
     assert not _context().aside.is_on
 
