@@ -177,7 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--wild", type=names_among(PROGRAMS), nargs="?", const=list(PROGRAMS),
                         help=f"programs of other packages, nothing else; some of {', '.join(PROGRAMS)}")  # fmt: skip
-    parser.add_argument("--unmarked", action="store_true", help="loops without mark_step, nothing else")
+    parser.add_argument("--unmarked", type=names_among(unmarked.NAMES), nargs="?", const=unmarked.NAMES,
+                        help=f"loops without mark_step, nothing else; some of {', '.join(unmarked.NAMES)}")  # fmt: skip
     parser.add_argument("--serve", type=names_among(serving_speed.MODELS), nargs="?", const=list(serving_speed.MODELS),
                         help=f"served modules, nothing else; some of {', '.join(serving_speed.MODELS)}")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
@@ -244,7 +245,7 @@ def main() -> None:
         return
     shown = render["markdown" if arguments.markdown else "text"]
     if arguments.unmarked:
-        unmarked.main(list(unmarked.LOOPS), arguments.rounds or (2 if arguments.quick else 5), shown)
+        unmarked.main(arguments.unmarked, arguments.rounds or (2 if arguments.quick else 5), shown)
         return
     if arguments.serve:
         rounds = arguments.rounds or (1 if arguments.quick else 3)

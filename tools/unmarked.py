@@ -1,30 +1,35 @@
 """Loops without `mark_step()` next to the same loops with it, and to eager: where steps end by themselves.
 
-In: loops as people write them. Out: a table: time of a round of each, misses and compiles after the warm-up. Run by
-`bench.py --unmarked`. The three forms of a loop run in processes of their own, side by side, and take turns.
+In: loops as people write them, and as trainers of other packages run them, on the device by its name alone. Out: a
+table: time of a round of each, misses and compiles after the warm-up. Run by `bench.py --unmarked`. The three forms of
+a loop run in processes of their own, side by side, and take turns.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
-from tables import Table
+import wild
+import wild_programs
+from tables import Result, Table
 from torch import nn
 from torch.nn import functional
-from workers import Worker, answer_commands
+from workers import Worker, WorkerFailed
 
 FORMS = ("eager", "marked", "unmarked")
-_WARM_UP = 60  # rounds, twice: before and after the compiles that they cause
-_SECONDS = 0.5  # of a window
 
-Round = Callable[[int], None]
+Round = Callable[[int], Any]  # returns a loss, or nothing
 Mark = Callable[[], None]
 
 
@@ -71,14 +76,16 @@ class _Setup:
 def training_read_at_random(width: int, device: str, mark: Mark) -> Round:
     setup, chance = _Setup(width, device), random.Random(0)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         loss = setup.loss(number)
         setup.optimizer.zero_grad()
         loss.backward()
+        loss = loss.detach()
         setup.optimizer.step()
         mark()
         if chance.random() < 0.1:
             loss.item()
+        return loss
 
     return one_round
 
@@ -87,14 +94,17 @@ def accumulation(width: int, device: str, mark: Mark) -> Round:
     setup = _Setup(width, device)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(setup.optimizer, 10_000)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         for part in range(4):
-            (setup.loss(4 * number + part) / 4).backward()
+            loss = setup.loss(4 * number + part) / 4
+            loss.backward()
+        loss = loss.detach()
         nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)
         setup.optimizer.step()
         setup.optimizer.zero_grad()
         schedule.step()
         mark()
+        return loss
 
     return one_round
 
@@ -105,12 +115,15 @@ def average_of_weights(width: int, device: str, mark: Mark) -> Round:
         setup.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99), use_buffers=False
     )
 
-    def one_round(number: int) -> None:
-        setup.loss(number).backward()
+    def one_round(number: int) -> Any:
+        loss = setup.loss(number)
+        loss.backward()
+        loss = loss.detach()
         setup.optimizer.step()
         setup.optimizer.zero_grad()
         averaged.update_parameters(setup.model)
         mark()
+        return loss
 
     return one_round
 
@@ -121,12 +134,13 @@ def two_networks(width: int, device: str, mark: Mark) -> Round:
     makes = _network(width, device, width)
     theirs, ours = torch.optim.Adam(critic.parameters()), torch.optim.Adam(makes.parameters())
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         x, _ = setup.batch(number)
         made = makes(torch.randn_like(x))
         loss = functional.softplus(critic(made.detach())).mean() + functional.softplus(-critic(x)).mean()
         theirs.zero_grad()
         loss.backward()
+        loss = loss.detach()
         theirs.step()
         ours.zero_grad()
         functional.softplus(-critic(made)).mean().backward()
@@ -134,25 +148,29 @@ def two_networks(width: int, device: str, mark: Mark) -> Round:
         mark()
         if number % 10 == 9:
             loss.item()
+        return loss
 
     return one_round
 
 
 def evaluation(width: int, device: str, mark: Mark) -> Round:
     setup = _Setup(width, device)
-    return lambda number: setup.evaluate(mark, 20) and None
+    return lambda number: setup.evaluate(mark, 20)
 
 
 def epochs_with_evaluation(width: int, device: str, mark: Mark) -> Round:
     setup = _Setup(width, device)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         for step in range(10):
-            setup.loss(step).backward()
+            loss = setup.loss(step)
+            loss.backward()
+            loss = loss.detach()
             setup.optimizer.step()
             setup.optimizer.zero_grad()
             mark()
         setup.evaluate(mark, 5)
+        return loss
 
     return one_round
 
@@ -160,15 +178,16 @@ def epochs_with_evaluation(width: int, device: str, mark: Mark) -> Round:
 def lbfgs(width: int, device: str, mark: Mark) -> Round:
     setup = _Setup(width, device, lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3))
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         def closure() -> torch.Tensor:
             setup.optimizer.zero_grad()
             loss = setup.loss(0)
             loss.backward()
             return loss
 
-        setup.optimizer.step(closure)
+        loss = setup.optimizer.step(closure).detach()
         mark()
+        return loss
 
     return one_round
 
@@ -177,12 +196,15 @@ def gradients_without_an_optimizer(width: int, device: str, mark: Mark) -> Round
     setup = _Setup(width, device)
     parameters = list(setup.model.parameters())
 
-    def one_round(number: int) -> None:
-        gradients = torch.autograd.grad(setup.loss(number), parameters)
+    def one_round(number: int) -> Any:
+        loss = setup.loss(number)
+        gradients = torch.autograd.grad(loss, parameters)
+        loss = loss.detach()
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= 0.01 * gradient
         mark()
+        return loss
 
     return one_round
 
@@ -191,7 +213,7 @@ def inner_loop(width: int, device: str, mark: Mark) -> Round:
     """Meta-learning: steps within a step, by `torch.func`."""
     setup = _Setup(width, device)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         weights = dict(setup.model.named_parameters())
         x, y = setup.batch(number)
         for _ in range(3):
@@ -201,8 +223,10 @@ def inner_loop(width: int, device: str, mark: Mark) -> Round:
         outer = functional.cross_entropy(torch.func.functional_call(setup.model, weights, (x,)), y)
         setup.optimizer.zero_grad()
         outer.backward()
+        outer = outer.detach()
         setup.optimizer.step()
         mark()
+        return outer
 
     return one_round
 
@@ -210,12 +234,13 @@ def inner_loop(width: int, device: str, mark: Mark) -> Round:
 def relaxation(width: int, device: str, mark: Mark) -> Round:
     x = [torch.rand(width, width, device=device)]
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         for _ in range(50):
             x[0] = (x[0].roll(1, 0) + x[0].roll(-1, 0) + x[0].roll(1, 1) + x[0].roll(-1, 1)) / 4
             mark()
         if number % 10 == 9:
-            x[0].sum().item()
+            return x[0].sum().item()
+        return None
 
     return one_round
 
@@ -223,13 +248,13 @@ def relaxation(width: int, device: str, mark: Mark) -> Round:
 def k_means(width: int, device: str, mark: Mark) -> Round:
     points = torch.randn(1024, width, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         centres = points[:16]
         for _ in range(20):
             nearest = functional.one_hot(torch.cdist(points, centres).argmin(1), 16).to(points.dtype)
             centres = (nearest.t() @ points) / nearest.sum(0).clamp(min=1)[:, None]
             mark()
-        centres.sum().item()
+        return centres.sum().item()
 
     return one_round
 
@@ -237,7 +262,7 @@ def k_means(width: int, device: str, mark: Mark) -> Round:
 def decoding(width: int, device: str, mark: Mark) -> Round:
     cell, head = nn.GRUCell(width, width).to(device), nn.Linear(width, width).to(device)
 
-    def one_round(number: int) -> None:
+    def one_round(number: int) -> Any:
         state = torch.zeros(8, width, device=device)
         token = torch.ones(8, width, device=device)
         with torch.no_grad():
@@ -247,6 +272,81 @@ def decoding(width: int, device: str, mark: Mark) -> Round:
                 mark()
                 if step % 10 == 9:
                     token.argmax(-1).tolist()
+        return token[0, 0]
+
+    return one_round
+
+
+def policy_optimization(width: int, device: str, mark: Mark) -> Round:
+    """PPO: a rollout whose actions are read, and epochs of updates from what it collected."""
+    steps, count = 32, 8
+    actor, critic = _network(width, device, 2), _network(width, device, 1)
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=3e-4)
+    effect, generator = 0.1 * torch.randn(2, width), torch.Generator().manual_seed(0)
+    state = 0.1 * torch.randn(count, width)
+
+    def rollout() -> list[torch.Tensor]:
+        nonlocal state
+        rows = []
+        with torch.no_grad():
+            for _ in range(steps):
+                seen = state.to(device)
+                logs = actor(seen).log_softmax(-1)
+                values = critic(seen).squeeze(-1)
+                mark()
+                actions = torch.multinomial(logs.cpu().exp(), 1, generator=generator).squeeze(-1)
+                state = 0.9 * state + effect[actions]
+                chosen = logs.cpu().gather(1, actions[:, None]).squeeze(-1)
+                rows.append((seen.cpu(), actions, chosen, values.cpu(), -state.square().mean(1)))
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+    def one_round(number: int) -> Any:
+        seen, actions, logs, values, rewards = rollout()
+        advantages = torch.zeros_like(rewards)
+        for step in reversed(range(steps - 1)):
+            delta = rewards[step] + 0.99 * values[step + 1] - values[step]
+            advantages[step] = delta + 0.99 * 0.95 * advantages[step + 1]
+        columns = [column.flatten(0, 1) for column in (seen, actions, logs, advantages, advantages + values)]
+        for _ in range(4):
+            for rows in torch.randperm(steps * count, generator=generator).split(64):
+                x, taken, before, advantage, returns = (column[rows].to(device) for column in columns)
+                now = actor(x).log_softmax(-1)
+                ratio = (now.gather(1, taken[:, None]).squeeze(-1) - before).exp()
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+                loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+                loss = loss + 0.5 * functional.mse_loss(critic(x).squeeze(-1), returns)
+                loss = loss + 0.01 * (now.exp() * now).sum(-1).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                loss = loss.detach()
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+                mark()
+        return loss
+
+    return one_round
+
+
+def generation(width: int, device: str, mark: Mark) -> Round:
+    """`generate` of transformers, which reads at each token whether all texts are at their end."""
+    from transformers import LogitsProcessor
+
+    class Marks(LogitsProcessor):
+        def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            mark()
+            return scores
+
+    model = wild_programs.gpt2(width, 2).to(device).eval()
+    model.generation_config.eos_token_id = 63
+    prompts = torch.randint(2, 60, (8, 4, 8), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 16, "do_sample": False, "logits_processor": [Marks()]}
+
+    def one_round(number: int) -> Any:
+        prompt = prompts[number % len(prompts)].to(device)
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        mark()
+        return tokens.sum().item()
 
     return one_round
 
@@ -255,96 +355,146 @@ LOOPS: dict[str, Callable[[int, str, Mark], Round]] = {
     loop.__name__.replace("_", " "): loop
     for loop in (
         training_read_at_random, accumulation, average_of_weights, two_networks, evaluation, epochs_with_evaluation,
-        lbfgs, gradients_without_an_optimizer, inner_loop, relaxation, k_means, decoding,
+        lbfgs, gradients_without_an_optimizer, inner_loop, relaxation, k_means, decoding, policy_optimization,
+        generation,
     )
 }  # fmt: skip
 WIDTHS = (32, 256)
 
 
+# ----- trainers, which own the loop
+
+
+def transformers_trainer(steps: wild.Steps, width: int) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    tokens = torch.randint(64, (256, 32), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = wild_programs.arguments_for(steps, TrainingArguments)
+    callbacks = [wild_programs.watched(steps)]
+    Trainer(wild_programs.gpt2(width, 2), arguments, train_dataset=rows, callbacks=callbacks).train()
+
+
+def lightning_trainer(steps: wild.Steps, width: int) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _network(width, "cpu")
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = functional.cross_entropy(self.layers(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("validation", functional.cross_entropy(self.layers(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    data = [torch.utils.data.DataLoader(_batches(width, count), batch_size=None) for count in (16, 4)]
+    wild_programs.fit(steps, Module(), *data)
+
+
+TRAINERS: dict[str, tuple[Callable[[wild.Steps, int], None], tuple[str, ...]]] = {
+    "trainer of transformers": (transformers_trainer, ("transformers", "accelerate")),
+    "SFT trainer of trl": (partial(wild_programs.trl_sft, depth=2), ("trl", "datasets")),
+    "trainer of lightning": (lightning_trainer, ("lightning",)),
+}
+NAMES = (*LOOPS, *TRAINERS)
+
+
 # ----- within a process
 
 
-class _Form:
-    """One form of one loop, warmed up."""
+class _Rounds(wild.Steps):
+    """Rounds of a loop. The form "marked" has a mark at the end of each, where people who mark would have it."""
 
-    def __init__(self, name: str, width: int, form: str) -> None:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        self._number = 0
-        device, mark = "cpu", _nothing
-        if form != "eager":
-            import lazy_backend
+    integrates = False
 
-            device = "lazy"
-            mark = lazy_backend.mark_step if form == "marked" else _nothing
-        self._loop = LOOPS[name](width, device, mark)
-        for _ in range(2):
-            self._rounds(_WARM_UP)
-            if form != "eager":
-                lazy_backend.wait_for_compiles()
-        self._counted = self._counts() if form != "eager" else {}
+    def __init__(self, form: str) -> None:
+        super().__init__("cpu" if form == "eager" else "lazy")
+        self._is_marked = form == "marked"
 
-    def _rounds(self, count: int) -> None:
-        for _ in range(count):
-            self._loop(self._number)
-            self._number += 1
+    def mark(self) -> None:
+        if self._is_marked:
+            self._lazy.mark_step()
 
-    @staticmethod
-    def _counts() -> dict[str, int]:
-        import lazy_backend
-
-        names = {"misses": "UncachedCompile", "compiles": "Compile", "steps": "MarkStep"}
-        return {name: lazy_backend.metrics.counter_value(counter) for name, counter in names.items()}
-
-    def answer(self, command: str) -> dict[str, Any]:
-        if command == "window":
-            begin, rounds = perf_counter(), 0
-            while (seconds := perf_counter() - begin) < _SECONDS:
-                self._rounds(10)
-                rounds += 10
-            return {"seconds": seconds / rounds}
-        late = {name: count - self._counted[name] for name, count in self._counts().items()} if self._counted else {}
-        return {"late": late, "rounds": self._number - 2 * _WARM_UP}
+    def ended(self, loss: Any = None) -> None:
+        self.mark()
+        super().ended(loss)
 
 
-def _nothing() -> None:
-    """No mark."""
+def serve(name: str, width: int, form: str) -> None:
+    """Run a loop until nobody asks any more."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rounds = _Rounds(form)
+    if name in TRAINERS:
+        TRAINERS[name][0](rounds, width)
+    one_round = LOOPS[name](width, rounds.device, rounds.mark)
+    for number in count():
+        super(_Rounds, rounds).ended(one_round(number))
+
+
+# ----- beside it
 
 
 def main(names: Sequence[str], rounds: int, show: Callable[[Table], str]) -> None:
     """Measure and print."""
-    rows = []
-    for name in names:
-        for width in WIDTHS:
-            rows.append([f"{name}, {width}", *_row(name, width, rounds)])
-            print(*rows[-1], sep=" | ", file=sys.stderr)
-    head = [
-        "loop, width",
-        "eager ms",
-        "marked",
-        "unmarked",
-        "unmarked / marked",
-        "late misses",
-        "late compiles",
-        "steps a round",
-    ]
+    with tempfile.TemporaryDirectory(prefix="unmarked-") as folder:
+        for form in FORMS[1:]:
+            wild.fill(f"{folder}/{form}")
+        rows = [row for name in names for row in _rows(name, rounds, folder)]
+    head = ["loop, width", "eager ms", "marked", "unmarked", "unmarked / marked", "by CPU time"]
+    head += ["late misses", "late compiles", "steps a round", "losses"]
     print(show(Table("Loops without marks", head, rows)))
 
 
-def _row(name: str, width: int, rounds: int) -> list[str]:
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(Worker(form, [sys.executable, __file__, name, str(width), form], {})) for form in FORMS
-        ]
-        windows: list[list[float]] = [[worker.ask("window")["seconds"] for worker in workers] for _ in range(rounds)]
-        counts = [worker.ask("counts") for worker in workers]
-    eager, marked, unmarked = (median(column) for column in zip(*windows, strict=True))
-    ratio = median(window[2] / window[1] for window in windows)
-    late = [f"{counts[2]['late'][what]} ({counts[1]['late'][what]})" for what in ("misses", "compiles")]
-    steps = counts[2]["late"]["steps"] / counts[2]["rounds"]
-    times = [f"{eager * 1e3:.2f}", f"{marked * 1e3:.2f}", f"{unmarked * 1e3:.2f}"]
-    return [*times, f"{ratio:.2f}", *late, f"{steps:.1f}"]
+def _rows(name: str, rounds: int, folder: str) -> Iterator[list[str]]:
+    packages = TRAINERS[name][1] if name in TRAINERS else ("transformers",) if name == "generation" else ()
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        print(f"bench: {name}: left out, as {', '.join(missing)} is not installed", file=sys.stderr)
+        return
+    for width in WIDTHS:
+        row = [f"{name}, {width}", *_row(name, width, rounds, folder)]
+        print(*row, sep=" | ", file=sys.stderr, flush=True)
+        yield row
 
 
-if __name__ == "__main__":
-    answer_commands(_Form(sys.argv[1], int(sys.argv[2]), sys.argv[3]).answer)
+def _worker(name: str, width: int, form: str, folder: str) -> Worker:
+    call = f"unmarked.serve({name!r}, {width}, {form!r})"
+    return wild.worker(form, call, "cpu" if form == "eager" else "lazy", 1, f"{folder}/{form}")
+
+
+def _row(name: str, width: int, rounds: int, folder: str) -> list[str]:
+    try:
+        with ExitStack() as stack:
+            workers = [stack.enter_context(_worker(name, width, form, folder)) for form in FORMS]
+            settled = [wild.ask(worker, "settle") for worker in workers]
+            windows = [[wild.ask(worker, "window") for worker in workers] for _ in range(rounds)]
+    except WorkerFailed as failure:
+        return [str(failure), *["-"] * 8]
+    seconds, cpu = (
+        [[window[key] / window["steps"] for window in triple] for triple in windows] for key in ("seconds", "cpu")
+    )
+    times = [f"{median(column) * 1e3:.2f}" for column in zip(*seconds, strict=True)]
+    ratios = [f"{median(unmarked / marked for _, marked, unmarked in triples):.2f}" for triples in (seconds, cpu)]
+    late = [f"{_late(windows, 2, name)} ({_late(windows, 1, name)})" for name in ("UncachedCompile", "Compile")]
+    steps = _late(windows, 2, "MarkStep") / sum(triple[2]["steps"] for triple in windows)
+    return [
+        *times,
+        *ratios,
+        *late,
+        f"{steps:.1f}",
+        wild.difference([settled[0]["losses"], settled[2]["losses"]]),
+    ]
+
+
+def _late(windows: Sequence[Sequence[Result]], form: int, counter: str) -> int:
+    """The count of one form after the warm-up."""
+    return sum(triple[form]["counts"].get(counter, 0) for triple in windows)

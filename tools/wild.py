@@ -38,7 +38,7 @@ _COMPARED = 60  # steps whose losses are compared
 # Rounds of steps until nothing is compiled any more. A round ends after so many steps or seconds.
 _FEWEST_ROUNDS, _MOST_ROUNDS, _ROUND_STEPS, _ROUND_SECONDS = 3, 12, 20, 10.0
 
-_COUNTERS = ("GraphCut", "UncachedCompile", "Compile")
+_COUNTERS = ("GraphCut", "UncachedCompile", "Compile", "MarkStep")
 _CAUSES = ("GraphCut: ", "Fallback: ", "CompileDeclined: ")
 
 
@@ -47,6 +47,8 @@ _CAUSES = ("GraphCut: ", "Fallback: ", "CompileDeclined: ")
 
 class Steps:
     """Steps of a program, which calls `end` or `ended` after each. Commands are answered in between."""
+
+    integrates = True  # whether trainers run as this package's integrations have them
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -121,15 +123,22 @@ def serve(name: str, size: str, device: str) -> None:
 # ----- beside it
 
 
-def _worker(name: str, size: str, device: str, threads: int, cache: str) -> Worker:
+def worker(name: str, call: str, device: str, threads: int, cache: str) -> Worker:
+    """A process in which `call`, such as `wild.serve(...)`, serves a program."""
     environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if device == "lazy" else "0", "LAZY_BACKEND_CACHE_DIR": cache}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    code = f"import wild; wild.serve({name!r}, {size!r}, {device!r})"
-    return Worker(device, [sys.executable, "-c", code], environment, patience=5.0)
+    code = f"import {call.split('.')[0]}; {call}"
+    return Worker(name, [sys.executable, "-c", code], environment, patience=5.0)
 
 
-def _ask(worker: Worker, command: str) -> Result:
+def fill(cache: str) -> None:
+    """Leave the recorder in a folder, as the self-check does: programs have it from their second run on."""
+    check = [sys.executable, "-m", "lazy_backend"]
+    subprocess.run(check, env={**os.environ, "LAZY_BACKEND_CACHE_DIR": cache}, stdout=sys.stderr, check=False)
+
+
+def ask(worker: Worker, command: str) -> Result:
     try:
         return worker.ask(command, _PATIENCE)
     except WorkerFailed as failure:
@@ -143,9 +152,10 @@ def measure(name: str, size: str, threads: int, rounds: int, cache: str) -> Resu
         return {"failure": f"not installed: {', '.join(missing)}"}
     try:
         with contextlib.ExitStack() as stack:
-            workers = [stack.enter_context(_worker(name, size, device, threads, cache)) for device in DEVICES]
-            settled = [_ask(worker, "settle") for worker in workers]
-            pairs = [[_ask(worker, "window") for worker in workers] for _ in range(rounds)]
+            calls = {device: f"wild.serve({name!r}, {size!r}, {device!r})" for device in DEVICES}
+            workers = [stack.enter_context(worker(device, calls[device], device, threads, cache)) for device in DEVICES]
+            settled = [ask(worker, "settle") for worker in workers]
+            pairs = [[ask(worker, "window") for worker in workers] for _ in range(rounds)]
     except WorkerFailed as failure:
         return {"failure": str(failure)}
     return {"settled": dict(zip(DEVICES, settled, strict=True)), "pairs": pairs}
@@ -167,13 +177,17 @@ def _row(result: Result) -> list[str]:
 
 
 def _losses(result: Result) -> str:
-    losses = [result["settled"][device]["losses"] for device in DEVICES]
+    found = difference([result["settled"][device]["losses"] for device in DEVICES])
+    return f"drawn, {found}" if PROGRAMS[result["program"]].draws else found
+
+
+def difference(losses: Sequence[Sequence[float]]) -> str:
+    """The largest difference between losses in eager and others."""
     pairs = list(zip(*losses, strict=False))  # a slow process has made fewer steps
     if not pairs:
         return "none"
-    difference = max(abs(eager - lazy) / max(abs(eager), 1e-12) for eager, lazy in pairs)
-    found = "equal" if difference == 0 else f"{difference:.0e}"
-    return f"drawn, {found}" if PROGRAMS[result["program"]].draws else found
+    largest = max(abs(eager - lazy) / max(abs(eager), 1e-12) for eager, lazy in pairs)
+    return "equal" if largest == 0 else f"{largest:.0e}"
 
 
 def main(names: Sequence[str], threads: Sequence[int], rounds: int, form: str, written: Path | None) -> None:
@@ -181,9 +195,7 @@ def main(names: Sequence[str], threads: Sequence[int], rounds: int, form: str, w
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="wild-") as folder:
         cache = os.environ.get("LAZY_BACKEND_CACHE_DIR", folder)
-        # the self-check leaves the recorder there, which programs have from their second run on
-        check = [sys.executable, "-m", "lazy_backend"]
-        subprocess.run(check, env={**os.environ, "LAZY_BACKEND_CACHE_DIR": cache}, stdout=sys.stderr, check=False)
+        fill(cache)
         for number, name in product(threads, names):
             for size in PROGRAMS[name].sizes:
                 about = {"program": name, "size": size, "threads": number}

@@ -7,6 +7,7 @@ numbers of the device are others than those of the CPU. Programs that draw some 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -110,14 +111,15 @@ def arguments_for(steps: Any, theirs: Any) -> Any:
     """Arguments of a trainer of transformers: of the class `theirs`, with ours before it on the lazy device."""
     options = {"max_steps": 10**9, "logging_steps": 10, "per_device_train_batch_size": 8, "save_strategy": "no"}
     options |= {"report_to": [], "disable_tqdm": True, "bf16": False}
-    if steps.device == "cpu":
-        return theirs("run", use_cpu=True, **options)
+    if steps.device == "cpu" or not steps.integrates:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = steps.device
+        return theirs("run", **options)
     from lazy_backend.integrations.transformers import LazyArguments
 
     return dataclass(type("Arguments", (LazyArguments, theirs), {}))("run", **options)
 
 
-def fit(steps: Any, module: Any, data: Any) -> None:
+def fit(steps: Any, module: Any, *data: Any) -> None:
     """Train with Lightning. The module's `last_loss` is compared, if it has one."""
     import lightning
 
@@ -130,7 +132,15 @@ def fit(steps: Any, module: Any, data: Any) -> None:
 
     options: dict[str, Any] = {"max_epochs": -1, "enable_progress_bar": False, "enable_model_summary": False}
     options |= {"enable_checkpointing": False, "logger": False, "callbacks": [Watch()]}
-    lightning.Trainer(accelerator=steps.device, **options).fit(module, data)
+    if steps.device == "lazy" and not steps.integrates:
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+
+        from lazy_backend.integrations.lightning import LazyAccelerator
+
+        options["strategy"] = SingleDeviceStrategy("lazy:0", accelerator=LazyAccelerator())
+    else:
+        options["accelerator"] = steps.device
+    lightning.Trainer(**options).fit(module, *data)
 
 
 # ----- models and trainers

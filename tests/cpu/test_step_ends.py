@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from harness import assert_same, count, grid, run_program
+from random_nests import NestRun, RandomNest
 from torch import nn
 
 import lazy_backend
@@ -485,3 +486,39 @@ def test_the_loop_at_the_end_of_calls(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["", "a", "ab", "abcdefgh", "abab", "abcdefghij" + "ab" * 4])
 def test_no_loop(pattern: str) -> None:
     assert loop_of(pattern) is None
+
+
+# ----- random programs
+
+
+@pytest.mark.parametrize("steps_aside", [False, True])
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.slow) for block in range(2, 40))])
+def test_random_nests_of_loops_equal_eager_and_settle(block: int, steps_aside: bool) -> None:
+    for seed in range(4 * block, 4 * block + 4):
+        with config.patch(step_aside=steps_aside, first_sight="run"):
+            assert_nest_runs_like_eager(RandomNest(seed))
+
+
+def assert_nest_runs_like_eager(nest: RandomNest) -> None:
+    found, misses = nest.run("lazy", 7)
+    assert_same(found, nest.run("cpu", 7)[0])
+    assert not nest.settles() or not any(misses[4:]), (nest.seed, nest.loops, misses)
+
+
+def test_threads_run_nests_of_loops_at_once() -> None:
+    nests = [RandomNest(seed) for seed in range(6)]
+    runs = [NestRun(nest, "lazy") for nest in nests]  # here, as weights are drawn from the process's generator
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def run(place: int) -> None:
+        for _ in range(3):
+            runs[place].round()
+        results[place] = runs[place].result()
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, nest in enumerate(nests):
+        assert_same(results[place], nest.run("cpu", 3)[0])
