@@ -27,6 +27,7 @@ from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
 from lazy_backend.lowering.serving.many_shapes import ManyShapesExecutor, NotShareable, ShapeExecutor, Shapes
 from lazy_backend.lowering.serving.regions import Families
+from lazy_backend.lowering.serving.request_state import RequestState
 from lazy_backend.lowering.serving.weights import InputError, Weights
 from lazy_backend.servable import RecordedRequest, Servable
 from lazy_backend.settings import config
@@ -57,13 +58,14 @@ class Served(ManyShapesExecutor):
         )
 
     @hide_internals
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, state: RequestState | None = None, **kwargs: Any) -> Any:
         """Run one request. Raises `InputError` for arguments that do not match the example inputs, sizes aside.
 
+        `state`: of `state()`; takes the place of the weights that requests write. See Note [States of requests].
         Raises `TooManyRequestsError` at once, if there are `max_requests` under way.
         """
         if self._places is None:
-            return self.execute_tree(args, kwargs)
+            return self.execute_tree(args, kwargs, state)
         if not self._places.acquire(blocking=False):
             metrics.increment("ServedRefused")
             raise TooManyRequestsError(
@@ -71,13 +73,23 @@ class Served(ManyShapesExecutor):
                 f"  at {user_site()}\n  ask again later, or serve with a larger max_requests"
             )
         try:
-            return self.execute_tree(args, kwargs)
+            return self.execute_tree(args, kwargs, state)
         finally:
             self._places.release()
 
-    async def call(self, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, *args: Any, state: RequestState | None = None, **kwargs: Any) -> Any:
         """As a call, on a thread of the event loop's default executor. Cancelled before it begins, it never does."""
-        return await asyncio.to_thread(self, *args, **kwargs)
+        return await asyncio.to_thread(self, *args, state=state, **kwargs)
+
+    @hide_internals
+    def state(self) -> RequestState:
+        """Copies of the tensors that requests write, as they are now, for one sequence of requests.
+
+        `served(x, state=state)` writes to them instead. A decoder keeps its keys and values there, in a state for each
+        text. Requests with states of their own run at the same time. Raises `InputError` if requests write no tensor of
+        the module or function.
+        """
+        return run_clean(super().state)
 
     @hide_internals
     def process_weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:

@@ -39,7 +39,7 @@ and checks the order while programs train, replay, compile and serve):
 2. `DeviceContext.lock`: what a device records.
 3. `Work.turn`: which thread does a run. Kernels run while it is held, and a finalizer that runs there may need the lock
    of line 2, so no thread waits for a run while it holds that lock.
-4. `Executor._turn`: runs of a served graph that writes its weights, one at a time.
+4. `Executor._turn`, `RequestState._turn`: runs of a served graph that write the same tensors, one at a time.
 5. `ProfilingGraphExecutor._lock`: the plans of one graph.
 6. `Family._lock`: the plans that graphs of one form share.
 7. `CompileWorker._lock`: the compiler's process.

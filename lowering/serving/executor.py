@@ -28,7 +28,7 @@ from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.interpreter.task import GraphTask
 from lazy_backend.lowering.ir.aliasing import storages_of
 from lazy_backend.lowering.ir.functional import unsound_writes
-from lazy_backend.lowering.ir.graph import Graph, Value
+from lazy_backend.lowering.ir.graph import Graph, Value, empty_of
 from lazy_backend.lowering.ir.rng import draw_seed
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.specialise import CompileReport
@@ -36,6 +36,7 @@ from lazy_backend.lowering.serving.argument_tree import ArgumentTree
 from lazy_backend.lowering.serving.constant_folding import ConstantFolder, split_constants
 from lazy_backend.lowering.serving.partition import Supported, partition
 from lazy_backend.lowering.serving.regions import DelegateKernel, Families, whole_region
+from lazy_backend.lowering.serving.request_state import RequestState
 from lazy_backend.lowering.serving.weights import (
     CurrentWeights,
     InputError,
@@ -113,7 +114,8 @@ class Executor:
     """Runs one graph for many callers: a frame for each run in flight, and weights that can be swapped at any time.
 
     `constants` are the graph's floats. Random numbers follow `torch.manual_seed`. If the graph writes a weight, as a
-    batch norm in training does, runs take turns. Raises `InputError` for weights that do not fit.
+    batch norm in training does, runs take turns, unless each has a `RequestState`. Raises `InputError` for weights
+    that do not fit.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Executor:
         self._used = [(places[value], value.meta) for value in graph.inputs if value in places]
         self._arguments = None if signature.in_spec is None else ArgumentTree(signature.in_spec)
         self._written = {graph.inputs[place] for place in graph.mutated_inputs()}
+        self._writes_arguments = not self._written.isdisjoint(places)
         self._folder = self._split_constants()
         self.layout: LayoutPlan | None = None
         self._kernels = self._make_kernels(self._folder.remaining)
@@ -148,6 +151,7 @@ class Executor:
             threading.RLock() if self._written_weights() else contextlib.nullcontext()
         )
         self._current = CurrentWeights(self._check_weights(weights))
+        self._state_slots = self._find_state_slots()
 
     def _split_constants(self) -> ConstantFolder:
         is_compiled = self.config.policy is not None
@@ -155,6 +159,10 @@ class Executor:
 
     def _written_weights(self) -> set[str]:
         return {name for name, value in self._expected.items() if value in self._written}
+
+    def _find_state_slots(self) -> list[tuple[str, int]]:
+        """The names of the tensors that a `RequestState` has, as far as the graph uses them, and their slots."""
+        return [(name, self._expected[name].number) for name in sorted(self._written_weights())]
 
     def _make_kernels(self, graph: Graph) -> KernelGraph:
         policy, report, families = self.config.policy, self.config.report, self.config.families
@@ -191,6 +199,23 @@ class Executor:
         """Use other weights from the next run on. See Note [Weights are swapped whole]. Raises `InputError`."""
         self._current.weights = self.process_weights(tensors)
 
+    def state(self) -> RequestState:
+        """Copies of the weights that runs write, as they are now, for a sequence of runs of their own.
+
+        See Note [States of requests]. Raises `InputError` if runs write no weight.
+        """
+        if not self._state_slots:
+            raise InputError(
+                "there is no state: a call writes no tensor but its arguments\n"
+                "  let it write to buffers in place, as in self.keys.index_copy_(2, position, keys)"
+            )
+        with self._turn, torch.no_grad():
+            copies = {
+                name: empty_of(self._expected[name].meta, self.graph.device).copy_(self.weights[name])
+                for name, _ in self._state_slots
+            }
+        return RequestState(copies, self._current)
+
     # ----- calls
 
     def execute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -204,25 +229,40 @@ class Executor:
         """What runs on `inputs`, which may fit nothing: that is checked before the run."""
         return self
 
-    def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _run(self, inputs: Sequence[torch.Tensor], state: RequestState | None = None) -> list[torch.Tensor]:
         arguments = self._conforming(inputs) or self._checked(inputs)
-        with self._turn:
+        own = self._in_slots(state)
+        with self._turn if state is None else state:
             if self._whole is not None:
-                return self._whole.run_whole(self._template(), arguments, self._seeds())
+                return self._whole.run_whole(self._template(), arguments, own, self._seeds())
             with self._frames.frame() as frame:
                 self._fill(frame, arguments)
+                for slot, tensor in own:
+                    frame.values[slot] = tensor
                 return self._graph_executor.execute_with_prefilled_frame(frame)
 
-    def execute_tree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _in_slots(self, state: RequestState | None) -> list[tuple[int, torch.Tensor]]:
+        """The tensors of a state that take the places of weights in a run."""
+        if state is None:
+            return []
+        if not isinstance(state, RequestState) or state.current is not self._current:
+            raise InputError(
+                f"expected a state of this served function, got another {type(state).__name__}\n"
+                "  take one from its state()"
+            )
+        tensors = state.tensors
+        return [(slot, tensors[name]) for name, slot in self._state_slots]
+
+    def execute_tree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: RequestState | None = None) -> Any:
         """Run once on arguments that are trees of tensors, as `in_spec` describes them; returns a tree of `out_spec`.
 
-        Keywords may come in any order. Raises what `execute` raises.
+        Keywords may come in any order. Writes to `state` instead of to weights. Raises what `execute` raises.
         """
         if self._arguments is None:
             raise InputError("the signature has no in_spec to flatten arguments by\n  call execute(inputs)")
         inputs = self._arguments.leaves(args, kwargs)
         executor = self._executor_for(inputs)
-        outputs = executor._run(inputs)
+        outputs = executor._run(inputs, state)
         spec = executor.graph_signature.out_spec
         if spec is None:
             return outputs
@@ -234,7 +274,7 @@ class Executor:
 
     def _conforming(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """As `_checked`, of inputs that need no copy, in a fifth of its time; None if some may."""
-        if len(inputs) != len(self._user_values) or self._written:
+        if len(inputs) != len(self._user_values) or self._writes_arguments:
             return None
         used = [inputs[place] for place, _ in self._used]
         device = self.graph.device

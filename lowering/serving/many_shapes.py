@@ -75,6 +75,11 @@ class ShapeExecutor(Executor):
         self._turn = shared.turn
         self._current = shared.current
 
+    def _find_state_slots(self) -> list[tuple[str, int]]:
+        # this graph may only read what the example's writes
+        names = sorted(self._shared.written.intersection(self._expected))
+        return [(name, self._expected[name].number) for name in names]
+
     def _split_constants(self) -> ConstantFolder:
         # what the example's graph writes changes from run to run, even if this graph does not write it
         fixed = {value: name for name, value in self._expected.items() if name not in self._shared.written}

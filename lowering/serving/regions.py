@@ -115,9 +115,16 @@ class DelegateKernel:
             values[value.number] = result
 
     def run_whole(
-        self, template: FrameTemplate, arguments: Sequence[torch.Tensor], seeds: Sequence[int]
+        self,
+        template: FrameTemplate,
+        arguments: Sequence[torch.Tensor],
+        own: Sequence[tuple[int, torch.Tensor]],
+        seeds: Sequence[int],
     ) -> list[torch.Tensor]:
-        """Run once as the only kernel of its graph, without a frame. See `whole_region`. `arguments`: of the graph."""
+        """Run once as the only kernel of its graph, without a frame. See `whole_region`.
+
+        `arguments`: of the graph. `own`: tensors of this run for slots of the template.
+        """
         if not template.operands:
             values = template.values
             template.operands[:] = [
@@ -127,6 +134,8 @@ class DelegateKernel:
         operands = template.operands.copy()
         for slot, argument in zip(template.inputs, arguments, strict=True):
             operands[self._places[slot]] = argument
+        for slot, tensor in own:
+            operands[self._places[slot]] = tensor
         return self.plan_for_run().execute(operands, self._constants, seeds)
 
     def describe(self, error: Exception) -> Exception:
@@ -134,9 +143,9 @@ class DelegateKernel:
 
 
 def whole_region(kernels: KernelGraph) -> DelegateKernel | None:
-    """The region that a graph consists of, if it only computes results from inputs."""
+    """The region that a graph consists of."""
     match kernels.kernels:
-        case [DelegateKernel() as region] if not region.mutates and region.outputs == kernels.graph.outputs:
+        case [DelegateKernel() as region] if region.outputs == kernels.graph.outputs:
             numbers = {value.number for value in region.region.inputs}
             return region if numbers.issuperset(kernels.template.inputs) else None
     return None
