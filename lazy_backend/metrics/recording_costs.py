@@ -177,7 +177,8 @@ class Aside:
     def describe(self) -> str:
         """What ran at once, and for each kind of stretch that was compared, why and what became of it."""
         lines = [f"stepped aside: {self.calls} calls in {self.stretches} stretches of the program ran at once"]
-        compared = [(cause, account) for cause, account in self.accounts.items() if account.at_once]
+        accounts = list(self.accounts.items())  # at once, as another thread may add one
+        compared = [(cause, account) for cause, account in accounts if account.at_once]
         lines += [f"    stretches after {cause}, {account.describe()}" for cause, account in compared]
         return "\n".join(lines)
 
