@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import shutil
@@ -32,13 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs Chromium: apt-get install chromium"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """A browser for one file: while Playwright runs, so does its event loop, and no other can in the thread."""
     with playwright.sync_playwright() as driver:
         # without a sandbox of its own: it runs as root in containers, and opens only what the tests wrote
         started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield started
         started.close()
+    assert asyncio._get_running_loop() is None
 
 
 class _Pages:
@@ -74,7 +77,7 @@ def open_page(browser: Any) -> Iterator[Open]:
     assert pages.faults == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _opened(browser: Any) -> Iterator[tuple[_Pages, Open]]:
     pages = _Pages(browser)
     yield pages, functools.cache(pages.open)
