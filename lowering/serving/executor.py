@@ -232,6 +232,8 @@ class Executor:
     def _run(self, inputs: Sequence[torch.Tensor], state: RequestState | None = None) -> list[torch.Tensor]:
         arguments = self._conforming(inputs) or self._checked(inputs)
         own = self._in_slots(state)
+        if self._state_slots:
+            self._require_apart(arguments, self.weights if state is None else state.tensors)
         with self._turn if state is None else state:
             if self._whole is not None:
                 return self._whole.run_whole(self._template(), arguments, own, self._seeds())
@@ -303,6 +305,16 @@ class Executor:
         others = [*inputs, *self.weights.values()]
         if sum(not storages.isdisjoint(storages_of([other])) for other in others) > 1:
             raise InputError(f"input {name!r} is written and shares its memory with another input or a weight")
+
+    def _require_apart(self, arguments: Sequence[torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
+        """Refuse an input that shares memory with a weight that runs write. See Note [Inputs own their storage]."""
+        storages = storages_of([written[name] for name, _ in self._state_slots])
+        for (place, _), argument in zip(self._used, arguments, strict=True):
+            if not storages.isdisjoint(storages_of([argument])):
+                raise InputError(
+                    f"input {self._user_values[place][0]!r} shares its memory with a tensor that requests write\n"
+                    "  give a clone() of it"
+                )
 
     def _fill(self, frame: ExecutionFrame, arguments: Sequence[torch.Tensor]) -> None:
         frame.fill(self._template(), arguments, self._constants, self._seeds())

@@ -213,6 +213,18 @@ def test_a_state_of_another_function_is_refused() -> None:
     assert served.weights["total"].item() == 0
 
 
+@pytest.mark.usefixtures("backend")
+def test_an_input_within_the_memory_of_what_is_written_is_refused() -> None:
+    served = serve(Counter(), torch.ones(1))
+    state, total = served.state(), served.weights["total"]
+    for own, shared in ((None, total), (None, total[:1]), (state, state.tensors["total"])):
+        with pytest.raises(InputError, match=r"shares its memory with a tensor that requests write\n  give a clone"):
+            served(shared, state=own)
+    assert served(total.fill_(1.0), state=state).item() == 1  # which this request does not write
+    assert served(total.clone()).item() == 2
+    assert served(served.weights["scale"]).item() == 3  # which none writes
+
+
 MEETING: list[threading.Barrier] = []
 
 
