@@ -78,7 +78,8 @@ class Servable:
     """A function or module that is served. See Note [Recorded again]. Without `again`, it is recorded only once."""
 
     def __init__(self, module_or_fn: Callable[..., Any], again: bool = True) -> None:
-        self.name: str = getattr(module_or_fn, "__qualname__", repr(module_or_fn))
+        named = type(module_or_fn) if isinstance(module_or_fn, torch.nn.Module) else module_or_fn
+        self.name: str = getattr(named, "__qualname__", repr(named))
         self._function: Callable[..., Any] | None = _on_lazy_device(module_or_fn)
         tensors = tensors_of(self._function) if isinstance(self._function, torch.nn.Module) else {}
         self._roles = _Roles(_names(tensors))

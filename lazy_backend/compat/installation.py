@@ -22,7 +22,7 @@ import lazy_backend_autoload as first_use
 from lazy_backend import metrics
 from lazy_backend.archives.transfer import take_entry, used_entries
 from lazy_backend.cache import process_locks
-from lazy_backend.compat import device_streams, lazy_core
+from lazy_backend.compat import device_streams, lazy_core, mask_checks
 from lazy_backend.compat.advice import advise
 from lazy_backend.compat.device_module import DeviceModule
 from lazy_backend.compat.runtime import listed, renew_after_fork
@@ -88,6 +88,7 @@ def install() -> None:
     bundles.join_compiler_bundles("lazy_backend", used_entries, take_entry)
     _replace()
     advise()
+    mask_checks.install()
     c10d.install()
     fsdp.install()
     contexts.prepare = _prepare

@@ -19,6 +19,7 @@ NEEDS = {
     "lightning": "lightning",
     "ignite": "ignite",
     "generation": "transformers",
+    "serving": "transformers",
     "trl": "trl",
     "sentence_transformers": "sentence_transformers",
     "stable_baselines3": "stable_baselines3",
