@@ -4,7 +4,9 @@
 PYTHON ?= python3
 # another PyTorch than that of constraints.txt, in an environment of its own: make test TORCH=2.15.0
 TORCH ?=
+TORCH_VERSION = $(or $(TORCH),$(shell sed -n s/^torch==//p constraints.txt))
 VENV := .venv$(TORCH:%=-%)
+WILD := .venv-wild$(TORCH:%=-%)
 BIN := $(VENV)/bin
 # processes of the test run: a third gains nothing on two cores. A file stays in one process, as its tests share what
 # they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
@@ -82,14 +84,14 @@ bench: $(VENV)/test.installed
 	$(BIN)/python tools/bench.py $(ARGS)
 
 # in an environment of its own, since twenty packages need many others; pytorch-forecasting wants an older pandas
-wild: .venv-wild/wild.installed
+wild: $(WILD)/wild.installed
 	mkdir -p build
-	.venv-wild/bin/python tools/bench.py --wild --markdown --json build/wild.json $(ARGS)
+	$(WILD)/bin/python tools/bench.py --wild --markdown --json build/wild.json $(ARGS)
 
-.venv-wild/wild.installed: pyproject.toml constraints.txt tools/wild_requirements.txt
-	$(PYTHON) -m venv .venv-wild
-	sed '/^pandas==/d' constraints.txt > .venv-wild/constraints.txt
-	.venv-wild/bin/python -m pip install --no-compile --constraint .venv-wild/constraints.txt \
+$(WILD)/wild.installed: pyproject.toml constraints.txt tools/wild_requirements.txt
+	$(PYTHON) -m venv $(WILD)
+	sed '/^pandas==/d; s/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt > $(WILD)/constraints.txt
+	$(WILD)/bin/python -m pip install --no-compile --constraint $(WILD)/constraints.txt \
 		--requirement tools/wild_requirements.txt --editable '.[trainers]'
 	touch $@
 
@@ -113,7 +115,7 @@ $(VENV)/%.installed: pyproject.toml $(VENV)/constraints.txt
 	touch $@
 
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
-	sed 's/^torch==.*/torch==$(or $(TORCH),$(shell sed -n s/^torch==//p constraints.txt))/' $< > $@
+	sed 's/^torch==.*/torch==$(TORCH_VERSION)/' $< > $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
