@@ -24,7 +24,6 @@ import torch
 
 from lazy_backend.errors import CaptureError, LazyBackendError
 from lazy_backend.errors.sites import user_site
-from lazy_backend.execution.run import SyncTensorsConfig
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import Graph, TensorMeta
@@ -286,7 +285,7 @@ def _record(
             return _finish(context, roles, given, made, in_spec, out_spec)
 
     with context.lock:
-        executor.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), "serve")
+        executor.sync_tensors_graph_internal(context, "serve", is_awaited=True)
         after = context.fresh_trace()
         recording = context.trace
         try:

@@ -30,7 +30,6 @@ IMMUTABLE = {
         "cast",
         "device",
         "DispatchKeySet",
-        "SyncTensorsConfig",
         "_Tensor",
         "Token",
         "float",

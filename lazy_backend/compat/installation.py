@@ -35,7 +35,6 @@ from lazy_backend.distributed.exchange import batching, exchanging
 from lazy_backend.distributed.order import finish_group, in_order
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution import closures, disk_cache
-from lazy_backend.execution.run import SyncTensorsConfig
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.collectives.agreement import agreements
@@ -221,7 +220,7 @@ def _begin_everything(cause: str) -> None:
     if not executor.rules.is_refusing() and executor.rules.may_run():
         for context in contexts.get_active_devices():
             if context.body is None or context.body.ended:
-                executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), cause)
+                executor.sync_tensors_graph_internal(context, cause)
 
 
 def _is_over_within(seconds: float, context: DeviceContext) -> bool:

@@ -35,7 +35,6 @@ from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.tensors import outside
 from lazy_backend.tensors.contexts import contexts
-from lazy_backend.tensors.locks import lockers
 
 
 class Life(Enum):
@@ -72,8 +71,6 @@ PARTS: tuple[Part, ...] = (
          "the locks that are held during a fork", after_fork=process_locks.release_all),
     Part("tensors.contexts", ("contexts",), Life.DEVICES, "devices with their traces, tries and live tensors",
          reset=contexts.reset, after_fork=contexts.reset_after_fork),
-    Part("tensors.locks", ("lockers",), Life.DEVICES, "the run under way on each device, and its exception",
-         reset=lockers.reset),
     Part("execution.sync", ("executor",), Life.RUN, "computations, families of shapes, what limits and warnings count",
          reset=executor.reset),
     Part("metrics", ("_events", "_counters", "_metrics"), Life.RUN, "counters and metrics", reset=metrics.reset),

@@ -39,8 +39,10 @@ class SyncRecords:
         context = collection.context
         cursor, begin = collection.cursor, context.trace.start
         record = history.begin_sync(context.name, cursor, collection.cause, collection.site, begin)
+        if is_bound:  # nearly always
+            return record
         bindings = bindings_of(cursor)
-        if not is_bound and len(bindings) and not bindings.has(collection.indices, settings):
+        if len(bindings) and not bindings.has(collection.indices, settings):
             with explaining(record):
                 explain_binding(record, cursor, bindings.known(), collection.indices, settings)
         return record

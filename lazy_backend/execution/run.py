@@ -62,17 +62,6 @@ class RunPlace(enum.Enum):
     BESIDE = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class SyncTensorsConfig:
-    """How a sync behaves.
-
-    `force_ltc_data`: wait until the data is there (a read) rather than return once the run is scheduled. The seed's
-    second flag, `sync_ltc_data`, has no use here: a synced tensor always becomes plain data.
-    """
-
-    force_ltc_data: bool = False
-
-
 @dataclass(slots=True)
 class SyncTensorCollection:
     """What one sync of one device covers.
@@ -80,13 +69,13 @@ class SyncTensorCollection:
     The preparation relies on `cursor`, not on the context's trace, which a signal handler or a finalizer may replace.
     """
 
-    config: SyncTensorsConfig
     context: DeviceContext
     cursor: TrieNode[Call | Cut]  # where the trace ends
     indices: tuple[int, ...]  # places of the live storages among the pending ones
     storages: list[LazyStorage]  # those storages, held strongly from here on
     cause: str
     site: str
+    is_awaited: bool = False  # whether the caller waits for the values
     given_back: Sequence[LazyStorage] = ()  # what is no longer in memory after the trace
     hash: str = ""  # of the computation's key, once it is known
     is_new: bool = False  # whether neither the path nor its graph was known with this live set
@@ -100,7 +89,7 @@ class Async(Work):
     """
 
     collection: SyncTensorCollection
-    parameters_data: list[tuple[TensorData, bool]]  # each with whether the run takes its base instead
+    parameters_data: list[TensorData]
     tensors_data: list[LazyStorage | None]  # per output; None where nothing holds it
     constants: Sequence[float]
     seeds: list[int]
@@ -163,7 +152,7 @@ class Async(Work):
     def _plain_inputs(self) -> list[torch.Tensor] | None:
         """The inputs if all are there, and none is a view: no operator makes them."""
         inputs: list[torch.Tensor] = []
-        for data, _ in self.parameters_data:
+        for data in self.parameters_data:
             tensor = data.tensor if type(data) is LazyStorage else None
             if tensor is None:
                 return None
@@ -171,14 +160,13 @@ class Async(Work):
         return inputs
 
     def _inputs(self) -> list[torch.Tensor]:
-        return [_resolve(data, base) for data, base in self.parameters_data]
+        return [backing_tensor(data) for data in self.parameters_data]
 
     def _give_back(self) -> None:
         """See Note [Memory given back]. May be interrupted, and done again."""
         given_back = {storage: _moved(storage) for storage in self.collection.given_back}
         self.parameters_data = [
-            (data if (own := given_back.get(data.storage)) is None else _look(own, data), base)
-            for data, base in self.parameters_data
+            data if (own := given_back.get(data.storage)) is None else _look(own, data) for data in self.parameters_data
         ]
         self.collection.context.given_back.forget(given_back)
 
@@ -256,7 +244,7 @@ class Async(Work):
         plan.num_runs += 1
         # checking the layout takes 0.4 µs per result
         is_known = plan.conforms
-        conforms = plan.kind.lays_out_alike
+        conforms = is_known or plan.kind.lays_out_alike
         storage = None
         try:
             for place, storage in enumerate(self.tensors_data):
@@ -278,7 +266,7 @@ class Async(Work):
         return outputs
 
     def _computed(self) -> list[torch.Tensor]:
-        inputs = self._inputs()
+        inputs = self._plain_inputs() or self._inputs()
         self.parameters_data.clear()
         self.began = perf_counter()
         collectives = self.cached_computation.computation.collectives
@@ -296,7 +284,11 @@ class Async(Work):
         is_beside = self.beside is not None and self.seconds > 0.0
         start, seconds = (self.began, self.seconds) if is_beside else (start, perf_counter() - start)
         failed = self.error is not None or self.interruption is not None
-        counted = {"ExecuteComputation": 1, "ExecuteFailed": int(failed), "ExecuteBeside": int(self.beside is not None)}
+        counted = {"ExecuteComputation": 1}
+        if failed:
+            counted |= {"ExecuteFailed": 1}
+        if self.beside is not None:
+            counted |= {"ExecuteBeside": 1}
         metrics.observe_in_run(counted, ExecuteTime=seconds)
         if self.record is not None:
             history.ran(self.record, start, seconds, self.collective_seconds)
@@ -361,10 +353,6 @@ def _look(storage: LazyStorage, data: TensorData) -> TensorData:
     return storage if data.meta is storage.meta else ViewData(storage.context, None, None, data.meta, storage)
 
 
-def _resolve(data: TensorData, base: bool) -> torch.Tensor:
-    return backing_tensor(data.storage if base else data)
-
-
 def conform(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """`tensor` with exactly the geometry that was recorded: users saw it, and views are made from it.
 
@@ -390,9 +378,11 @@ def place_of_run(
     if setting == "never" or (is_awaited and not is_forced and context.backing.type == "cpu"):
         return RunPlace.WITHIN_CALL, None
     if bound.computation.collectives is None and not is_profiling():
+        if not is_forced and not plan.overlap.pays():
+            return RunPlace.WITHIN_CALL, None
         beside = plan.run_beside()
         if beside is not None and (is_forced or beside.num_threads < available_cores()):
-            return (RunPlace.BESIDE, beside) if is_forced or plan.overlap.pays() else (RunPlace.WITHIN_CALL, None)
+            return RunPlace.BESIDE, beside
     is_long = torch.get_num_threads() == 1 and _SHORT_RUN < plan.shortest_run < math.inf
     if is_forced or is_long or context.backing.type != "cpu":
         return RunPlace.DEVICE_THREAD, None

@@ -47,7 +47,7 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
-from lazy_backend.tensors.state import LOOKED_AT, DeviceContext, Epoch, Loop, Pace
+from lazy_backend.tensors.state import LOOKED_AT, DeviceContext, Loop, Pace
 from lazy_backend.tensors.tensor import LazyTensor
 
 # A loop's step is as many rounds as have so many calls: graphs of a few calls gain nothing.
@@ -59,14 +59,12 @@ MOST_BATCHES = 16
 
 
 class StepEnds:
-    """Ends steps, and knows which traces are empty because a step ended by itself."""
+    """Ends steps, where nobody marks them too."""
 
     def __init__(self) -> None:
         self._hook: Any = None
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._held = threading.local()
-        # by device, the trace that began when a step ended by itself
-        self._fresh: weakref.WeakKeyDictionary[DeviceContext, weakref.ref[Epoch]] = weakref.WeakKeyDictionary()
         self._warned = False
 
     def follow_settings(self) -> None:
@@ -92,7 +90,6 @@ class StepEnds:
     def reset(self) -> None:
         """As after the import."""
         self._followed.clear()
-        self._fresh.clear()
         self._warned = per_thread.marks_by_hand = False
         for context in contexts.get_active_devices():
             context.pace = Pace()
@@ -115,7 +112,7 @@ class StepEnds:
         devices = contexts.get_active_devices()
         self._end(devices, cause)
         for context in devices:
-            self._fresh[context] = weakref.ref(context.trace.epoch)
+            context.pace.fresh = weakref.ref(context.trace.epoch)
 
     def end_of_trainer(self) -> None:
         """End a step of a trainer that says where its steps end: this thread gets no other ends."""
@@ -123,7 +120,7 @@ class StepEnds:
         self.end_by_itself()
 
     def _end(self, devices: Sequence[DeviceContext], cause: str, wait: bool = False) -> None:
-        is_new = not self._fresh or not all(map(self._has_just_ended, devices)) or not devices
+        is_new = not devices or not all(map(_has_just_ended, devices))
         if is_new:
             metrics.increment("MarkStep")
         for context in devices:
@@ -133,11 +130,6 @@ class StepEnds:
         for context in devices:
             executor.aside.end_stretch(context, cause, is_step=True)
         closures.runner.run()
-
-    def _has_just_ended(self, context: DeviceContext) -> bool:
-        trace, fresh = context.trace, self._fresh.get(context)
-        is_recording = trace.cursor is not context.eager_root
-        return fresh is not None and trace.is_empty() and fresh() is trace.epoch and is_recording
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -284,6 +276,12 @@ def _comes_again(pace: Pace) -> bool:
         return True
     pace.others += 1
     return False
+
+
+def _has_just_ended(context: DeviceContext) -> bool:
+    """Whether nothing was recorded since a step ended by itself."""
+    trace = context.trace
+    return trace.cursor.depth == 0 and context.pace.fresh() is trace.epoch and trace.cursor is not context.eager_root
 
 
 def _ends_by_itself() -> bool:

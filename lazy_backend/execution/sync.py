@@ -33,7 +33,6 @@ from lazy_backend.execution.run import (
     Async,
     RunPlace,
     SyncTensorCollection,
-    SyncTensorsConfig,
     held_outputs,
     place_of_run,
 )
@@ -93,11 +92,12 @@ class LazyGraphExecutor:
         return storage.tensor is None and storage.error is None
 
     def collect_sync_tensors(
-        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, goes_on: bool = False
+        self, context: DeviceContext, cause: str, goes_on: bool = False, is_awaited: bool = False
     ) -> tuple[Trace, SyncTensorCollection]:
         """The trace of `context`, and its live set: the pending storages that are still held.
 
-        The caller holds the context's lock. `goes_on`: whether the trace does.
+        The caller holds the context's lock. `goes_on`: whether the trace does; `is_awaited`: whether the caller waits
+        for the values.
         """
         site = user_site()
         while True:  # again if a finalizer records something meanwhile
@@ -105,37 +105,38 @@ class LazyGraphExecutor:
             given_back = [] if goes_on else context.given_back.pending()
             indices, storages = trace.live(goes_on)
             if context.trace is trace and trace.cursor is cursor:
-                found = SyncTensorCollection(sync_config, context, cursor, indices, storages, cause, site, given_back)
+                found = SyncTensorCollection(context, cursor, indices, storages, cause, site, is_awaited, given_back)
                 return trace, found
 
     def extract_ir_and_prepare_tensor_data(
         self, trace: Trace, bound: CachedComputation
-    ) -> tuple[list[tuple[TensorData, bool]], list[float], list[int]]:
+    ) -> tuple[list[TensorData], list[float], list[int]]:
         """Pick the computation's parameters, constants and seeds from the trace, in its order."""
-        parameters = [(trace.inputs[p.index], p.base) for p in bound.parameters]
+        inputs = trace.inputs
+        parameters = [inputs[p.index].storage if p.base else inputs[p.index] for p in bound.parameters]
         return parameters, [trace.constants[i] for i in bound.constants], [trace.seeds[i] for i in bound.seeds]
 
     # ----- the stages of a sync
 
-    def sync_tensors_graph_internal(
-        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str
-    ) -> Async | None:
+    def sync_tensors_graph_internal(self, context: DeviceContext, cause: str, is_awaited: bool = False) -> Async | None:
         """Cut the trace of `context` and schedule it; None if there was nothing to run.
+
+        `is_awaited`: return when the values are there, as for a read, rather than when the run is scheduled.
 
         A finalizer that interrupts a run on the device's thread runs nothing: what another thread has recorded since
         comes after that run.
         """
         if context.queue.is_here():
-            if sync_config.force_ltc_data:
+            if is_awaited:
                 raise within_a_run(cause)
             return None
         if not (is_profiling() and context.has_pending()):
-            return self._sync_tensors_graph(context, sync_config, cause)
+            return self._sync_tensors_graph(context, cause, is_awaited)
         context.trace.end_range()
         with profiled(f"sync ({cause})"):
-            return self._sync_tensors_graph(context, sync_config, cause)
+            return self._sync_tensors_graph(context, cause, is_awaited)
 
-    def _sync_tensors_graph(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str) -> Async | None:
+    def _sync_tensors_graph(self, context: DeviceContext, cause: str, is_awaited: bool) -> Async | None:
         context.wait_for_body()
         start = perf_counter()
         waited_since = 0.0
@@ -148,11 +149,11 @@ class LazyGraphExecutor:
                 if context.trace.is_empty():
                     return None
                 if context.trace.computed:
-                    if self._end_computed_trace(context, sync_config, cause, start):
+                    if self._end_computed_trace(context, cause, start):
                         return None
                     continue
                 if prepared is None or not prepared.fits(context.trace):
-                    prepared = self._prepare(context, sync_config, cause, not is_held)
+                    prepared = self._prepare(context, cause, is_awaited, not is_held)
                 waited_since = waited_since or perf_counter()
                 if context.locker.is_idle():
                     self.tensor_collection_barrier(prepared.run.collection)
@@ -163,13 +164,13 @@ class LazyGraphExecutor:
             context.locker.wait_idle()
         return self._finish_sync(prepared, start, waited, waited_since)
 
-    def _prepare(self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, may_wait: bool) -> _Prepared:
+    def _prepare(self, context: DeviceContext, cause: str, is_awaited: bool, may_wait: bool) -> _Prepared:
         """Prepare a sync without changing the trace: its computation, plan and run.
 
         `may_wait`: whether the run may happen on the device's thread, later than this call.
         """
         settings = current_environment()
-        trace, collection = self.collect_sync_tensors(context, sync_config, cause)
+        trace, collection = self.collect_sync_tensors(context, cause, is_awaited=is_awaited)
         bound = self.computations.try_run_cached_sync(collection, settings)
         record = self.records.begin(collection, settings, bound is not None)
         if untold_failures:
@@ -185,7 +186,7 @@ class LazyGraphExecutor:
             plan = run_clean(self.records.plan_for, bound, constants, compile_policy(), collection, record)
         place: tuple[RunPlace, CompiledRun | None] = (RunPlace.WITHIN_CALL, None)
         if may_wait:
-            place = place_of_run(context, bound, plan, sync_config.force_ltc_data)
+            place = place_of_run(context, bound, plan, is_awaited)
         held = held_outputs(bound, collection.storages)
         run = Async(collection, parameters, held, constants, seeds, bound, plan, record, *place)
         return _Prepared(trace, collection.cursor, run, trace.start, counted)
@@ -215,7 +216,7 @@ class LazyGraphExecutor:
         seconds = perf_counter() - start - waited
         trace_seconds = start - prepared.trace_start
         metrics.observe_together(prepared.counted, TraceTime=trace_seconds, DeviceLockWait=waited, SyncTime=seconds)
-        computation, awaited = run.cached_computation.computation, run.collection.config.force_ltc_data
+        computation, awaited = run.cached_computation.computation, run.collection.is_awaited
         if run.place is RunPlace.WITHIN_CALL:
             # outside the context's lock, so that other threads may record meanwhile
             run.do()
@@ -266,7 +267,7 @@ class LazyGraphExecutor:
         self,
         collection: SyncTensorCollection,
         bound: CachedComputation,
-        parameters: list[tuple[TensorData, bool]],
+        parameters: list[TensorData],
         constants: tuple[float, ...],
         seeds: list[int],
         storages: list[LazyStorage],
@@ -334,7 +335,7 @@ class LazyGraphExecutor:
 
     def _prepare_catch_up(self, context: DeviceContext) -> Async:
         policy, settings = compile_policy(), current_environment()
-        trace, collection = self.collect_sync_tensors(context, SyncTensorsConfig(), "an unseen call", goes_on=True)
+        trace, collection = self.collect_sync_tensors(context, "an unseen call", goes_on=True)
         bound = self.computations.try_run_cached_sync(collection, settings) or run_clean(
             self.computations.compile, collection, settings
         )
@@ -343,15 +344,13 @@ class LazyGraphExecutor:
         held = held_outputs(bound, collection.storages)
         return Async(collection, parameters, held, constants, seeds, bound, plan)
 
-    def _end_computed_trace(
-        self, context: DeviceContext, sync_config: SyncTensorsConfig, cause: str, start: float
-    ) -> bool:
+    def _end_computed_trace(self, context: DeviceContext, cause: str, start: float) -> bool:
         """End a trace that ran while it was recorded. Its graph is made when the path is taken again.
 
         False, with nothing done, if something came in between.
         """
         settings = current_environment()
-        trace, collection = self.collect_sync_tensors(context, sync_config, cause)
+        trace, collection = self.collect_sync_tensors(context, cause)
         cursor = collection.cursor
         record = self.records.begin(collection, settings, False)
         context.aside.unseen += 1
@@ -390,14 +389,14 @@ class LazyGraphExecutor:
         while (trace := context.trace).computed:
             if trace.cursor.depth == 0:  # no call between the check and the store
                 trace.computed = False
-            elif self._end_computed_trace(context, SyncTensorsConfig(), cause, start):
+            elif self._end_computed_trace(context, cause, start):
                 return
 
     def end_computed(self, context: DeviceContext) -> None:
         """End a trace whose calls ran as they were recorded; what follows is deferred."""
         with context.lock:
             if context.trace.computed:
-                self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "allow_execution")
+                self.sync_tensors_graph_internal(context, "allow_execution")
 
     # ----- reasons to sync
 
@@ -405,9 +404,9 @@ class LazyGraphExecutor:
         """Sync everything pending on `devices`, lowest index first."""
         self.rules.check_allowed(cause)
         # no sync of several devices waits for its run: the next device could not run at the same time
-        sync_config = SyncTensorsConfig(force_ltc_data=wait and len(devices) == 1)
+        is_awaited = wait and len(devices) == 1
         for context in devices:
-            self.sync_tensors_graph_internal(context, sync_config, cause)
+            self.sync_tensors_graph_internal(context, cause, is_awaited)
         if wait:
             self.wait_device_ops(devices)
 
@@ -424,7 +423,7 @@ class LazyGraphExecutor:
         else:
             metrics.increment("GraphCut")
             metrics.increment(f"GraphCut: {cause} at {user_site()}")
-            self.sync_tensors_graph_internal(context, SyncTensorsConfig(force_ltc_data=True), cause)
+            self.sync_tensors_graph_internal(context, cause, is_awaited=True)
             context.aside.cuts += 1
             if context.aside.is_long():
                 self.aside.end_stretch(context, "reads")
@@ -447,7 +446,7 @@ class LazyGraphExecutor:
                 "lazy_backend.config.max_trace_length sets the bound",
                 GraphCutWarning,
             )
-        self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "trace too long")
+        self.sync_tensors_graph_internal(context, "trace too long")
 
     def change_default_dtype(self, context: DeviceContext) -> None:
         """Start a trace under another root after `torch.set_default_dtype`: stored metadata depends on the dtype."""
@@ -460,7 +459,7 @@ class LazyGraphExecutor:
             self.rules.check_allowed("torch.set_default_dtype")
             if context.queue.is_here():
                 raise within_a_run("a call after torch.set_default_dtype")
-        self.sync_tensors_graph_internal(context, SyncTensorsConfig(), "torch.set_default_dtype")
+        self.sync_tensors_graph_internal(context, "torch.set_default_dtype")
         with context.lock:
             trace = context.trace
             if trace.is_empty() and trace.default_dtype is not torch.get_default_dtype():

@@ -94,7 +94,9 @@ def add_source(source: Source) -> None:
 
 
 def increment(name: str, by: int = 1) -> None:
-    observe_together({name: by})
+    _events.append(({name: by}, {}))
+    if len(_events) > _MAX_EVENTS:
+        _add_up()
 
 
 def observe(name: str, value: float) -> None:

@@ -62,7 +62,8 @@ class StretchCosts:
         """Note a stretch that was recorded."""
         if not cuts and not unseen:
             self.evidence, self.is_trial = 0.0, False
-            self._take_back("it has settled")
+            if self.is_given_up:
+                self._take_back("it has settled")
             return
         self.recorded.append(seconds / calls)
         self.is_read, self.usual = cuts > 0, calls / max(1, cuts)

@@ -32,7 +32,7 @@ from lazy_backend.errors import CaptureError, CaptureWarning
 from lazy_backend.errors.captures import no_longer_alike
 from lazy_backend.errors.sites import user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.execution.run import Async, RunPlace, SyncTensorsConfig
+from lazy_backend.execution.run import Async, RunPlace
 from lazy_backend.execution.sync import executor
 from lazy_backend.floats.float_recorder import FloatRecorder, call_traced
 from lazy_backend.floats.formula_program import Stale
@@ -251,7 +251,7 @@ class Captured(Generic[P, R]):
         while True:  # again if something was recorded or run in between
             context.wait_for_body()
             if context.has_pending():
-                executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
+                executor.sync_tensors_graph_internal(context, "a captured call")
             with context.lock:
                 if context.has_pending():
                     continue
@@ -388,7 +388,7 @@ class Captured(Generic[P, R]):
 
     def _sync(self, context: DeviceContext) -> Async | None:
         with executor.records.limiting(self._limit, self._max_different_graphs):
-            run = executor.sync_tensors_graph_internal(context, SyncTensorsConfig(), "a captured call")
+            run = executor.sync_tensors_graph_internal(context, "a captured call")
         history.steps += 1
         return run
 

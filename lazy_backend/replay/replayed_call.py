@@ -21,7 +21,7 @@ import torch
 
 from lazy_backend import metrics
 from lazy_backend.execution.computations import current_environment
-from lazy_backend.execution.run import Async, SyncTensorCollection, SyncTensorsConfig
+from lazy_backend.execution.run import Async, SyncTensorCollection
 from lazy_backend.execution.sync import executor
 from lazy_backend.floats.formula_program import Evaluated, FormulaProgram, Stale
 from lazy_backend.floats.hyperparameters import OptimizerGuard
@@ -46,9 +46,6 @@ class Arguments:
     tensors: tuple[LazyTensor, ...]
     floats: tuple[float, ...]
     uploads: Sequence[torch.Tensor] = ()  # what the formulas computed for this replay
-
-
-_CONFIG = SyncTensorsConfig()
 
 
 # ----- where the inputs of a program come from
@@ -305,7 +302,7 @@ class CapturedProgram:
         deliveries.extend((cleared.put, cleared) for cleared in self.cleared_grads)
         storages = [output.renew(deliveries) for output in self.outputs]
         result = self._result(storages, inputs)
-        parameters = [(inputs[place], base) for place, base in self.parameters]
+        parameters = [inputs[place].storage if base else inputs[place] for place, base in self.parameters]
         return PreparedReplay(self, count, evaluated.constants, parameters, storages, deliveries, result)
 
     def may_prepare_early(self) -> bool:
@@ -337,7 +334,7 @@ class PreparedReplay:
     program: CapturedProgram
     count: int
     constants: tuple[float, ...]
-    parameters: list[tuple[TensorData, bool]]
+    parameters: list[TensorData]
     storages: list[LazyStorage]
     deliveries: list[Delivery]
     result: Any
@@ -352,9 +349,7 @@ class PreparedReplay:
             return None  # before seeds are drawn: the next attempt draws them
         seeds = [contexts.get_rng_seed(generator) for generator in program.generators]
         run = executor.replay(
-            SyncTensorCollection(
-                _CONFIG, program.context, program.context.trace.cursor, (), [], "captured call", program.site
-            ),
+            SyncTensorCollection(program.context, program.context.trace.cursor, (), [], "captured call", program.site),
             program.bound,
             self.parameters,
             self.constants,

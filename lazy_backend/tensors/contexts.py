@@ -16,7 +16,7 @@ from lazy_backend.diagnostics.memory import Alive
 from lazy_backend.errors import DeviceError
 from lazy_backend.lowering.ir import rng
 from lazy_backend.settings import config
-from lazy_backend.tensors.locks import lockers
+from lazy_backend.tensors.locks import DeviceLocker
 from lazy_backend.tensors.state import DeviceContext, new_queue
 
 Device = torch.device | str | int | None
@@ -126,12 +126,12 @@ class DeviceContextArena:
         self.current = 0
 
     def reset_after_fork(self) -> None:
-        """Make new locks and queues in a forked child: the threads stayed with the parent."""
+        """In a forked child, make new locks and queues, with no run under way: the threads stayed with the parent."""
         self._lock = threading.RLock()
         for context in self._contexts.values():
             context.lock = threading.RLock()
+            context.locker = DeviceLocker(context.index)
             context.queue = new_queue(context.index)
-        lockers.reset_after_fork()
 
 
 contexts = DeviceContextArena()

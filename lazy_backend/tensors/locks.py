@@ -5,9 +5,9 @@ In: runs, in program order. Out: the same order on each device; exceptions carri
 Note [The device lock]
 At most one run is under way per device, while Python records the next step. A run holds its device's lock from when it
 is scheduled until it has finished; scheduling the next run waits for that. An exception of the run stays with the lock
-and is raised once, to the next caller that waits. Seed: lazy_graph_executor, `DeviceLocker`, `DeviceLockerArena`. The
-seed's `LockDevices` and `MultiWait` are not needed here: a sync concerns one device, and waiting for a run means doing
-the run, or waiting until the thread that does it has finished.
+and is raised once, to the next caller that waits. Seed: lazy_graph_executor, `DeviceLocker`. The seed's `LockDevices`
+and `MultiWait` are not needed here: a sync concerns one device, and waiting for a run means doing the run, or waiting
+until the thread that does it has finished.
 
 Note [Interruption]
 An exception can arrive at any line: Ctrl-C, a signal handler that raises, MemoryError, a timeout that another thread
@@ -163,8 +163,10 @@ class DeviceLocker:
     def lock(self, run: DeviceRun) -> None:
         """Mark `run` as under way, unless it already is. The device must be idle."""
         while True:
-            current = self._run
-            if any(one is run for one in self._under_way()):  # perhaps beneath another run, which interrupted this call
+            current = one = self._run
+            while one is not None and one is not run:  # perhaps beneath another run, which interrupted this call
+                one = one.below
+            if one is run:
                 return
             # no call between these checks and the store, see Note [Interruption]: `run` may be done already
             if run.done:
@@ -239,25 +241,6 @@ class DeviceLocker:
         return error
 
 
-class DeviceLockerArena:
-    """One `DeviceLocker` per device."""
-
-    def __init__(self) -> None:
-        self._lockers: dict[int, DeviceLocker] = {}
-
-    def get_locker(self, index: int) -> DeviceLocker:
-        found = self._lockers.get(index)
-        return self._lockers.setdefault(index, DeviceLocker(index)) if found is None else found
-
-    def reset(self) -> None:
-        """Forget the devices."""
-        self._lockers.clear()
-
-    def reset_after_fork(self) -> None:
-        """In a forked child no run is under way: its thread stayed with the parent."""
-        self._lockers = {index: DeviceLocker(index) for index in self._lockers}
-
-
 class DeviceQueue:
     """Runs tasks one after the other on a thread of its own, started at the first task; `on_start` runs there first."""
 
@@ -293,6 +276,3 @@ class DeviceQueue:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # otherwise the task would keep its tensors alive until the next one comes
-
-
-lockers = DeviceLockerArena()

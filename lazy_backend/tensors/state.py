@@ -32,7 +32,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from sys import getrefcount
@@ -55,7 +55,7 @@ from lazy_backend.ports import cpython
 from lazy_backend.ports.cpython import is_owned
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import Body
-from lazy_backend.tensors.locks import DeviceLocker, DeviceQueue, Work, lockers
+from lazy_backend.tensors.locks import DeviceLocker, DeviceQueue, Work
 from lazy_backend.tensors.path_counts import PathCounts, calls_of
 from lazy_backend.tensors.registry import Registry
 
@@ -135,15 +135,14 @@ class GivenBack:
     def __init__(self, registry: Registry[LazyStorage]) -> None:
         self._registry = registry
         self._storages: WeakSet[LazyStorage] = WeakSet()
+        self.is_used = False  # whether anything ever was: every sync asks
 
     def __contains__(self, storage: LazyStorage) -> bool:
-        return storage in self._storages
-
-    def __bool__(self) -> bool:
-        return bool(self._storages)
+        return self.is_used and storage in self._storages
 
     def add(self, storage: LazyStorage) -> None:
         """Let the memory of `storage` go when the trace ends."""
+        self.is_used = True
         if storage.error is not None:  # nothing uses it any more
             self.forget([storage])
         self._storages.add(storage)
@@ -154,7 +153,7 @@ class GivenBack:
 
     def pending(self) -> list[LazyStorage]:
         """What the end of the trace does not leave in memory."""
-        return [one for one in self._storages if one.token is not UNWRITTEN] if self._storages else []
+        return [one for one in self._storages if one.token is not UNWRITTEN] if self.is_used else []
 
     def forget(self, storages: Iterable[LazyStorage]) -> None:
         """Let `storages` be memory that was never used. May be interrupted, and done again."""
@@ -343,7 +342,7 @@ class Trace:
         else:
             held = {place: storage for place, one in enumerate(pending) if (storage := one()) is not None}
             indices, storages = tuple(held), list(held.values())
-        if not goes_on and self.given_back:
+        if not goes_on and self.given_back.is_used:
             kept = [
                 (i, storage) for i, storage in zip(indices, storages, strict=True) if storage not in self.given_back
             ]
@@ -380,7 +379,7 @@ class Loop:
 class Pace:
     """How far apart steps of one device end, where they end by themselves. See Note [Steps that end by themselves]."""
 
-    __slots__ = ("loop", "deepest", "calls", "batches", "most_batches", "latest", "place", "others", "_recent")
+    __slots__ = ("loop", "deepest", "calls", "batches", "most_batches", "latest", "place", "others", "fresh", "_recent")
 
     def __init__(self) -> None:
         self.loop: Loop | None = None  # that the latest step was rounds of
@@ -393,6 +392,7 @@ class Pace:
         self.place: Hashable = None  # of the program, from which the latest batch came that ended a step
         self.others = 0  # batches from other places since then
         self.latest: TrieNode[Call | Cut] | None = None  # where the latest batch came
+        self.fresh: Callable[[], Epoch | None] = _gone  # the epoch that began when a step last ended by itself
 
     def longest(self) -> int:
         """The calls after which a trace is looked at."""
@@ -436,6 +436,7 @@ class DeviceContext:
         self.name = str(self.device)  # str() takes 0.4 µs, and every sync's record needs it
         self.backing = backing
         self.lock = threading.RLock()
+        self.locker = DeviceLocker(index)
         self.trie: Trie[Call | Cut] = Trie()
         self.eager_root: TrieNode[Call | Cut] = TrieNode(None, None)  # without children, see Note [Eager mode]
         # storages of a trace are in its `pending`; those that outlive it, or never were in a trace, are registered here
@@ -453,10 +454,6 @@ class DeviceContext:
         self.body: Body | None = None  # of a captured function that runs as written, see Note [Threads and bodies]
         self.order: TensorData | None = None  # of the tensor that all collectives write to, once there is one
         self._baseline: Counter[str] = Counter()  # cumulative counters at the last `reset_counters`
-
-    @property
-    def locker(self) -> DeviceLocker:
-        return lockers.get_locker(self.index)
 
     def holds_lock(self) -> bool:
         """Whether the calling thread holds `lock`."""

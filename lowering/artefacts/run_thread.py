@@ -1,6 +1,6 @@
 """The thread on which runs without Python take place beside recording.
 
-In: the functions of an extension that begin a run. Out: a `RunBeside`, which is waited for, and gives the results.
+In: the functions of an extension that begin a run. Out: the queue that they add it to.
 See Note [Runs beside recording].
 """
 
@@ -31,41 +31,6 @@ class RunStarter:
     extension: ModuleType
     begin: Begin
     num_threads: int | None = None
-
-
-class RunBeside:
-    """A run that may have begun. Any number of calls may begin it, one within another: the first one does."""
-
-    __slots__ = ("_starter", "_jobs")
-
-    def __init__(self, starter: RunStarter) -> None:
-        self._starter = starter
-        self._jobs: list[Any] = []  # the job, once there is one
-
-    def begin(self, arguments: list[Any]) -> None:
-        """Begin, unless that is done. Empties `arguments`."""
-        queue = run_thread.queue_of(self._starter.extension)
-        self._starter.begin(queue, self._jobs, arguments, torch.get_num_threads())
-
-    @property
-    def num_threads(self) -> int:
-        """How many threads the run takes."""
-        return self._starter.num_threads or torch.get_num_threads()
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self._jobs)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for at most so long, without the GIL. Returns whether the run is over."""
-        return bool(self._starter.extension.wait(self._jobs[0], seconds))
-
-    def results(self) -> tuple[list[torch.Tensor], float, float]:
-        """The results of a run that is over, seconds since it began, and those that it took; or raises its error.
-
-        May be called once.
-        """
-        return self._starter.extension.results(self._jobs[0])  # type: ignore[no-any-return]
 
 
 # Runs that gained nothing, beyond those that did, after which runs are done otherwise.

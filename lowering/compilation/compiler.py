@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from lazy_backend.lowering.artefacts.artefact import boxed, load
-from lazy_backend.lowering.artefacts.run_thread import Overlap, RunBeside, RunStarter
+from lazy_backend.lowering.artefacts.run_thread import Overlap, RunStarter, run_thread
 from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.checks.refusals import Refusal, may_refuse
 from lazy_backend.lowering.checks.value_rules import checked
@@ -235,21 +235,22 @@ class CompiledRun:
     See Note [Runs beside recording].
     """
 
-    __slots__ = ("_plan", "_sizes", "_run")
+    __slots__ = ("_plan", "_sizes", "_starter", "_jobs")
 
     def __init__(self, plan: CompiledPlan, starter: RunStarter, sizes: Sequence[int]) -> None:
         self._plan = plan
         self._sizes = sizes
-        self._run = RunBeside(starter)
+        self._starter = starter
+        self._jobs: list[Any] = []  # the job, once there is one
 
     @property
     def num_threads(self) -> int:
         """How many threads the run takes."""
-        return self._run.num_threads
+        return self._starter.num_threads or torch.get_num_threads()
 
     @property
     def has_begun(self) -> bool:
-        return self._run.has_begun
+        return bool(self._jobs)
 
     @property
     def takes_plain_inputs(self) -> bool:
@@ -259,20 +260,22 @@ class CompiledRun:
     @property
     def only_hands_out(self) -> bool:
         """Whether it has begun, and `results` runs no operator."""
-        return self._run.has_begun and not self._plan.copies_outputs
+        return bool(self._jobs) and not self._plan.copies_outputs
 
     def begin(self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]) -> None:
         """Begin, unless that is done. Takes ownership of `inputs`: empties the list."""
-        self._run.begin(self._plan.arguments(inputs, constants, seeds, self._sizes))
+        arguments = self._plan.arguments(inputs, constants, seeds, self._sizes)
+        queue = run_thread.queue_of(self._starter.extension)
+        self._starter.begin(queue, self._jobs, arguments, torch.get_num_threads())
 
     def wait(self, seconds: float) -> bool:
         """Wait for at most so long, without the GIL. Returns whether the run is over."""
-        return self._run.wait(seconds)
+        return bool(self._starter.extension.wait(self._jobs[0], seconds))
 
     def results(self) -> tuple[list[torch.Tensor], float, float]:
         """The outputs of a run that is over, seconds since it began, and those that it took. Called once."""
         try:
-            outputs, ago, seconds = self._run.results()
+            outputs, ago, seconds = self._starter.extension.results(self._jobs[0])
         except Exception as error:
             described = self._plan.described(error)
             raise described from described.__cause__

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from lazy_backend.tensors.locks import DeviceLocker, DeviceLockerArena, DeviceQueue, DeviceRun, Work
+from lazy_backend.tensors.contexts import DeviceContextArena
+from lazy_backend.tensors.locks import DeviceLocker, DeviceQueue, DeviceRun, Work
 
 
 class Task(Work):
@@ -217,20 +218,14 @@ def test_a_run_that_is_done_does_not_take_the_lock_again() -> None:
     assert locker.is_idle()
 
 
-def test_an_arena_gives_one_locker_per_device() -> None:
-    arena = DeviceLockerArena()
-    assert arena.get_locker(1) is arena.get_locker(1)
-    assert arena.get_locker(1) is not arena.get_locker(2)
-
-
-def test_after_a_fork_locks_are_free() -> None:
-    arena = DeviceLockerArena()
-    release = threading.Event()
-    task = Task(arena.get_locker(1), lambda: release.wait(timeout=30))
-    arena.get_locker(1).lock(task)
+def test_after_a_fork_no_run_is_under_way() -> None:
+    arena = DeviceContextArena()
+    context = arena.get_device_context(0)
+    context.locker.lock(Task(context.locker))
+    assert not context.locker.is_idle()
     arena.reset_after_fork()
-    assert arena.get_locker(1).is_idle()
-    arena.get_locker(1).barrier()
+    assert context.locker.is_idle()
+    context.locker.barrier()
 
 
 def test_a_queue_keeps_the_order() -> None:
