@@ -14,7 +14,7 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
-from harness import reset_state, settle, thread_state
+from harness import UNSEEN, Unseen, reset_state, settle, thread_state
 
 import lazy_backend
 from lazy_backend import metrics
@@ -105,6 +105,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> Unseen:
+    return lambda number: monkeypatch.setenv(UNSEEN, str(number))
 
 
 @pytest.fixture(scope="session", autouse=True)

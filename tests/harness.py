@@ -25,8 +25,15 @@ from lazy_backend.tensors.contexts import contexts
 
 Sync = Callable[[], None]
 Program = Callable[[str, Sync], Sequence[Any]]
+Unseen = Callable[[float], None]  # sets `unseen_number`
+UNSEEN = "UNSEEN_NUMBER"
 
 _initial_settings = {name: getattr(config, name) for name in FLAGS}
+
+
+def unseen_number() -> float:
+    """A number that code reads and no guard sees, as it is in the environment."""
+    return float(os.environ.get(UNSEEN, "0"))
 
 
 # ----- global state

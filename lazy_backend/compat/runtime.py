@@ -116,6 +116,8 @@ PARTS: tuple[Part, ...] = (
     Part("metrics", ("_sources",), Life.PROCESS, "counters that are computed when read"),
     Part("metrics.names", ("_pattern", "entry_of", "own_name"), Life.FACTS, "names of counters"),
     Part("execution.computations", ("_policy",), Life.FACTS, "the latest settings, as a policy"),
+    Part("ports.cpython", ("names_read",), Life.FACTS, "the names that code reads"),
+    Part("replay.reachable", ("is_installed",), Life.FACTS, "which modules are installed packages"),
     Part("execution.rules", ("per_thread",), Life.THREAD, "what a thread may do"),
     Part("integrations.attention_masks", ("leave_in_graph",), Life.PROCESS, "a change of transformers"),
     Part("precision.autocast_state", ("autocast_state",), Life.THREAD, "autocast, and the casts of weights"),

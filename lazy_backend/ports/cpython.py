@@ -13,13 +13,15 @@ in `tuple.__len__(x)`; they compare classes by `is`, and look them up by id.
 from __future__ import annotations
 
 import _thread
+import dis
+import functools
 import gc
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from sys import getrefcount
-from types import FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
+from types import CodeType, FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
 from typing import Any
 
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
@@ -107,6 +109,56 @@ def attributes_of(value: Any) -> dict[str, Any]:
             attributes = found.__get__(value)
             return attributes if is_a(attributes, dict) else NO_ATTRIBUTES
     return NO_ATTRIBUTES
+
+
+# Instructions that read a global or an attribute, with the bits of their argument below a name's number. Where there
+# are any, the lowest one of an attribute's says that it is called.
+_GLOBALS = {dis.opmap[name]: bits for name, bits in (("LOAD_GLOBAL", 1), ("LOAD_NAME", 0))}
+_ATTRIBUTES = {
+    dis.opmap[name]: bits
+    for name, bits in (("LOAD_ATTR", int(sys.version_info >= (3, 12))), ("LOAD_SUPER_ATTR", 2), ("IMPORT_FROM", 0))
+    if name in dis.opmap
+}
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+# What reads attributes by their names as strings.
+_BY_STRING = frozenset(("getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_read(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The globals that code reads, attributes that it reads without calling them, and modules that it imports.
+
+    Where it reads attributes by their names as strings, all its strings are taken for such names.
+    """
+    global_names, attributes, modules = set(), set(), set()
+    extended = 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = extended | low
+        extended = argument << 8 if op == dis.EXTENDED_ARG else 0
+        if op in _GLOBALS:
+            global_names.add(code.co_names[argument >> _GLOBALS[op]])
+        elif op in _ATTRIBUTES and not (_ATTRIBUTES[op] and argument & 1):
+            attributes.add(code.co_names[argument >> _ATTRIBUTES[op]])
+        elif op == _IMPORT:
+            modules.add(code.co_names[argument])
+    if not _BY_STRING.isdisjoint(code.co_names):
+        attributes.update(constant for constant in code.co_consts if type(constant) is str)
+    return frozenset(global_names), frozenset(attributes), frozenset(modules)
+
+
+def reads_names() -> bool:
+    """Whether `names_read` understands this Python's instructions."""
+    found: tuple[Any, ...] = names_read(_reader.__code__)
+    return found == ({"len", "sys"}, {"path", "flags"}, {"math"})
+
+
+def _reader(of: Any) -> Any:
+    import math
+
+    of.called(len(sys.path), math.cos(0))
+    return sys.flags
 
 
 def slots_of(kind: type) -> Iterator[MemberDescriptorType]:

@@ -418,6 +418,7 @@ REPLAYS = Port(
     Probe("optimizers have the attributes that they had", hooks.has_known_attributes_of_optimizers),
     Probe("the garbage collector's youngest generation has what was just made", cpython.sees_young_objects),
     Probe("reference counts count every holder", cpython.counts_holders),
+    Probe("instructions tell which names they read", cpython.reads_names),
     without="captured functions are called as they are written, at the cost of recording them",
 )
 PROCESS_GROUPS = Port(

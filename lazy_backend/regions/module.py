@@ -306,10 +306,11 @@ class CapturedModule:
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
         followed = [(tensor, version_of(tensor) if tensor.requires_grad else -1) for tensor in arguments.tensors]
-        sources = state.random_sources(module)
+        named = state.named_by_code(module)
         with context.lock:
-            start = StretchStart(context, RandomState(sources.generators, sources.states))
+            start = StretchStart(context, RandomState(named.generators, named.states))
         held = [_run_body(module, given.args, given.kwargs)]
+        named.values.leave_out_written()
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None

@@ -16,9 +16,9 @@ from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.regions.accounts import FIRST_CHECK
 from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.programs import Program
-from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import StructureGuard
+from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.tensor import LazyTensor
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
@@ -29,28 +29,25 @@ _LARGEST_CONTAINER = 100
 _MAX_SIGNATURES = 64
 
 
-class RandomSources:
-    """The sources of random numbers that a module's code can name. Does not refer to the module.
+class NamedByCode:
+    """What a module's code can name: sources of random numbers, and values. Does not refer to the module.
 
-    To find them takes long, as it follows all functions that the code calls. So they are found once, and again if
-    something that code names is another object, or if there are more globals.
+    To find them takes long, as it follows all functions that the code calls. So they are found once, and again if there
+    are more globals.
     """
 
-    __slots__ = ("generators", "states", "_named", "_globals")
+    __slots__ = ("generators", "states", "values", "_globals")
 
     def __init__(self, module: torch.nn.Module) -> None:
         reach = Reachable([one for _, one in modules_within(module)], largest=_LARGEST_CONTAINER)
         self.generators = reach.generators
         self.states = reach.random_states
-        # a number that is counted up is no source
-        self._named = [(place, is_plain(place.get())) for place in reach.named]
+        self.values = ValueGuard(reach)
         self._globals = [(known, len(known)) for known in reach.globals.values()]
 
     def hold(self) -> bool:
-        """Whether these are the sources still."""
-        return all(len(known) == count for known, count in self._globals) and all(
-            place.holds() or (was_plain and is_plain(place.get())) for place, was_plain in self._named
-        )
+        """Whether these are all, if the values are what they were."""
+        return all(len(known) == count for known, count in self._globals)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,22 +66,22 @@ class AlikeCalls:
 class ModuleState:
     """What is known of a module while it is made of the same parts, with the same attributes."""
 
-    __slots__ = ("signatures", "_type", "_guard", "_host", "_sources")
+    __slots__ = ("signatures", "_type", "_guard", "_host", "_named")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.signatures: dict[Any, AlikeCalls] = {}
         self._type = type(module)
-        self._sources: RandomSources | None = None
+        self._named: NamedByCode | None = None  # once a call ran as written
         self._guard = StructureGuard([module.__dict__])
         # tensors on the CPU, whose values Python may read, with their versions
         self._host = [(one, version_of(one)) for one in self._guard.tensors if type(one) is not LazyTensor]
 
     def is_untouched(self, module: torch.nn.Module) -> bool:
-        return type(module) is self._type and self._guard.is_untouched() and self._host_holds()
+        return type(module) is self._type and self._guard.is_untouched() and not self._other_change()
 
     def holds(self, module: torch.nn.Module) -> bool:
         """Whether the module is as it was, going by values. `why` says what is not."""
-        return type(module) is self._type and self._guard.holds() and self._host_holds()
+        return type(module) is self._type and self._guard.holds() and not self._other_change()
 
     def is_equal(self, module: torch.nn.Module) -> bool:
         """As `holds`. What was learned from containers that were replaced by equal ones is forgotten."""
@@ -97,17 +94,19 @@ class ModuleState:
                 signature.program = None
         return True
 
-    def _host_holds(self) -> bool:
-        return not self._host or all(version_of(one) == version for one, version in self._host)
+    def _other_change(self) -> str:
+        if self._host and not all(version_of(one) == version for one, version in self._host):
+            return "a tensor on the CPU was written"
+        return "" if self._named is None else self._named.values.change()
 
-    def random_sources(self, module: torch.nn.Module) -> RandomSources:
-        """The sources of random numbers of the module, which is as this says."""
-        if self._sources is None or not self._sources.hold():
-            self._sources = RandomSources(module)
-        return self._sources
+    def named_by_code(self, module: torch.nn.Module) -> NamedByCode:
+        """What the code of the module, which is as this says, can name."""
+        if self._named is None or not self._named.hold():
+            self._named = NamedByCode(module)
+        return self._named
 
     def why(self) -> str:
-        text = self._guard.why() or "a tensor on the CPU was written"
+        text = self._guard.why() or self._other_change()
         # the guard was given the attributes, so as not to keep the module alive
         return _IN_ATTRIBUTES.sub(lambda found: f"{self._type.__name__}.{found[1]}", text)
 

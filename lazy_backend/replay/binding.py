@@ -39,6 +39,7 @@ from lazy_backend.replay.replayed_call import (
 )
 from lazy_backend.replay.state_guard import Found, LeftAlone, StateGuard
 from lazy_backend.replay.state_places import changed_place, outputs_that_stayed, value_of, values_that_moved
+from lazy_backend.replay.value_guard import ValuesRead
 from lazy_backend.tensors.outside import new_data
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -122,7 +123,7 @@ def bind(
     for source in inputs:
         if isinstance(source, Carried) and not outputs[source.output].holders:
             raise NotCapturable("a tensor that it returned comes back otherwise than as an argument\n  pass it as one")
-    state_guard = _state_guard(record.context, found, left_alone, used, held, inputs)
+    state_guard = _state_guard(record.context, found, left_alone, start.values, used, held, inputs)
     cleared = tuple(ClearedGrad(p) for p, _ in start.grads if p.grad is None and p in grads.present)
     _check_places(start, record, inputs, cleared)
     return CapturedProgram(
@@ -151,6 +152,7 @@ def _state_guard(
     context: DeviceContext,
     found: Found,
     left_alone: LeftAlone,
+    before: ValuesRead,
     used: set[TensorData],
     held: Held,
     sources: Sequence[Source],
@@ -168,7 +170,7 @@ def _state_guard(
         raise NotCapturable(
             f"it uses a tensor at {unseen.site} that is held where its code does not show it\n{_ADVICE}"
         )
-    return found.guard(used, set(map(id, tensors)), left_alone)
+    return found.guard(used, set(map(id, tensors)), left_alone, before)
 
 
 def _grads_that_matter(start: Start, grads: GradsAtStart) -> Iterator[tuple[LazyTensor, bool]]:

@@ -8,8 +8,8 @@ State is followed by place, not by object: code reads `st["h"]`, whatever is the
 list, an attribute, a variable of an enclosing function or a global. `Reachable` walks from a function's closure,
 defaults, bound object and the globals that its code names, through containers and objects, down to modules, optimizers
 and tensors. What is within modules and optimizers is not walked: see Note [What a structure guard sees]. A guard over
-the places of a tensor checks every step of every way that leads to it. It says nothing about other values there: a
-number in a list or a global may change unseen.
+the places of a tensor checks every step of every way that leads to it. Other values there are `values_read`, which
+`ValueGuard` follows: what a global, a variable, an attribute or an entry is that code may read.
 
 A container that the body makes anew at each call, such as the tuple in `self.state = (h, c)`, would change under
 whoever has taken hold of it, since a replay leaves the same container and gives its tensors new values. So the
@@ -21,11 +21,12 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from operator import is_
 from random import Random, SystemRandom
 from sys import getrefcount
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 
 from lazy_backend.ports.cpython import (
+    NO_ATTRIBUTES,
     attributes_of,
     container_kind,
     is_a,
@@ -42,6 +44,7 @@ from lazy_backend.ports.cpython import (
     module_of,
     mro_of,
     name_of,
+    names_read,
     namespace_of,
     slots_of,
     values_view,
@@ -60,8 +63,25 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
 _NO_CONTAINERS = (
     types.FunctionType | types.MethodType | types.ModuleType | type | torch.nn.Module | torch.optim.Optimizer
 )
-# What a name of one of these stands for changes only where code is replaced.
-_DEFINITIONS = types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type
+# Where packages are installed.
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+# More values than this are not compared before each replay, 60 ns each.
+_MOST_FOLLOWED = 1000
+# Methods that nobody names.
+_CALLED = ("__call__", "forward")
+# What code that calls a class runs.
+_CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
+# What code that uses an object does not run unless it names it.
+_SELDOM = frozenset(
+    (*_CONSTRUCTORS, "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__init_subclass__")
+)
+# Objects around functions, with the names of what is in them.
+_PARTS: dict[type, tuple[str, ...]] = {
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget",),
+    classmethod: ("__func__",),
+    staticmethod: ("__func__",),
+}
 # What `StructureGuard` sees of a module or an optimizer.
 _REGISTRIES = frozenset((*REGISTRIES, "state", "param_groups", "defaults"))
 
@@ -83,15 +103,14 @@ class StatePlace:
         """What is there now; None if there is nothing."""
         try:
             return self.read(self.container, self.key)
-        except _NOTHING_THERE:
+        except NOTHING_THERE:
             return None
 
     def holds(self) -> bool:
         return id(self.get()) == self.value
 
 
-def _entry(container: Any, key: Any) -> Any:
-    return dict.get(container, key)  # unlike `container[key]`, it does not fill a defaultdict
+_entry = dict.get  # unlike `container[key]`, it does not fill a defaultdict
 
 
 def _entry_of_key(container: Any, key: Any) -> Any:
@@ -99,8 +118,8 @@ def _entry_of_key(container: Any, key: Any) -> Any:
     return next((value for own, value in dict.items(container) if own is key), None)
 
 
-def _class_entry(attributes: Any, key: Any) -> Any:
-    return attributes.get(key)
+def _class_entry(kind: Any, key: Any) -> Any:
+    return namespace_of(kind).get(key)
 
 
 def _slot(value: Any, slot: Any) -> Any:
@@ -109,17 +128,19 @@ def _slot(value: Any, slot: Any) -> Any:
 
 _ITEM_READERS: dict[type, Callable[[Any, int], Any]] = {list: list.__getitem__, deque: deque.__getitem__}
 # Raised by readers. A dict may be changed by another thread meanwhile.
-_NOTHING_THERE = (LookupError, ValueError, AttributeError, RuntimeError)
+NOTHING_THERE = (LookupError, ValueError, AttributeError, RuntimeError)
 
 
 def _contents(cell: types.CellType, key: Any) -> Any:
     return cell.cell_contents
 
 
-def _names_of(code: types.CodeType) -> set[str]:
-    """The globals and attributes that code names, the functions defined in it included."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(_names_of, inner))
+def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_of(constant)
 
 
 class Reachable:
@@ -137,15 +158,18 @@ class Reachable:
         self.generators: list[torch.Generator] = []
         self.random_states: list[Callable[[], Any]] = []
         self.globals: dict[int, dict[str, Any]] = {}  # of the functions found, by id
-        self.named: list[StatePlace] = []  # that code names: globals, variables, attributes of classes and modules
         self.count = 0
         # by id of a value: who leads to it, and where; no place but a part's name if that cannot change, as in a tuple
         self._ways: dict[int, list[tuple[int, StatePlace | Hashable]]] = {}
         self._values: dict[int, Any] = {}
+        self._within: dict[int, tuple[torch.nn.Module, int]] = {}  # modules, each with the id of one that it is part of
+        self._plain: list[tuple[Any, StatePlace, Any]] = []  # plain values: the owner, where, and the value
         self._names: set[str] = set()  # that the functions found so far name
+        self._attributes: set[str] = set()  # of those, attributes that are read, not only called
+        self._globals: set[tuple[int, str]] = set()  # that they read, each with the id of where it is
         self._new_names: set[str] = set()  # those that `_named` was not searched for
         self._named: list[tuple[Any, Any, Any]] = []  # attributes that are walked where a function names them
-        self._walked: set[tuple[Any, int, Any]] = set()
+        self._walked: set[tuple[Any, Any, Any]] = set()
         self._waiting: deque[Any] = deque()
         self._largest = largest
         for number, root in enumerate(roots):
@@ -178,6 +202,7 @@ class Reachable:
             self.modules.append(value)
             self._expand_class(value)
             for _, module in modules_within(value):
+                self._within.setdefault(id(module), (module, id(value)))
                 self._expand_attributes(module)
         elif is_a(value, torch.optim.Optimizer):
             self.optimizers.append(value)
@@ -187,9 +212,9 @@ class Reachable:
         elif is_a(value, types.MethodType):
             self._find(value.__self__, value, "__self__")
             self._find(value.__func__, value, "__func__")
-        elif is_a(value, functools.partial):
-            for name in ("func", "args", "keywords"):
-                self._find(namespace_of(functools.partial)[name].__get__(value), value, name)
+        elif (kind := next((one for one in _PARTS if is_a(value, one)), None)) is not None:
+            for name in _PARTS[kind]:
+                self._find(namespace_of(kind)[name].__get__(value), value, name)
         elif is_a(value, types.ModuleType):
             attributes = attributes_of(value)
             if not _is_of_library(dict.get(attributes, "__name__")):
@@ -213,7 +238,14 @@ class Reachable:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             self._read_at(_contents, cell, name, function)
         if not _is_of_library(function.__module__):
-            names = _names_of(function.__code__)
+            codes = list(_codes_of(function.__code__))
+            names = set().union(*(code.co_names for code in codes))
+            for code in codes:
+                global_names, attributes, modules = names_read(code)
+                self._attributes |= attributes
+                self._globals.update((id(function.__globals__), name) for name in global_names)
+                for name in modules & sys.modules.keys():
+                    self._read_at(_entry, sys.modules, name, function)
             self._new_names |= names - self._names
             self._names |= names
             self.globals[id(function.__globals__)] = function.__globals__
@@ -230,9 +262,20 @@ class Reachable:
         self._find_named(self._names, read, attributes, owner)
 
     def _find_named(self, names: set[str], read: Any, attributes: Any, owner: Any) -> None:
-        keys = dict.keys(attributes) if is_a(attributes, dict) else attributes.keys()
+        keys = dict.keys(attributes) if is_a(attributes, dict) else namespace_of(attributes).keys()
         for name in names & keys:
             self._read_at(read, attributes, name, owner)
+            if read is _class_entry and not is_a(owner, type):
+                self._note_what_could_hide(name, attributes, owner)
+
+    def _note_what_could_hide(self, name: str, kind: type, owner: Any) -> None:
+        """Note the places where code would find an attribute first, before that of the class `kind`."""
+        for earlier in takewhile(lambda one: one is not kind, mro_of(type(owner))):
+            if name not in namespace_of(earlier):
+                self._plain.append((owner, StatePlace(_class_entry, earlier, name, id(None)), None))
+        attributes = attributes_of(owner)
+        if attributes is not NO_ATTRIBUTES and not dict.__contains__(attributes, name):
+            self._plain.append((owner, StatePlace(_entry, attributes, name, id(None)), None))
 
     def _expand_object(self, value: Any) -> None:
         kind = container_kind(value)
@@ -247,7 +290,9 @@ class Reachable:
                 self._find(item, value, number if kind is tuple else "item")
         elif is_a(value, type):
             if not _is_of_library(module_of(value)):
-                self._add_named(_class_entry, namespace_of(value), value)
+                self._add_named(_class_entry, value, value)
+                for name in _CONSTRUCTORS:
+                    self._read_at(_class_entry, value, name, value)
         elif _is_of_library(module_of(type(value)), ("lazy_backend",)):  # a captured function: what it does
             self._find(attributes_of(value).get("__wrapped__"), value, "__wrapped__")
         else:
@@ -258,14 +303,15 @@ class Reachable:
             self._expand_class(value)
 
     def _expand_class(self, value: Any) -> None:
-        """The methods and attributes that code names, how an object is called, and attributes in slots."""
+        """The methods and attributes that code names, those that operators and calls use, and attributes in slots."""
         for kind in mro_of(type(value)):
             if _is_of_library(module_of(kind)):
                 continue
-            namespace = namespace_of(kind)
-            self._add_named(_class_entry, namespace, value)
-            for name in ("__call__", "forward"):
-                self._read_at(_class_entry, namespace, name, value)
+            self._add_named(_class_entry, kind, value)
+            is_foreign = is_installed(module_of(kind))
+            for name, function in namespace_of(kind).items():
+                if name in _CALLED or (not is_foreign and _is_used_by_operators(name, function)):
+                    self._find_at(_class_entry, kind, name, value, function)
             for slot in slots_of(kind):
                 self._read_at(_slot, value, slot, value)
 
@@ -273,24 +319,21 @@ class Reachable:
         """As `_find_at`, if something is there."""
         try:
             value = read(container, key)
-        except _NOTHING_THERE:
+        except NOTHING_THERE:
             return
-        place = self._find_at(read, container, key, owner, value)
-        if place is not None and not is_a(value, _DEFINITIONS) and read is not _slot:
-            self.named.append(place)
+        self._find_at(read, container, key, owner, value)
 
-    def _find_at(
-        self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any, value: Any
-    ) -> StatePlace | None:
-        """Find `value`, which is at a place. Returns the place, if it is a new one."""
-        # `namespace_of` a class makes a new proxy each time
-        where = (read, id(owner) if read is _class_entry else id(container), name_of_key(key))
+    def _find_at(self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any, value: Any) -> None:
+        """Find `value`, which is at a place."""
+        of = (id(owner), id(container)) if read is _class_entry else id(container)  # each instance leads to its class's
+        where = (read, of, name_of_key(key))
         if where in self._walked:
-            return None
+            return
         self._walked.add(where)
         place = StatePlace(read, container, key, id(value))
+        if is_plain(value):
+            self._plain.append((owner, place, value))
         self._find(value, owner, place)
-        return place
 
     def _note_random_source(self, value: Any) -> None:
         if is_a(value, SystemRandom):
@@ -326,6 +369,63 @@ class Reachable:
             if len(self._ways[id(value)]) > 1 and not is_a(value, _NO_CONTAINERS):
                 found[id(value)] = None
         return [place for place in self.ways_to(found)[0] if not _is_large(place.container)]
+
+    def values_read(self) -> tuple[list[tuple[StatePlace, Any]], list[Any]]:
+        """The places that code may read, each with its value, but for lazy tensors; and containers that it may walk.
+
+        Going by names: an attribute is one that some function found here reads, of whatever object. Of installed
+        packages only plain values: else there would be thousands of functions. The nearest ones first, and no more than
+        some.
+        """
+        # what holds state has a guard of its own, and is what callers store results in
+        of_state = {id(one) for one in self.ways_to(self.tensors)[1] if container_kind(one) is not None}
+        of_state.update(self.tensors)
+        steps = self._steps()
+        found: list[tuple[StatePlace, Any]] = []
+        containers: list[Any] = []
+        seen, waiting = {id(None)}, deque((id(None),))
+        while waiting and len(found) + len(containers) < _MOST_FOLLOWED:
+            number = waiting.popleft()
+            owner = None if number == id(None) else self._owner(number)
+            if is_a(owner, dict | list | deque | set) and number not in of_state and length_of(owner) <= _MOST_KEYS:
+                containers.append(owner)
+            for place, value in steps.get(number, ()):
+                if place is not None and id(value) not in of_state and _may_change(owner, place, value):
+                    found.append((place, value))
+                if id(value) not in seen and not is_plain(value):
+                    seen.add(id(value))
+                    waiting.append(id(value))
+        return found, containers
+
+    def _steps(self) -> dict[int, list[tuple[StatePlace | None, Any]]]:
+        """What code can come to from each value, given by its id: where it is (None: fixed) and what it is."""
+        found: dict[int, list[tuple[StatePlace | None, Any]]] = {}
+        for owner, place, value in self._plain:
+            if self._may_read(owner, place, self._attributes):
+                found.setdefault(id(owner), []).append((place, value))
+        for inner, (module, outer) in self._within.items():
+            if inner != outer:
+                found.setdefault(outer, []).append((None, module))
+        for number, ways in self._ways.items():
+            for of, way in ways:
+                if not isinstance(way, StatePlace):
+                    found.setdefault(of, []).append((None, self._values[number]))
+                elif self._may_read(self._owner(of), way, self._names):
+                    found.setdefault(of, []).append((way, self._values[number]))
+        return found
+
+    def _owner(self, number: int) -> Any:
+        return self._values[number] if number in self._values else self._within[number][0]
+
+    def _may_read(self, owner: Any, place: StatePlace, attributes: Container[Hashable]) -> bool:
+        """Whether code that has `owner` may read what is at a place, if it reads these attributes of objects."""
+        if place.read is _contents:
+            return True
+        if is_a(owner, types.FunctionType):
+            return place.container is not owner.__globals__ or (id(place.container), place.key) in self._globals
+        if owner is place.container and is_a(owner, dict | list | deque):  # an entry
+            return length_of(owner) <= _MOST_KEYS
+        return (name := name_of_key(place.key)) in attributes or name in _CALLED or _is_special(name)
 
     def num_ways(self, number: int) -> int:
         """How many places lead to the value with this id."""
@@ -373,6 +473,34 @@ def name_of_key(key: Any) -> Hashable:
 
 def _is_of_library(module: Any, libraries: Container[str] = _LIBRARIES) -> bool:
     return type(module) is str and module.partition(".")[0] in libraries
+
+
+def _is_special(name: Hashable) -> bool:
+    return type(name) is str and name.startswith("__") and name.endswith("__")
+
+
+def _is_used_by_operators(name: Any, function: Any) -> bool:
+    """Whether an operator may run a method. Not those that `dataclasses` writes, which read every field."""
+    is_ours = is_a(function, types.FunctionType) and function.__code__.co_filename != "<string>"
+    return is_ours and _is_special(name) and name not in _SELDOM
+
+
+def _may_change(owner: Any, place: StatePlace, value: Any) -> bool:
+    """Whether a place is to be followed: `StructureGuard` sees the attributes of modules and optimizers."""
+    if place.read is _entry and is_a(owner, torch.nn.Module | torch.optim.Optimizer):
+        return False
+    if place.read is _class_entry:
+        return not is_installed(module_of(place.container))
+    if is_a(owner, types.FunctionType):
+        return not is_installed(owner.__module__) or (is_plain(value) and place.read is not _contents)
+    return is_plain(value) or not is_installed(module_of(type(owner)))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(module: Any) -> bool:
+    """Whether a module, given by name, is in a folder of installed packages."""
+    file = getattr(sys.modules.get(module), "__file__", None) if type(module) is str else None
+    return type(file) is str and file.startswith(_INSTALLED)
 
 
 def _is_large(value: Any) -> bool:

@@ -41,6 +41,7 @@ from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.state_places import PlacedState, PlaceNumbers
 from lazy_backend.replay.structure import Root, Structure
+from lazy_backend.replay.value_guard import ValuesRead
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -225,15 +226,17 @@ class Start:
     structure: Structure | None = None  # of the modules and optimizers of the previous call
     numbers: PlaceNumbers = field(kw_only=True)
     state: PlacedState = field(kw_only=True)
+    values: ValuesRead = field(kw_only=True)
 
 
 def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None, named: Iterable[Any]) -> Start:
     """Note the state before the body runs. `left`: what replays left since `last`. `named`: what leads to the state."""
     reach = Reachable(named)
+    values = ValuesRead(reach)
     if last is None:
         numbers = PlaceNumbers()
         state = numbers.state(reach, Structure((*reach.modules, *reach.optimizers)), ())
-        return Start({}, [], (), [], [], [], host_generators(()), numbers=numbers, state=state)
+        return Start({}, [], (), [], [], [], host_generators(()), numbers=numbers, state=state, values=values)
     generators = {torch.default_generator, *last.own_generators(), *last.reached_generators}
     outputs = {output: number for number, output in enumerate(last.outputs) if output() is not None}
     if left is not None:
@@ -249,6 +252,7 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
         structure=Structure(last.roots, hold_tensors=False),
         numbers=last.numbers,
         state=last.numbers.state(reach, Structure(last.roots), last.watch.leaves()),
+        values=values,
     )
 
 

@@ -16,6 +16,7 @@ from lazy_backend.ports.cpython import young_objects
 from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable, StatePlace
 from lazy_backend.replay.structure import Root, StructureGuard, hooks_of
+from lazy_backend.replay.value_guard import ValueGuard, ValuesRead
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -84,8 +85,11 @@ class Found:
         several = {number for number, tensor in self.reach.tensors.items() if counts[id(tensor._data.storage)] > 1}
         return self.reach.shared_places(several - replaced)
 
-    def guard(self, used: set[TensorData], replaced: set[int], left_alone: LeftAlone) -> StateGuard:
-        """A guard over the tensors whose data is in `used`, and the places of those whose ids are `replaced`."""
+    def guard(self, used: set[TensorData], replaced: set[int], left_alone: LeftAlone, before: ValuesRead) -> StateGuard:
+        """A guard over the tensors whose data is in `used`, and the places of those whose ids are `replaced`.
+
+        `before`: what the code could read when the call began.
+        """
         kept = {number for number, tensor in self.tensors.items() if tensor._data in used}
         roots = map(id, (*self.reach.modules, *self.reach.optimizers))
         places, on_the_way = self.reach.ways_to({*kept, *replaced, *roots})
@@ -100,6 +104,7 @@ class Found:
             PlaceGuard(places, on_the_way, unique.values()),
             [self.tensors[number] for number in kept],
             [place for place in shared if place not in left_alone],
+            ValueGuard(self.reach, before),
         )
 
 
@@ -112,8 +117,10 @@ class StateGuard:
         places: PlaceGuard,
         tensors: Sequence[LazyTensor],
         shared: Sequence[StatePlace],
+        values: ValueGuard,
     ) -> None:
         self._structure = structure
+        self._values = values
         self._shared = shared
         self._places = places
         self._tensors = tensors
@@ -146,4 +153,4 @@ class StateGuard:
         facts = _facts_of(self._others)
         if len(facts) != len(self._facts) or not all(map(is_, facts, self._facts)):
             return "requires_grad or a hook of a tensor that it uses changed"
-        return ""
+        return self._values.change()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Counted, assert_same, count, live_tensors
+from harness import Counted, Unseen, assert_same, count, live_tensors, unseen_number
 from torch import nn
 from torch.nn import functional as F
 
@@ -668,28 +668,26 @@ def test_programs_that_differ_say_where() -> None:
 # ----- verification
 
 
-def test_verification_finds_a_body_that_changed() -> None:
-    doubles = [False]
-
+def test_verification_finds_a_body_that_changed(unseen: Unseen) -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if doubles[0] else x + 1
+        return x * 2 if unseen_number() else x + 1
 
     captured = capture(body, verify_every=5)
     for _ in range(6):
         assert_same(captured(full(3.0)), torch.full((3,), 4.0))
-    doubles[0] = True
+    unseen(1.0)
     for _ in range(3):
         assert_same(captured(full(3.0)), torch.full((3,), 4.0))  # what was captured
     with pytest.raises(CaptureError, match=r"aten.add.Tensor at .*test_capture.py:\d+ in one call and aten.mul.Tensor"):
         captured(full(3.0))
 
 
-def test_verification_finds_a_float_that_changed() -> None:
-    factor = [2.0]
-    captured = capture(lambda x: x * factor[0], verify_every=4)
+def test_verification_finds_a_float_that_changed(unseen: Unseen) -> None:
+    unseen(2.0)
+    captured = capture(lambda x: x * unseen_number(), verify_every=4)
     for _ in range(4):
         captured(full(1.0))
-    factor[0] = 3.0
+    unseen(3.0)
     with pytest.raises(CaptureError, match=r"changed from 2\.0 to 3\.0"):
         repeat(lambda _: captured(full(1.0)), 4)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same
+from harness import Unseen, assert_same, unseen_number
 from torch import nn
 
 import lazy_backend
@@ -325,13 +325,12 @@ def test_gradients_of_gradients_from_the_first_call_that_is_asked_for_them(name:
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-def test_a_container_that_is_first_kept_by_a_later_call_is_an_error() -> None:
+def test_a_container_that_is_first_kept_by_a_later_call_is_an_error(unseen: Unseen) -> None:
     kept: list[Any] = []
-    keeps = False  # unseen by the module's state: its body is compared at the 64th call
 
     def compute(m: Any, x: torch.Tensor) -> Any:
         made = [m.layer(x)]
-        if keeps:
+        if unseen_number():  # its body is compared at the 64th call
             kept.append(made)
         return made
 
@@ -339,6 +338,6 @@ def test_a_container_that_is_first_kept_by_a_later_call_is_an_error() -> None:
     for _ in range(63):
         model(torch.ones(2, 4, device="lazy"))[0].sum().backward()
         lazy_backend.mark_step()
-    keeps = True
+    unseen(1.0)
     with pytest.raises(CaptureError, match="returned a list that something else holds"):
         model(torch.ones(2, 4, device="lazy"))

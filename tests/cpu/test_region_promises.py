@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import count
+from harness import Unseen, count, unseen_number
 from torch import nn
 
 import lazy_backend
@@ -387,18 +387,18 @@ def test_a_result_that_is_another_object_each_time_is_no_error_at_the_64th_call(
         mark_step()
 
 
-def test_a_difference_is_told_at_the_64th_call_and_learned_from() -> None:
-    scale = [1.0]
+def test_a_difference_is_told_at_the_64th_call_and_learned_from(unseen: Unseen) -> None:
+    unseen(1.0)
 
     class Hidden(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * scale[0]
+            return super().forward(x) * unseen_number()
 
     model = capture(Hidden(3, 3).to("lazy"))
     for _ in range(20):
         model(torch.ones(2, 3).to("lazy")).sum().backward()
         mark_step()
-    scale[0] = 3.0
+    unseen(3.0)
 
     def run() -> None:
         for _ in range(60):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same
+from harness import Unseen, assert_same, unseen_number
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -127,14 +127,14 @@ def test_gradients_flow_through_objects_that_are_not_taken_apart(put: Any, get: 
         assert_same(lazy.linear.weight.grad, real.linear.weight.grad)
 
 
-def test_an_object_that_is_first_returned_by_a_later_call_is_an_error() -> None:
-    boxes = False  # unseen by the module's state: its body is compared at the 64th call
-    model = lazy_backend.capture(Boxing(lambda x: Box(x) if boxes else x).to("lazy"))
+def test_an_object_that_is_first_returned_by_a_later_call_is_an_error(unseen: Unseen) -> None:
+    # its body is compared at the 64th call
+    model = lazy_backend.capture(Boxing(lambda x: Box(x) if unseen_number() else x).to("lazy"))
     for _ in range(63):
         y, _ = model(torch.ones(2, 4, device="lazy", requires_grad=True))
         y.sum().backward()
         lazy_backend.mark_step()
-    boxes = True
+    unseen(1.0)
     with pytest.raises(lazy_backend.CaptureError, match="returned a Box, which may hold tensors"):
         model(torch.ones(2, 4, device="lazy", requires_grad=True))
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Counted, assert_same, count
+from harness import Counted, Unseen, assert_same, count, unseen_number
 from torch import nn
 
 import lazy_backend
@@ -1076,11 +1076,11 @@ def test_no_call_searches_all_objects_of_the_process(monkeypatch: pytest.MonkeyP
 # ----- verification by default
 
 
-def test_a_body_that_changed_unseen_is_found_in_time() -> None:
-    factor = [2.0]
-    f = capture(lambda x: x * factor[0])
+def test_a_body_that_changed_unseen_is_found_in_time(unseen: Unseen) -> None:
+    unseen(2.0)
+    f = capture(lambda x: x * unseen_number())
     repeat(lambda: f(ones("lazy")), 63)
-    factor[0] = 3.0
+    unseen(3.0)
     with pytest.raises(CaptureError, match=r"(?s)no longer does what was captured: .*test_replay_soundness.py:\d+"):
         f(ones("lazy"))
 

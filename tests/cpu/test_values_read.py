@@ -1,0 +1,359 @@
+"""What captured code reads may change between any two calls: each call is that of the code as written."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import assert_same, count
+from torch import nn
+
+import lazy_backend
+from lazy_backend import capture
+from lazy_backend.ports.cpython import names_read
+
+SCALE: Any = 1.0
+SETTINGS = types.ModuleType("settings_of_the_user")
+
+
+class Kind(Enum):
+    PLAIN = 1
+    DOUBLE = 2
+
+
+class OfClass:
+    factor = inherited = 1.0
+
+
+class Derived(OfClass):
+    pass
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+
+@dataclass
+class Inner:
+    factor: float = 1.0
+    sizes: tuple[int, ...] = (1, 2)
+    kinds: set[int] = field(default_factory=lambda: {1})
+
+
+def scaled(x: torch.Tensor, by: float = 1.0, *, more: float = 1.0) -> torch.Tensor:
+    return x * by * more
+
+
+def scaled_otherwise(x: torch.Tensor, by: float = 1.0, *, more: float = 1.0) -> torch.Tensor:
+    return x * by * more + 1
+
+
+class World:
+    """All that `read` reads, and ways to change each part of it."""
+
+    def __init__(self) -> None:
+        self.number, self.kind, self.text, self.nothing = 1.0, Kind.PLAIN, "a", None
+        self.inner, self.of_class, self.slotted = Inner(), OfClass(), Slotted()
+        self.derived = Derived()
+        self.slotted.factor = 1.0  # type: ignore[attr-defined]
+        self.table, self.listed, self.queue = {"k": 1.0}, [1.0, [1.0]], deque([1.0])
+        self.array, self.host = np.ones(3), torch.ones(3)
+        self.helper: Any = types.FunctionType(scaled.__code__, globals(), "helper", (1.0,))
+        self.helper.__kwdefaults__ = {"more": 1.0}
+        self.helper.mark = 1.0
+        self.variable: Any = 1.0
+        SETTINGS.factor = 1.0  # type: ignore[attr-defined]
+
+    def reader(self, with_host: bool = True) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Any], None]]:
+        """A function that reads everything, and one that sets the variable that it closes over."""
+        variable = 1.0
+
+        def set_variable(value: Any) -> None:
+            nonlocal variable
+            variable = value
+
+        def read(x: torch.Tensor) -> torch.Tensor:
+            y = self.helper(x) * SCALE * self.number * self.inner.factor * OfClass.factor * self.of_class.factor
+            y = y * self.table["k"] * self.listed[0] * self.listed[1][0] * self.queue[0] * variable
+            y = y * float(self.array[0]) * float(sum(self.inner.sizes)) * float(len(self.inner.kinds))
+            y = y * SETTINGS.factor * self.derived.inherited * self.slotted.factor * self.helper.mark  # type: ignore[attr-defined]
+            if self.kind is Kind.DOUBLE:
+                y = y + y
+            if self.text == "b" and self.nothing is None:
+                y = y - 1
+            return y * self.host.to(x.device) if with_host else y
+
+        return read, set_variable
+
+
+def changes(world: World, set_variable: Callable[[Any], None], value: float) -> dict[str, Callable[[], Any]]:
+    return {
+        "a global": lambda: globals().__setitem__("SCALE", value),
+        "a variable": lambda: set_variable(value),
+        "an attribute": lambda: setattr(world, "number", value),
+        "an enumerator": lambda: setattr(world, "kind", Kind.DOUBLE if value > 2 else Kind.PLAIN),
+        "a string": lambda: setattr(world, "text", "b" if value > 2 else "a"),
+        "None": lambda: setattr(world, "nothing", value if value > 2 else None),
+        "an attribute of an attribute": lambda: setattr(world.inner, "factor", value),
+        "an object": lambda: setattr(world, "inner", Inner(value)),
+        "a tuple": lambda: setattr(world.inner, "sizes", (int(value), 2)),
+        "a set": lambda: world.inner.kinds.add(int(value)),
+        "a class": lambda: setattr(OfClass, "factor", value),
+        "an attribute that hides one of the class": lambda: setattr(world.of_class, "factor", value),
+        "a class that derives": lambda: setattr(Derived, "inherited", value),
+        "a slot": lambda: setattr(world.slotted, "factor", value),
+        "an entry of a dict": lambda: world.table.__setitem__("k", value),
+        "another dict": lambda: setattr(world, "table", {"k": value}),
+        "an entry of a list": lambda: world.listed.__setitem__(0, value),
+        "an entry of a list in a list": lambda: world.listed[1].__setitem__(0, value),  # type: ignore[index]
+        "a deque": lambda: world.queue.__setitem__(0, value),
+        "an array": lambda: world.array.__setitem__(0, value),
+        "a tensor on the CPU": lambda: world.host.fill_(value),
+        "another tensor on the CPU": lambda: setattr(world, "host", torch.full((3,), value)),
+        "defaults": lambda: setattr(world.helper, "__defaults__", (value,)),
+        "defaults of keywords": lambda: world.helper.__kwdefaults__.__setitem__("more", value),
+        "code": lambda: setattr(world.helper, "__code__", (scaled_otherwise if value > 2 else scaled).__code__),
+        "an attribute of a function": lambda: setattr(world.helper, "mark", value),
+        "another function": lambda: setattr(world, "helper", _named(value)),
+        "an attribute of a module": lambda: setattr(SETTINGS, "factor", value),
+    }
+
+
+def _named(value: float) -> Any:
+    made: Any = types.FunctionType(scaled.__code__, globals(), "named", (value,))
+    made.__kwdefaults__, made.mark = {"more": 1.0}, 1.0
+    return made
+
+
+NAMES = list(changes(World(), lambda _: None, 1.0))
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    lazy_backend.config.compile = "off"
+    yield
+    globals()["SCALE"] = OfClass.factor = Derived.inherited = 1.0
+    del Derived.inherited
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_function_reads_what_its_code_would(name: str) -> None:
+    world = World()
+    read, set_variable = world.reader()
+    f, x = capture(read), torch.ones(3)
+    with count("CapturedCall") as replayed:
+        for number in range(12):
+            if number == 6:
+                changes(world, set_variable, 3.0)[name]()
+            assert_same(f(x.to("lazy")), read(x))
+    assert replayed() >= 6  # before the change, and after two calls that ran as written
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "tensor" not in name])
+def test_a_captured_module_reads_what_its_code_would(name: str) -> None:
+    world = World()
+    read, set_variable = world.reader(with_host=False)
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return read(super().forward(x))
+
+    torch.manual_seed(0)
+    plain = Reads(3, 3)
+    torch.manual_seed(0)
+    captured = capture(Reads(3, 3).to("lazy"))
+
+    def step(module: nn.Module, device: str) -> list[torch.Tensor]:
+        module.zero_grad()
+        result = module(torch.ones(2, 3, device=device))
+        result.sum().backward()
+        lazy_backend.mark_step()
+        return [result, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+    with count("RegionJump") as jumped:
+        for number in range(14):
+            if number == 7:
+                changes(world, set_variable, 3.0)[name]()
+            for got, wanted in zip(step(captured, "lazy"), step(plain, "cpu"), strict=True):
+                torch.testing.assert_close(got.cpu(), wanted)
+    assert jumped() >= 8
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")  # values change often
+@pytest.mark.parametrize("seed", range(20))
+def test_each_call_between_random_changes_is_that_of_the_code(seed: int) -> None:
+    world, chance = World(), random.Random(seed)
+    read, set_variable = world.reader()
+    f, x = capture(read), torch.ones(3)
+    with count("CapturedCall") as replayed:
+        for _ in range(120):
+            for _ in range(chance.choice((0, 0, 0, 0, 0, 1, 2))):
+                changed = changes(world, set_variable, float(chance.randint(1, 4)))
+                changed[chance.choice(NAMES)]()
+            assert_same(f(x.to("lazy")), read(x))
+    assert replayed() >= 10
+
+
+def test_an_equal_value_is_no_change() -> None:
+    world = World()
+    read, set_variable = world.reader()
+    f = capture(read)
+    with count("CapturedCall") as replayed:
+        for number in range(12):
+            set_variable(float(f"{1.0}"))
+            world.inner.sizes = (1, number - number + 2)
+            f(torch.ones(3, device="lazy"))
+    assert replayed() == 10
+
+
+def test_what_only_the_caller_names_does_not_stop_replays() -> None:
+    world, seen = World(), []
+    read, _ = world.reader()
+    f = capture(read)
+    world.step = 0  # type: ignore[attr-defined]
+    with count("CapturedCall") as replayed:
+        for number in range(12):
+            world.step = number  # type: ignore[attr-defined]
+            seen.append(f(torch.ones(3, device="lazy")))
+    assert replayed() == 10
+
+
+def test_a_loop_s_number_that_is_named_as_a_method_does_not_stop_replays() -> None:
+    """`step` is a global of many scripts, and `optimizer.step()` no reason to look at it."""
+    space: dict[str, Any] = {"torch": torch, "capture": capture, "replays": 0}
+    source = """
+layer = torch.nn.Linear(3, 3).to("lazy")
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+@capture
+def train(x):
+    optimizer.zero_grad()
+    loss = layer(x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+for step in range(12):
+    train(torch.ones(2, 3).to("lazy"))
+"""
+    with count("CapturedCall") as replayed:
+        exec(source, space)
+    assert replayed() >= 8
+
+
+def test_what_a_body_writes_is_not_what_it_goes_by() -> None:
+    ran = {"count": 0}
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        ran["count"] += 1
+        return x * 2
+
+    f = capture(body)
+    with count("CapturedCall") as replayed:
+        for number in range(20):
+            f(torch.ones(2 + number % 2, device="lazy"))
+    assert replayed() == 16
+    assert ran["count"] == 4
+
+
+def test_the_change_is_named() -> None:
+    f = capture(lambda x: x * 2 if SCALE > 0 else x)
+
+    def call_often() -> None:
+        for number in range(40):
+            globals()["SCALE"] += number > 3
+            f(torch.ones(3, device="lazy"))
+
+    with pytest.warns(lazy_backend.CaptureWarning, match="SCALE, which its code may read, is another one"):
+        call_often()
+
+
+def test_names_that_code_reads() -> None:
+    def reads(a: Any) -> Any:
+        a.written = len(a.read)
+        a.called(SCALE).also_read.called_too()
+        import math
+
+        return [lambda: NAMES, math.cos(1)]
+
+    assert names_read(reads.__code__) == ({"len", "SCALE"}, {"read", "also_read"}, {"math"})
+
+
+class Special:
+    """What code reads by methods that it does not name, by decorators and by strings."""
+
+    of_class = in_static = 1.0
+
+    def __init__(self) -> None:
+        self.by_property = self.item = self.called = self.operand = self.hidden = self.by_string = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.by_property
+
+    def __getitem__(self, number: int) -> float:
+        return self.item
+
+    def __call__(self) -> float:
+        return self.called
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self.operand
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "unknown":
+            return self.__dict__["hidden"]
+        raise AttributeError(name)
+
+    @classmethod
+    def from_class(cls) -> float:
+        return cls.of_class
+
+    @staticmethod
+    def static() -> float:
+        return Special.in_static
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["by_property", "item", "called", "operand", "hidden", "by_string", "of_class", "in_static", "decorator", "import"],
+)
+def test_what_is_read_by_methods_that_nobody_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = types.ModuleType("settings_that_are_imported")
+    settings.factor = 1.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    special, factors = Special(), {"decorator": 1.0}
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def decorated(x: torch.Tensor) -> torch.Tensor:
+            return function(x) * factors["decorator"]  # type: ignore[no-any-return]
+
+        return decorated
+
+    @decorate
+    def read(x: torch.Tensor) -> torch.Tensor:
+        from settings_that_are_imported import factor  # type: ignore[import-not-found]
+
+        y = x * special.value * special[0] * special() * special.unknown * factor * getattr(special, "by_" + "string")
+        return y * special.from_class() * special.static() * (1.0 * special)  # type: ignore[operator]
+
+    f, x = capture(read), torch.ones(3)
+    with count("CapturedCall") as replayed:
+        for number in range(12):
+            if number == 6 and name == "decorator":
+                factors[name] = 2.0
+            elif number == 6 and name == "import":
+                settings.factor = 2.0  # type: ignore[attr-defined]
+            elif number == 6:
+                monkeypatch.setattr(Special if name in vars(Special) else special, name, 2.0)
+            assert_same(f(x.to("lazy")), read(x))
+    assert replayed() >= 6
