@@ -129,7 +129,7 @@ FLAGS: dict[str, Flag] = {
     "mark_steps": Flag(
         "auto",
         _choice("auto", "by hand"),
-        "Where steps end. 'auto': with each optimizer's step(); where there is none, before the next batch from the "
+        "Where steps end. 'auto': with optimizers' steps; where there is none, before the next batch from the "
         "host, or after some rounds of a loop; in a thread that calls mark_step(), only there. 'by hand': only at "
         "mark_step().",
         "LAZY_BACKEND_MARK_STEPS",

@@ -42,7 +42,8 @@ class PathBindings:
     __slots__ = ("_found", "_unions", "loop")
 
     def __init__(self) -> None:
-        self.loop: Loop | None = None  # whose rounds the path ends with, if a step has ended here for that
+        # whose rounds the path ends with, if one was looked for here; without rounds if none was found
+        self.loop: Loop | None = None
         self._found: dict[tuple[Indices, Environment], CachedComputation | FirstRun] = {}
         self._unions: dict[Environment, Indices] = {}  # the outputs of the computation that serves all live sets
 

@@ -8,19 +8,22 @@ Each count of steps between two reads would be a program of its own, and whateve
 with `config.mark_steps = "auto"` a step ends
 
 - with each step of an optimizer. Gradients that accumulate over several batches, and the closures of an optimizer such
-  as LBFGS, belong to one step; of several optimizers, each ends a step of its own. A step that `GradScaler` skips goes
-  on to the next one.
-- before a batch that comes from the host, where more have come since an optimizer's step than an optimizer takes (with
-  gradients: 16 before that is known), and from the same place of the program as the one before: so each batch of an
-  evaluation is a step.
-- in a loop that has neither, once `LOOKED_AT` calls are recorded: if most of them are equal rounds, each further step
-  is a number of such rounds. Calls are equal if operators and results are: indices may differ.
+  as LBFGS, belong to one step. Of several optimizers that step one after the other, with no batch in between, as those
+  of a GAN may, the last ends the step, once the others were followed like that twice. A step that `GradScaler` skips
+  goes on to the next one.
+- before a batch that comes from the host where no gradients are recorded, if one has come from that place of the
+  program since the last end: so each batch of an evaluation is a step. Where gradients are recorded, they may be added
+  up: only from the 17th batch after an optimizer's step on, and before the first one after an evaluation.
+- in a loop that has neither, once `LOOKED_AT` calls are recorded: if half of them or more are equal rounds, a step is a
+  number of such rounds. It is counted from where the loop began, and so ends at the same calls whenever the program
+  comes there. Calls are equal if operators and results are: indices may differ. Layers are no rounds, as each brings
+  weights into the trace, at least at the first pass; only a long trace is taken for a loop over inputs.
 
 A thread that calls `mark_step()` gets no other ends. But in any thread a trace is cut before a batch, once more than
 `config.max_pending_bytes` have come from the host since it began, as it keeps them all in memory; where steps end by
-hand, with a warning. A `mark_step()` that follows an end with nothing recorded in between is the
-same step, and is not counted again. Ranks end steps with optimizers alone, which step alike on all of them: what a rank
-evaluates or logs alone must not move its collectives into another graph.
+hand, with a warning. A `mark_step()` that follows an end with nothing recorded in between is the same step, and is not
+counted again. Ranks end a step with each optimizer's alone, which step alike on all of them: what a rank evaluates or
+logs alone must not move its collectives into another graph.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +49,7 @@ from lazy_backend.execution.bindings import bindings_of
 from lazy_backend.execution.rules import is_one_of_several_ranks, per_thread
 from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.ir.program import Call, Cut
+from lazy_backend.ports.autograd_engine import current_node
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import LOOKED_AT, DeviceContext, Loop, Pace
@@ -52,9 +57,9 @@ from lazy_backend.tensors.tensor import LazyTensor
 
 # A loop's step is as many rounds as have so many calls: graphs of a few calls gain nothing.
 _SHORTEST_STEP = 128
-# Batches from other places of the program, after which such a place is taken for that where a round ends.
-_MOST_OTHERS = 4
-# Batches that an optimizer's step may take before it was seen to: gradients accumulate.
+# Calls of a trace of which rounds may bring inputs: more than most steps have.
+_LONG = 4096
+# Batches that an optimizer's step may take: gradients accumulate.
 MOST_BATCHES = 16
 
 
@@ -124,7 +129,7 @@ class StepEnds:
         if is_new:
             metrics.increment("MarkStep")
         for context in devices:
-            context.pace.end(context.trace.cursor.depth, is_step=cause not in (_BATCH, _LOOP))
+            context.pace.end(context.trace.cursor.depth, is_step=cause != _LOOP)
         executor.sync_live_tensors_graph(devices, wait, cause)
         history.steps += is_new
         for context in devices:
@@ -157,31 +162,43 @@ class StepEnds:
     def _see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_held() or torch.compiler.is_compiling():
             return
-        if not _ends_by_itself() and optimizer not in self._followed:
+        is_followed, parameter = optimizer in self._followed, lazy_parameter(optimizer)
+        if parameter is None or not (is_followed or _ends_by_itself()):
             return
-        if lazy_parameter(optimizer) is not None:
+        context = parameter._data.context
+        if context.pace.goes_on(optimizer) and not is_followed and not is_one_of_several_ranks():
+            context.pace.over = context.trace.epoch
+        else:
             self.end_by_itself(_OPTIMIZER)
 
     # ----- batches
 
     @hide_internals
     def see_batch(self, context: DeviceContext, num_bytes: int) -> None:
-        """See a tensor that comes from the host while something is recorded. May end the step before."""
-        pace, trace = context.pace, context.trace
+        """See a tensor that comes from the host. May end the step before."""
+        pace, trace, has_gradients = context.pace, context.trace, torch.is_grad_enabled()
         is_same = pace.latest is trace.cursor  # nothing was recorded since the one before
-        usual = max(pace.most_batches, MOST_BATCHES if torch.is_grad_enabled() else 0)
         # so far, as `is_usual` in native_recorder.cpp
+        pace.came = True
+        if trace.is_empty():
+            return
         trace.room -= num_bytes
         pace.latest = trace.cursor
-        pace.batches += not is_same
+        pace.batches += has_gradients and not is_same
         if self._is_held() or context.queue.is_here():
             return  # or within a run, where a finalizer came
         if trace.room < 0:
             self._make_room(context)
             return
-        is_free = not is_same and pace.batches > usual and _ends_by_itself() and not is_one_of_several_ranks()
-        if is_free and _comes_again(pace):
+        is_first = has_gradients and pace.over is trace.epoch
+        is_usual = is_same or (has_gradients and not is_first and pace.batches < MOST_BATCHES)
+        if is_usual or not _ends_by_itself() or is_one_of_several_ranks():
+            return
+        place, count = user_place(), min(pace.batches, MOST_BATCHES)
+        if is_first or place in pace.places:
             self.end_by_itself(_BATCH)
+            pace.batches, pace.over = count, None if has_gradients else context.trace.epoch
+        pace.places.add(place)
 
     def _make_room(self, context: DeviceContext) -> None:
         """Cut a trace that keeps too much in memory; but no collectives, whose graph is that of other ranks."""
@@ -212,38 +229,48 @@ class StepEnds:
         if context.queue.is_here():  # a finalizer within a run, which cannot end a step: the next call looks again
             trace.longest = cursor.depth + 1
             return
+        left = cursor.depth
+        # not within a backward, whose layers bring no inputs
         is_free = _ends_by_itself() and not self._is_held() and not is_one_of_several_ranks()
-        if is_free:
+        if is_free and current_node() is None:
             bindings = bindings_of(cursor)
             if bindings.loop is None:
-                bindings.loop = _loop_at(cursor, pace.loop)
-            pace.loop = bindings.loop
+                bindings.loop = _loop_at(cursor, pace.loop) or Loop((), 0, 0)
+            pace.loop = bindings.loop if bindings.loop.round else None
             if pace.loop is not None:
-                self.end_by_itself(_LOOP)
-                return
+                left = pace.loop.left
+                if left == 0:
+                    self.end_by_itself(_LOOP)
+                    return
         if cursor.depth >= bound:
             executor.reset_trim_counter(context)
         else:
-            trace.longest = max(pace.longest(), min(2 * cursor.depth, bound)) if is_free else bound
+            trace.longest = min(cursor.depth + left, bound)
 
 
 _OPTIMIZER, _BATCH, _LOOP = "an optimizer's step", "the next batch", "a loop"
 
 
 def _loop_at(cursor: TrieNode[Call | Cut], before: Loop | None) -> Loop | None:
-    """The loop whose rounds a path ends with: `before`, if it goes on, or one that is found in many calls."""
-    looks = [_look_of(call) for call in cursor.path()]
-    if before is not None and len(looks) == before.length:
-        return before if looks == list(before.round) * (len(looks) // len(before.round)) else None
-    return loop_of(looks) if len(looks) >= LOOKED_AT else None
+    """The loop whose rounds a path ends with: `before`, if a step of it ends here, or one found in many calls."""
+    calls = list(cursor.path())
+    looks = [_look_of(call) for call in calls]
+    if before is not None:
+        rounds = before.round * (before.length // len(before.round))
+        return replace(before, left=0) if tuple(looks[-before.length :]) == rounds else None
+    if len(looks) < LOOKED_AT:
+        return None
+    is_long = len(looks) >= _LONG
+    return loop_of(looks, [not is_long and bool(getattr(call, "entered", ())) for call in calls])
 
 
-def loop_of(looks: Sequence[Hashable]) -> Loop | None:
-    """The loop that `looks` end with, if half of them or more are rounds of it, at least three. Its rounds begin there.
+def loop_of(looks: Sequence[Hashable], bring_inputs: Sequence[bool]) -> Loop | None:
+    """The loop that `looks` end with, if half of them or more are rounds of it, at least three.
 
-    Half of them: at the end of an outer loop's round there may be a few rounds of an inner loop, or a layer's calls.
+    Half of them: at the end of an outer loop's round there may be a few rounds of an inner loop. Of calls that bring
+    inputs, only those of the first round are part of it.
     """
-    calls = looks[::-1]
+    calls = [object() if brings else look for look, brings in zip(reversed(looks), reversed(bring_inputs), strict=True)]
     # Z-function: `shared[start]` says how many calls from `start` on are those from 0 on
     shared, left, right = [0] * len(calls), 0, 0
     for start in range(1, len(calls)):
@@ -254,7 +281,11 @@ def loop_of(looks: Sequence[Hashable]) -> Loop | None:
         if start + count > right:
             left, right = start, start + count
         if count >= max(2 * start, len(calls) // 2):
-            return Loop(tuple(looks[-start:]), start * -(-_SHORTEST_STEP // start))
+            begin = len(calls) - start - count
+            while begin > 0 and looks[begin - 1] == looks[begin - 1 + start]:
+                begin -= 1
+            length = start * -(-_SHORTEST_STEP // start)
+            return Loop(tuple(looks[begin : begin + start]), length, (begin - len(looks)) % length)
     return None
 
 
@@ -263,19 +294,6 @@ def _look_of(call: Call | Cut) -> Hashable:
     if not isinstance(call, Call):
         return call
     return id(call.op), tuple([getattr(result, "meta", None) for result in call.results])
-
-
-def _comes_again(pace: Pace) -> bool:
-    """Whether a batch comes from where that came which ended the step before, so that a round of a loop is over.
-
-    A round may take several, such as labels after the model's call.
-    """
-    place = user_place()
-    if pace.place is None or place == pace.place or pace.others >= _MOST_OTHERS:
-        pace.place, pace.others = place, 0
-        return True
-    pace.others += 1
-    return False
 
 
 def _has_just_ended(context: DeviceContext) -> bool:

@@ -126,7 +126,7 @@ struct {
 } trace_slots;
 
 struct {
-  Slot latest, batches, most_batches;
+  Slot latest, batches, over, came;
 } pace_slots;
 
 struct {
@@ -145,7 +145,7 @@ std::vector<OperatorHandle> sharing;  // operators that give another tensor for 
 std::optional<OperatorHandle> copying;  // copy_
 std::optional<c10::impl::LocalDispatchKeySet> usual_keys;  // of a thread in no mode
 PyObject* see_batch;  // (context, bytes): a tensor from the host comes while something is recorded; may end a step
-PyObject* most_batches;  // that a step takes before it was seen to
+PyObject* most_batches;  // that a step may take
 Slot impl_slot;  // of a tensor's Python object: where its TensorImpl is
 PyObject* runs_alike;  // (operator): whether a call that runs at once is no more than the operator on real tensors
 PyObject *draw, *take_back;  // () -> (seed, ...), and (that) for a seed that was not used
@@ -832,16 +832,19 @@ constexpr size_t kShortCopy = 1 << 16;  // bytes that are copied sooner than ano
 // Python is not asked for each batch of a step.
 bool is_usual(PyObject* context, PyObject* trace, size_t num_bytes) {
   PyObject* cursor = slot_of(trace, trace_slots.cursor);
-  if (PyLong_AsLong(slot_of(cursor, node_slots.depth)) == 0) return true;
   const Ref pace = Ref::taking(PyObject_GetAttr(context, names.pace));
+  if (!pace) return false;
+  const Ref before = put(pace.get(), pace_slots.came, Py_True);
+  if (PyLong_AsLong(slot_of(cursor, node_slots.depth)) == 0) return true;
   const long long room = PyLong_AsLongLong(slot_of(trace, trace_slots.room)) - static_cast<long long>(num_bytes);
-  if (!pace || room < 0) return false;
+  if (room < 0) return false;
+  const bool has_gradients = c10::GradMode::is_enabled();
   const bool is_same = slot_of(pace.get(), pace_slots.latest) == cursor;
-  const long batches = PyLong_AsLong(slot_of(pace.get(), pace_slots.batches)) + !is_same;
-  const long most = std::max(PyLong_AsLong(slot_of(pace.get(), pace_slots.most_batches)),
-                             c10::GradMode::is_enabled() ? PyLong_AsLong(most_batches) : 0);
+  const long batches = PyLong_AsLong(slot_of(pace.get(), pace_slots.batches)) + (has_gradients && !is_same);
+  const bool is_first = slot_of(pace.get(), pace_slots.over) == slot_of(trace, trace_slots.epoch);
   const Ref left = Ref::taking(PyLong_FromLongLong(room)), counted = Ref::taking(PyLong_FromLong(batches));
-  if (!left || !counted || (!is_same && batches > most)) return false;
+  if (!left || !counted) return false;
+  if (!is_same && (!has_gradients || is_first || batches >= PyLong_AsLong(most_batches))) return false;
   const Ref old[] = {put(trace, trace_slots.room, left.get()), put(pace.get(), pace_slots.latest, cursor),
                      put(pace.get(), pace_slots.batches, counted.get())};
   return true;
@@ -1434,7 +1437,8 @@ PyObject* start(PyObject*, PyObject* given) {
                  slot_in(trace, "groups"), slot_in(trace, "constants"), slot_in(trace, "seeds"),
                  slot_in(trace, "pending"), slot_in(trace, "computed"), slot_in(trace, "unfinished"), slot_in(trace, "default_dtype"),
                  slot_in(trace, "changes"), slot_in(trace, "longest"), slot_in(trace, "at_once"), slot_in(trace, "room")};
-  pace_slots = {slot_in(pace, "latest"), slot_in(pace, "batches"), slot_in(pace, "most_batches")};
+  pace_slots = {slot_in(pace, "latest"), slot_in(pace, "batches"), slot_in(pace, "over"),
+                slot_in(pace, "came")};
   node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
                 slot_in(node, "known")};
   names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),

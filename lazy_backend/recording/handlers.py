@@ -174,7 +174,7 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     """
     data = target._data
     storage = data.storage
-    if target.numel() > 1 and not context.trace.is_empty():
+    if target.numel() > 1:
         step_ends.see_batch(context, target.nbytes)
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         base = run_clean(empty_of, storage.meta, context.backing)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -370,29 +370,46 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """A loop. `round`: its calls without their operands; `length`: the calls of a step, which is some rounds."""
+    """A loop, as seen at some call."""
 
-    round: tuple[Hashable, ...]
-    length: int
+    round: tuple[Hashable, ...]  # its calls without their operands
+    length: int  # the calls of a step, which is some rounds
+    left: int  # the calls until the end of a step
 
 
 class Pace:
     """How far apart steps of one device end, where they end by themselves. See Note [Steps that end by themselves]."""
 
-    __slots__ = ("loop", "deepest", "calls", "batches", "most_batches", "latest", "place", "others", "fresh", "_recent")
+    __slots__ = (
+        "loop",
+        "deepest",
+        "calls",
+        "batches",
+        "latest",
+        "places",
+        "over",
+        "came",
+        "fresh",
+        "_chain",
+        "_follows",
+    )
 
     def __init__(self) -> None:
-        self.loop: Loop | None = None  # that the latest step was rounds of
-        self.deepest = 0  # the calls of the longest step that an optimizer or the program has ended
+        self.loop: Loop | None = None  # that the program was in when it was looked for
+        self.deepest = 0  # the calls of the longest step that ended otherwise than as rounds of a loop
         self.calls = 0  # of this step that are in traces before this one
-        # that came from the host since an optimizer or the program ended a step, but those before the first call
+        # that came from the host since a step ended, where gradients are recorded, but those before the first call
         self.batches = 0
-        self.most_batches = 0  # in such a step, as far as that many came again
-        self._recent: deque[int] = deque(maxlen=_RECENT)
-        self.place: Hashable = None  # of the program, from which the latest batch came that ended a step
-        self.others = 0  # batches from other places since then
+        self.places: set[Hashable] = set()  # of the program, from which batches came since a step ended
         self.latest: TrieNode[Call | Cut] | None = None  # where the latest batch came
         self.fresh: Callable[[], Epoch | None] = _gone  # the epoch that began when a step last ended by itself
+        # a trace that is over when a batch comes for which gradients are recorded, as an evaluation was before it
+        self.over: Epoch | None = None
+        self.came = False  # whether a batch came since the latest step of an optimizer
+        # the optimizers that stepped since a batch came, or since one stepped again
+        self._chain: dict[ref[Any], None] = {}
+        # how often in a row another optimizer's step followed, with no batch in between
+        self._follows: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def longest(self) -> int:
         """The calls after which a trace is looked at."""
@@ -402,24 +419,32 @@ class Pace:
         return min(bound, max(LOOKED_AT, 2 * self.deepest) if self.loop is None else self.loop.length)
 
     def end(self, depth: int, is_step: bool) -> None:
-        """A trace of so many calls ended; `is_step`: by an optimizer or by the program."""
+        """A trace of so many calls ended; `is_step`: not as rounds of a loop."""
         self.latest = None
         self.calls += depth
         if is_step:
             self.deepest = max(self.deepest, self.calls)
-            self.calls = 0
+            self.calls = self.batches = 0
             self.loop = None
-            # an evaluation between two steps has many, and comes again once an epoch
-            if self.batches in self._recent:
-                self.most_batches = max(self.most_batches, self.batches)
-            self._recent.append(self.batches)
-            self.batches = 0
+            self.places.clear()
+
+    def goes_on(self, optimizer: Any) -> bool:
+        """Note a step of an optimizer. Returns whether one of another is to follow before a batch comes."""
+        latest = next(reversed(self._chain))() if self._chain else None
+        is_next = latest is not None and not self.came and ref(optimizer) not in self._chain
+        if latest is not None:
+            self._follows[latest] = self._follows.get(latest, 0) + 1 if is_next else 0
+        if not is_next:
+            self._chain.clear()
+        self._chain[ref(optimizer)] = None
+        self.came = False
+        return self._follows.get(optimizer, 0) >= _FOLLOWED
 
 
-# Steps in which a number of batches must come again to be taken for that of a step: some loops have several optimizers.
-_RECENT = 4
-# Calls of a trace after which a loop is looked for in it: more than most steps have.
-LOOKED_AT = 4096
+# Times in a row that an optimizer's step must have been followed by another's, for the step to end with that.
+_FOLLOWED = 2
+# Calls of a trace after which a loop is looked for in it, and then whenever there are twice as many.
+LOOKED_AT = 256
 
 
 def new_queue(index: int) -> DeviceQueue:

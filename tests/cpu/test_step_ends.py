@@ -128,6 +128,31 @@ def test_each_of_two_optimizers_ends_a_step() -> None:
     assert_same(parameters, run("cpu"))
 
 
+@pytest.mark.parametrize("batches", ["one", "none", "one for each"])
+def test_optimizers_that_step_one_after_the_other_come_to_end_one_step(batches: str) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        generator, ours = made(device)
+        critics = [nn.Linear(1, 1).to(device) for _ in range(2)]
+        theirs = [sgd(critic) for critic in critics]
+        x = torch.ones(4, 3).to(device)
+        for number in range(7):
+            if batches == "one":
+                x = torch.full((4, 3), 0.1 * number).to(device)
+            for critic, optimizer in zip([*critics, critics[0]], [*theirs, ours], strict=True):
+                if batches == "one for each":
+                    x = torch.full((4, 3), 0.1 * number).to(device)
+                critic(generator(x)).mean().backward()
+                optimizer.step()
+                for each in (*theirs, ours):
+                    each.zero_grad()
+        return [p.detach().cpu() for model in (generator, *critics) for p in model.parameters()]
+
+    with count("SyncTensorsGraph") as syncs, count("GraphCut") as cuts:
+        parameters = run("lazy")
+    assert (syncs(), cuts()) == (7 * 3 if batches == "one for each" else 2 * 3 + 5, 0)
+    assert_same(parameters, run("cpu"))
+
+
 def test_the_closures_of_lbfgs_end_no_step() -> None:
     def run(device: str) -> list[torch.Tensor]:
         model, _ = made(device)
@@ -314,10 +339,30 @@ def test_epochs_with_evaluation_settle() -> None:
         return [loss.cpu() for loss in losses]
 
     expected = run("cpu")
-    assert_same(run("lazy"), expected)
+    with count("MarkStep") as steps:
+        assert_same(run("lazy"), expected)
+    assert steps() == 4 * (3 + 4) - 1  # the first batch comes with the second, and the losses' read ends the last
     with count("UncachedCompile") as misses:
         assert_same(run("lazy"), expected)
     assert misses() <= 2
+
+
+def test_a_batch_without_gradients_within_a_step_ends_nothing() -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        (model, optimizer), (teacher, _) = made(device), made(device)
+        for number in range(6):
+            out = model(torch.full((4, 3), float(number)).to(device))
+            with torch.no_grad():
+                taught = teacher(torch.full((4, 3), float(number + 1)).to(device))
+            (out - taught).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    with count("SyncTensorsGraph") as syncs:
+        parameters = run("lazy")
+    assert syncs() == 6
+    assert_same(parameters, run("cpu"))
 
 
 def test_batches_that_are_added_up_become_one_step() -> None:
@@ -468,24 +513,37 @@ def test_strict_mode_cuts_nothing_for_memory() -> None:
     assert cuts() == 0
 
 
-@pytest.mark.parametrize("pattern", ["a" * 30, "abc" * 20, "xyz" + "ab" * 40, ("ab" * 6 + "c") * 9])
+@pytest.mark.parametrize("pattern", ["a" * 30, "abc" * 20, "xyz" + "ab" * 40, ("ab" * 6 + "c") * 9, "xyz" + "abc" * 50])
 def test_the_loop_at_the_end_of_calls(pattern: str) -> None:
-    found = loop_of(pattern)
+    found = loop_of(pattern, [False] * len(pattern))
     assert found is not None
-    for size in range(1, len(pattern) // 3):  # no shorter round covers half of them
-        covered = next(
-            (i for i in range(size, len(pattern)) if pattern[-1 - i] != pattern[-1 - i + size]), len(pattern)
-        )
-        if covered - size >= max(2 * size, len(pattern) // 2):
-            assert len(found.round) == size
-            break
-    assert "".join(found.round) == pattern[-len(found.round) :]
-    assert found.length % len(found.round) == 0
+    size = len(found.round)
+    begin = len(pattern) - end_of_period(pattern, size)
+    assert "".join(found.round) == pattern[begin : begin + size]
+    assert found.length % size == 0
+    assert (len(pattern) + found.left - begin) % found.length == 0
+    for shorter in range(1, size):  # no shorter round covers half of them
+        assert end_of_period(pattern, shorter) - shorter < max(2 * shorter, len(pattern) // 2)
+
+
+def end_of_period(pattern: str, size: int) -> int:
+    """The length of the longest end of `pattern` that consists of equal rounds."""
+    places = range(size, len(pattern))
+    return next((i for i in places if pattern[-1 - i] != pattern[-1 - i + size]), len(pattern))
+
+
+def test_inputs_come_with_the_first_round_of_a_loop_alone() -> None:
+    pattern = "xyz" + "abc" * 20
+    found = loop_of(pattern, [place < 6 for place in range(len(pattern))])
+    assert found is not None
+    assert "".join(found.round) == "abc"
+    assert (len(pattern) - 3 + found.left) % found.length == 0
+    assert loop_of(pattern, [place % 3 == 0 for place in range(len(pattern))]) is None
 
 
 @pytest.mark.parametrize("pattern", ["", "a", "ab", "abcdefgh", "abab", "abcdefghij" + "ab" * 4])
 def test_no_loop(pattern: str) -> None:
-    assert loop_of(pattern) is None
+    assert loop_of(pattern, [False] * len(pattern)) is None
 
 
 # ----- random programs
@@ -500,9 +558,10 @@ def test_random_nests_of_loops_equal_eager_and_settle(block: int, steps_aside: b
 
 
 def assert_nest_runs_like_eager(nest: RandomNest) -> None:
-    found, misses = nest.run("lazy", 7)
-    assert_same(found, nest.run("cpu", 7)[0])
-    assert not nest.settles() or not any(misses[4:]), (nest.seed, nest.loops, misses)
+    first = nest.rounds_to_settle()
+    found, misses = nest.run("lazy", first + 4)
+    assert_same(found, nest.run("cpu", first + 4)[0])
+    assert not nest.settles() or not any(misses[first:]), (nest.seed, nest.loops, misses)
 
 
 def test_threads_run_nests_of_loops_at_once() -> None:
