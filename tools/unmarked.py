@@ -231,6 +231,67 @@ def inner_loop(width: int, device: str, mark: Mark) -> Round:
     return one_round
 
 
+def distillation(width: int, device: str, mark: Mark) -> Round:
+    """A teacher without gradients, whose batch comes in the middle of the step."""
+    setup, teacher = _Setup(width, device), _network(width, device).eval()
+
+    def one_round(number: int) -> Any:
+        x, y = setup.batch(number)
+        out = setup.model(x)
+        with torch.no_grad():
+            seen = setup.batches[number % len(setup.batches)][0] * 0.9  # another view of it, by the host
+            taught = teacher(seen.to(device)).softmax(-1)
+        loss = functional.cross_entropy(out, y) + functional.cross_entropy(out, taught)
+        setup.optimizer.zero_grad()
+        loss.backward()
+        loss = loss.detach()
+        setup.optimizer.step()
+        mark()
+        return loss
+
+    return one_round
+
+
+def gradient_penalty(width: int, device: str, mark: Mark) -> Round:
+    """The critic of a WGAN: a backward through a backward."""
+    setup = _Setup(width, device)
+
+    def one_round(number: int) -> Any:
+        x, _ = setup.batch(number)
+        x.requires_grad_()
+        scores = setup.model(x).sum(1)
+        (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        loss = scores.mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        setup.optimizer.zero_grad()
+        loss.backward()
+        loss = loss.detach()
+        setup.optimizer.step()
+        mark()
+        return loss
+
+    return one_round
+
+
+def optimizers_that_take_turns(width: int, device: str, mark: Mark) -> Round:
+    """Two optimizers, each after two batches that add up, as in training parts of a model alternately."""
+    setup = _Setup(width, device)
+    halves = [list(part.parameters()) for part in (setup.model[:6], setup.model[6:])]
+    optimizers = [torch.optim.SGD(half, lr=0.01, momentum=0.9) for half in halves]
+
+    def one_round(number: int) -> Any:
+        for turn, optimizer in enumerate(optimizers):
+            for part in range(2):
+                loss = setup.loss(4 * number + 2 * turn + part) / 2
+                loss.backward()
+            loss = loss.detach()
+            optimizer.step()
+            setup.model.zero_grad()
+            mark()
+        return loss
+
+    return one_round
+
+
 def relaxation(width: int, device: str, mark: Mark) -> Round:
     x = [torch.rand(width, width, device=device)]
 
@@ -355,8 +416,8 @@ LOOPS: dict[str, Callable[[int, str, Mark], Round]] = {
     loop.__name__.replace("_", " "): loop
     for loop in (
         training_read_at_random, accumulation, average_of_weights, two_networks, evaluation, epochs_with_evaluation,
-        lbfgs, gradients_without_an_optimizer, inner_loop, relaxation, k_means, decoding, policy_optimization,
-        generation,
+        lbfgs, gradients_without_an_optimizer, inner_loop, distillation, gradient_penalty, optimizers_that_take_turns,
+        relaxation, k_means, decoding, policy_optimization, generation,
     )
 }  # fmt: skip
 WIDTHS = (32, 256)
