@@ -77,7 +77,7 @@ from lazy_backend.errors import (
 from lazy_backend.lowering.plans.profiling import GraphExecutorState
 from lazy_backend.lowering.serving.executor import ProfileMetrics
 from lazy_backend.lowering.serving.weights import InputError
-from lazy_backend.serve import Served, serve
+from lazy_backend.serve import Served, load_served, serve
 from lazy_backend.settings import config
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tiers import get_bailout_depth, get_fusion_strategy, set_bailout_depth, set_fusion_strategy
@@ -123,6 +123,7 @@ __all__ = [
     "get_tensor_id",
     "ir_cache",
     "is_lazy",
+    "load_served",
     "manual_seed",
     "mark_step",
     "memory_stats",

@@ -18,7 +18,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -169,7 +169,27 @@ class Servable:
 
     def describe(self, inputs: Sequence[torch.Tensor]) -> str:
         """What is served, for inputs of these shapes."""
-        return f"{self.name} of inputs of shape {', '.join(str(list(one.shape)) for one in inputs)}"
+        return describe(self.name, inputs)
+
+
+class LoadedFunction:
+    """What is served from a file: it has the graphs that were saved, and can record no other."""
+
+    def __init__(self, name: str, state_names: frozenset[str]) -> None:
+        self.name, self.state_names = name, state_names
+
+    def record_again(self, inputs: Sequence[torch.Tensor], *rest: object) -> NoReturn:
+        raise InputError(
+            f"{self.describe(inputs)}: the file that it was loaded from has no graph of these shapes\n"
+            "  pad to shapes that it has, or ask for these before save()"
+        )
+
+    def describe(self, inputs: Sequence[torch.Tensor]) -> str:
+        return describe(self.name, inputs)
+
+
+def describe(name: str, inputs: Sequence[torch.Tensor]) -> str:
+    return f"{name} of inputs of shape {', '.join(str(list(one.shape)) for one in inputs)}"
 
 
 class _ModuleCopy:

@@ -9,6 +9,7 @@ threads run concurrently. See Note [Weights are swapped whole] and Note [Shapes 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,19 +18,22 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
+from lazy_backend.archives import served_file
+from lazy_backend.archives.served_file import SavedFunction, SavedGraph
+from lazy_backend.cache.computation_cache import Key
 from lazy_backend.errors import TooManyRequestsError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
 from lazy_backend.execution.computations import compile_policy
 from lazy_backend.execution.sync import executor
-from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.graph import Graph, meta_of
 from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
 from lazy_backend.lowering.serving.many_shapes import ManyShapesExecutor, NotShareable, ShapeExecutor, Shapes
-from lazy_backend.lowering.serving.regions import Families
+from lazy_backend.lowering.serving.regions import DelegateKernel, Families
 from lazy_backend.lowering.serving.request_state import RequestState
-from lazy_backend.lowering.serving.weights import InputError, Weights
-from lazy_backend.servable import RecordedRequest, Servable
+from lazy_backend.lowering.serving.weights import InputError, Weights, check_tensor
+from lazy_backend.servable import LoadedFunction, RecordedRequest, Servable
 from lazy_backend.settings import config
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -40,7 +44,7 @@ class Served(ManyShapesExecutor):
 
     def __init__(
         self,
-        servable: Servable,
+        servable: Servable | LoadedFunction,
         recorded: RecordedRequest,
         spare: Mapping[str, torch.Tensor],
         how: ExecutorConfig,
@@ -100,14 +104,35 @@ class Served(ManyShapesExecutor):
         """
         chosen = {name: self.weights[name] for name in self.fixed_names}
         chosen.update((name, tensor) for name, tensor in tensors.items() if name not in self.unused_names)
-        return super().process_weights({name: self._copy(tensor) for name, tensor in chosen.items()})
+        return super().process_weights({name: _copy(tensor, self.graph.device) for name, tensor in chosen.items()})
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        real = reads.read(tensor._data, "weights to serve") if isinstance(tensor, LazyTensor) else tensor
-        # a copy, so that further training of the tensor does not change what is served
-        return run_clean(lambda: real.detach().to(self.graph.device, copy=True))
+    @hide_internals
+    def save(self, path: str | os.PathLike[str], weights: bool = True) -> None:
+        """Write what is served to one file, which `load_served` serves in a process without the module.
+
+        The file has the graphs of all shapes that are kept, their compiled plans, which this compiles where there are
+        none yet, and the weights as they are now. Not `weights`: without those of the `state_dict`. Raises `CacheError`
+        for what cannot be written as text, such as a container of a class that PyTorch does not know, and OSError.
+        """
+        run_clean(self._save, path, weights)
+
+    def _save(self, path: str | os.PathLike[str], weights: bool) -> None:
+        names = self._servable.state_names or frozenset()
+
+        def kept(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: one if weights or name not in names else one.to("meta") for name, one in tensors.items()}
+
+        recordings = self.recordings()
+        plans = _plans_of([executor for _, executor, _ in recordings])
+        kinds = [meta.dtype for meta in self._examples]
+        graphs = [
+            SavedGraph(one.graph, one.graph_signature, one.constants, list(map(_without_memory, shapes, kinds)), own)
+            for shapes, one, own in recordings
+        ]
+        with self._turn:  # no request writes weights meanwhile
+            current = self._current.weights
+            function = SavedFunction(self._servable.name, names, graphs, kept(current.tensors), kept(current.spare))
+            served_file.write(path, function, plans)
 
     def record_shapes(self, shapes: Shapes, inputs: Sequence[torch.Tensor]) -> ShapeExecutor:
         """Have the module recorded for these shapes. See Note [Recorded again]."""
@@ -171,6 +196,82 @@ def make_served(
     recorded = servable.record(args)
     how = executor_config(num_threads, max_shapes)
     return run_clean(Served, servable, recorded, servable.spare_weights(recorded.weights), how, max_requests)
+
+
+@hide_internals
+def load_served(
+    path: str | os.PathLike[str],
+    weights: Mapping[str, torch.Tensor] | None = None,
+    *,
+    num_threads: int = 1,
+    max_requests: int | None = None,
+) -> Served:
+    """Serve from a file that `Served.save` wrote. The module's Python is not needed, and the plans are used at once.
+
+    `weights`: a `state_dict` in place of the saved one; needed if the file has none. Requests have the shapes that were
+    saved. Compiled plans get into the cache, as by `cache.load`; those that do not fit this PyTorch, Python, processor
+    or these settings are left out with a `CacheWarning`, and their graphs are compiled as by `serve`. Plans are code:
+    load only files from people whose code you would run. Raises `CacheError` if the file is damaged, or names operators
+    or containers that this process does not know, and OSError.
+    """
+    return run_clean(_load_served, path, weights or {}, num_threads, max_requests)
+
+
+def _load_served(
+    path: str | os.PathLike[str], given: Mapping[str, torch.Tensor], num_threads: int, max_requests: int | None
+) -> Served:
+    saved = served_file.read(path)
+    first, *others = saved.graphs
+    device = first.graph.device
+    unknown = given.keys() - saved.state_names
+    if unknown:
+        raise InputError(f"weights do not fit: unexpected {sorted(unknown)}")
+
+    def chosen(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        missing = sorted(name for name, one in tensors.items() if one.is_meta and name not in given)
+        if missing:
+            raise InputError(f"{path} was saved without weights: missing {missing}\n  pass weights=module.state_dict()")
+        return {
+            name: check_tensor(f"weight {name!r}", _copy(given[name], device), meta_of(one), device, False)
+            if name in given
+            else one
+            for name, one in tensors.items()
+        }
+
+    recorded = RecordedRequest(
+        first.graph, first.signature, chosen(saved.weights), first.constants, tuple(map(meta_of, first.inputs))
+    )
+    how = executor_config(num_threads, max(config.max_served_shapes, len(others)))
+    served = Served(LoadedFunction(saved.name, saved.state_names), recorded, chosen(saved.spare), how, max_requests)
+    for one in others:
+        shapes = tuple(given.shape for given in one.inputs)
+        served.add_shapes(shapes, one.graph, one.signature, one.own, one.constants)
+    return served
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    real = reads.read(tensor._data, "weights to serve") if isinstance(tensor, LazyTensor) else tensor
+    # a copy, so that further training of the tensor does not change what is served
+    return run_clean(lambda: real.detach().to(device, copy=True))
+
+
+def _without_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _plans_of(executors: Sequence[Executor]) -> dict[Key, bytes]:
+    """The compiled plans of these executors, as those of `load_served` look for them; compiled where there are none."""
+    policy, report = executors[0].config.policy, executors[0].config.report
+    if policy is None:
+        return {}
+    store = served_file.CollectingStore(policy.store)
+    policy, families = replace(policy, background=False, store=store), Families(report)
+    for one in executors:
+        for region in one.delegates:
+            DelegateKernel(region.region, one.constants, policy, report, families)
+    return store.plans
 
 
 def make_executor(graph: Graph, signature: GraphSignature, constants: Sequence[float]) -> Executor:

@@ -1,4 +1,5 @@
-"""Compiled graphs that travel: what `lazy_backend.cache.export`, `load` and `python -m lazy_backend.cache` do.
+"""Compiled graphs that travel: what `lazy_backend.cache.export`, `load` and `python -m lazy_backend.cache` do, and the
+files of served functions.
 
 In: the disk cache and files. Out: files, entries of the cache, and reports of both.
 

@@ -42,6 +42,7 @@ from lazy_backend.lowering.plans.profiling import pending_compiles
 
 Which = Literal["fitting", "used", "all"]
 
+SERVED = "served function"  # names the entries of an archive that are no plans, see `served_file`
 _DAMAGED = "damaged"
 _REMOVED = "removed by another process meanwhile"
 
@@ -71,7 +72,7 @@ def export(path: str | os.PathLike[str], which: Which = "fitting") -> ExportRepo
             "there is no disk cache to export\n  set config.cache, and config.cache_dir to a folder of your own"
         )
     skipped: Counter[str] = Counter()
-    with _errors_of_user(), new_archive(Path(path).expanduser(), _description()) as file:
+    with _errors_of_user(), new_archive(Path(path).expanduser(), description()) as file:
         for hash, key in _found(layers, which):
             reason = None if which == "all" else misfit(key)
             if reason is None:
@@ -134,7 +135,8 @@ def load(path: str | os.PathLike[str]) -> LoadReport:
             archive = Archive(Path(path).expanduser())
         made_on = str(archive.description.get("machine", ""))
         for packed in archive:
-            loading.take(packed.key, partial(archive.read, packed))
+            if SERVED not in dict(packed.key.parts):
+                loading.take(packed.key, partial(archive.read, packed))
     except BrokenArchive as broken:
         loading.skip(f"{_DAMAGED} file: {broken}")
     report = loading.finish(os.fspath(path), made_on)
@@ -244,7 +246,7 @@ def _errors_of_user() -> Iterator[None]:
         raise CacheError(str(refused)) from None
 
 
-def _description() -> dict[str, Any]:
+def description() -> dict[str, Any]:
     """Who made a file, for people. What decides is in the key of each graph."""
     return {
         "machine": f"{_processor_name()}, PyTorch {torch.__version__}, Python {platform.python_version()}",

@@ -129,7 +129,7 @@ class Executor:
         self.graph = graph
         self.graph_signature = signature
         self.config = config or ExecutorConfig()
-        self._constants = tuple(constants)
+        self.constants = tuple(constants)
         self._expected = {name: graph.inputs[place] for name, place in signature.weights}
         self._user_values = [
             (name, None if place is None else graph.inputs[place]) for name, place in signature.user_inputs
@@ -155,7 +155,7 @@ class Executor:
 
     def _split_constants(self) -> ConstantFolder:
         is_compiled = self.config.policy is not None
-        return split_constants(self.graph, self._expected.values(), self._constants, leaves_views=is_compiled)
+        return split_constants(self.graph, self._expected.values(), self.constants, leaves_views=is_compiled)
 
     def _written_weights(self) -> set[str]:
         return {name for name, value in self._expected.items() if value in self._written}
@@ -171,7 +171,7 @@ class Executor:
             return make_kernels(self.layout.graph)
         refused = {node for node, _ in unsound_writes(graph)} if not runs_module_as_is(policy.backend) else set()
         parts = [
-            DelegateKernel(part, self._constants, policy, report, families) if isinstance(part, Graph) else part
+            DelegateKernel(part, self.constants, policy, report, families) if isinstance(part, Graph) else part
             for part in partition(graph, lambda node: node not in refused and self.config.supported(node))
         ]
         return make_kernels(graph, parts)
@@ -317,7 +317,7 @@ class Executor:
                 )
 
     def _fill(self, frame: ExecutionFrame, arguments: Sequence[torch.Tensor]) -> None:
-        frame.fill(self._template(), arguments, self._constants, self._seeds())
+        frame.fill(self._template(), arguments, self.constants, self._seeds())
 
     def _seeds(self) -> list[int]:
         return [draw_seed() for _ in range(self.graph.num_seeds)]

@@ -63,7 +63,7 @@ class ShapeExecutor(Executor):
         config: ExecutorConfig,
     ) -> None:
         self._shared = shared
-        self._own = own
+        self.own = own
         self._from_example: dict[Value, Value] = {}  # folded value -> the example's
         self.is_dropped = False
         self.last_use = 0
@@ -84,7 +84,7 @@ class ShapeExecutor(Executor):
         # what the example's graph writes changes from run to run, even if this graph does not write it
         fixed = {value: name for name, value in self._expected.items() if name not in self._shared.written}
         is_compiled = self.config.policy is not None
-        folder = split_constants(self.graph, fixed, self._constants, leaves_views=is_compiled)
+        folder = split_constants(self.graph, fixed, self.constants, leaves_views=is_compiled)
         numbers = folder.number_values(fixed, self._shared.known)
         for value in folder.folded:
             example = self._shared.folded.get(numbers.get(value, -1))
@@ -116,7 +116,7 @@ class ShapeExecutor(Executor):
         return template
 
     def _tensor(self, name: str, weights: Weights) -> torch.Tensor | None:
-        for tensors in (self._own, weights.tensors, weights.spare):
+        for tensors in (self.own, weights.tensors, weights.spare):
             if name in tensors:
                 return tensors[name]
         return None
@@ -229,6 +229,11 @@ class ManyShapesExecutor(Executor, ABC):
             for region in other.delegates:
                 region.drop()
         return made, len(dropped)
+
+    def recordings(self) -> list[tuple[Shapes, Executor, Mapping[str, torch.Tensor]]]:
+        """The shapes that are kept, the example's first, the executor of each, and the tensors that it alone uses."""
+        others = [(shapes, other, other.own) for shapes, other in list(self._others.items())]
+        return [(self._example_shapes, self, {}), *others]
 
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], ...]]:
