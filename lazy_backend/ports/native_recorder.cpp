@@ -138,9 +138,10 @@ PyObject* dispatch_in_python;  // what `LazyTensor.__torch_dispatch__` is unless
 PyObject* input_tokens;  // a list
 PyObject* recorded_alike;  // (operator) -> operators recorded as it, and of arguments left out of keys; or None
 PyObject *draw_seed, *return_seed;  // () -> seed, and (seed) for one that was not used
-PyObject* unwritten_storage;  // (shape, stride, dtype, device) -> memory that nobody has used yet, or None
+PyObject* context_of;  // (device or None) -> its context, or None if it was not used before
+PyObject* unwritten_storage;  // (context, meta) -> memory that nobody has used yet
 PyObject* add_event;  // (event): count something
-PyObject *upload_seconds, *upload_bytes;  // names of metrics
+PyObject *upload_seconds, *upload_bytes, *download_seconds, *download_bytes;  // names of metrics
 std::vector<OperatorHandle> sharing;  // operators that give another tensor for the same data
 std::optional<OperatorHandle> copying;  // copy_
 std::optional<c10::impl::LocalDispatchKeySet> usual_keys;  // of a thread in no mode
@@ -214,6 +215,13 @@ inline PyObject* storage_of(PyObject* data) {
   return Py_TYPE(data) == classes.storage ? data : slot_of(data, data_slots.storage);
 }
 
+Ref tuple_of(const std::vector<int64_t>& numbers) {
+  Ref made = Ref::taking(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (size_t place = 0; made && place < numbers.size(); ++place)
+    PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(place), PyLong_FromLongLong(numbers[place]));
+  return made;
+}
+
 struct Geometry {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
@@ -228,6 +236,27 @@ struct Geometry {
       last += (sizes[dim] - 1) * strides[dim];
     }
     num_bytes = is_empty ? 0 : (last + 1) * dtype.itemsize();
+  }
+
+  // As Python knows it, or null and an error. Looked up by what was asked before: a program has few geometries, or ever
+  // new ones.
+  Ref meta() const {
+    constexpr size_t kMost = 4096;
+    static auto& known = *new std::unordered_map<std::string, Ref>;  // for the life of the process, as Python ends first
+    std::string key(reinterpret_cast<const char*>(sizes.data()), 8 * sizes.size());
+    key.append(reinterpret_cast<const char*>(strides.data()), 8 * strides.size());
+    key.append(reinterpret_cast<const char*>(&offset), 8);
+    key.push_back(static_cast<char>(dtype.toScalarType()));
+    const auto found = known.find(key);
+    if (found != known.end()) return Ref::to(found->second.get());
+    const Ref shape = tuple_of(sizes), stride = tuple_of(strides), start = Ref::taking(PyLong_FromLongLong(offset));
+    PyObject* kind = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype.toScalarType()));
+    Ref made = shape && stride && start ? Ref::taking(PyObject_CallFunctionObjArgs(
+        make_meta, shape.get(), stride.get(), start.get(), kind, nullptr)) : Ref();
+    if (!made) return made;
+    if (known.size() >= kMost) known.clear();
+    known.emplace(std::move(key), Ref::to(made.get()));
+    return made;
   }
 };
 
@@ -265,6 +294,36 @@ Ref new_data(PyTypeObject* type, PyObject* context, PyObject* epoch, PyObject* t
   slot_of(made.get(), data_slots.token) = Py_NewRef(token);
   slot_of(made.get(), data_slots.meta) = Py_NewRef(meta);
   return made;
+}
+
+// The list that notes storages, of a trace whose calls run at once; null where they do not.
+Ref storages_in(PyObject* context) {
+  const Ref trace = Ref::taking(PyObject_GetAttr(context, names.trace));
+  if (!trace) PyErr_Clear();
+  PyObject* list = trace ? slot_of(trace.get(), trace_slots.at_once) : nullptr;
+  return Ref::to(is_none(list) ? nullptr : list);
+}
+
+Py_ssize_t num_unseen = 0;  // storages that were noted since Python was told
+
+// A storage that no trace has recorded, in the list `storages`. Null, and an error, if there is no memory.
+Ref noted_storage(PyObject* context, PyObject* storages, PyObject* token, PyObject* meta, PyObject* tensor) {
+  Ref made = new_data(classes.storage, context, Py_None, token, meta);
+  if (!made) return Ref::taking(PyErr_NoMemory());
+  slot_of(made.get(), data_slots.tensor) = Py_NewRef(tensor);
+  slot_of(made.get(), data_slots.error) = Py_NewRef(Py_None);
+  const Ref reference = Ref::taking(PyWeakref_NewRef(made.get(), nullptr));
+  if (!reference || PyList_Append(storages, reference.get()) != 0) return Ref();
+  ++num_unseen;
+  return made;
+}
+
+// Tell Python of storages that were noted, if they are many. False, and an error, if that fails.
+bool tell_of_storages(PyObject* context) {
+  constexpr Py_ssize_t kMostUnseen = 512;
+  if (num_unseen < kMostUnseen) return true;
+  const Ref number = Ref::taking(PyLong_FromSsize_t(std::exchange(num_unseen, 0)));
+  return static_cast<bool>(Ref::taking(PyObject_CallFunctionObjArgs(see_calls, context, number.get(), nullptr)));
 }
 
 // ----- what a node says
@@ -850,6 +909,15 @@ bool is_usual(PyObject* context, PyObject* trace, size_t num_bytes) {
   return true;
 }
 
+void count_transfer(PyObject* name_of_seconds, PyObject* name_of_bytes, std::chrono::steady_clock::time_point begin,
+                    size_t num_bytes) {
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  const Ref event = Ref::taking(Py_BuildValue("({}{OdOn})", name_of_seconds, seconds.count(), name_of_bytes,
+                                              static_cast<Py_ssize_t>(num_bytes)));
+  if (event) Ref::taking(PyObject_CallOneArg(add_event, event.get()));
+  PyErr_Clear();
+}
+
 // Memory that nobody has used takes a copy of `source` as its data: as `copy_from_outside`, on a CPU.
 bool upload(torch::jit::Stack* stack) {
   const at::Tensor target = torch::jit::peek(*stack, 0, 3).toTensor();
@@ -896,17 +964,13 @@ bool upload(torch::jit::Stack* stack) {
     const WithoutGil others_may_run(base.nbytes() > kShortCopy);
     base.copy_(source);
   }
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   const Ref wrapped = Ref::taking(THPVariable_Wrap(base, reinterpret_cast<PyTypeObject*>(THPVariableClass)));
-  const Ref event = Ref::taking(Py_BuildValue("({}{OdOn})", upload_seconds, seconds.count(), upload_bytes,
-                                              static_cast<Py_ssize_t>(base.nbytes())));
-  if (!wrapped || !event || !is_unused()) {
+  if (!wrapped || !is_unused()) {
     PyErr_Clear();
     return false;
   }
   const Ref old = put(storage.get(), data_slots.tensor, wrapped.get());
-  Ref::taking(PyObject_CallOneArg(add_event, event.get()));
-  PyErr_Clear();
+  count_transfer(upload_seconds, upload_bytes, begin, base.nbytes());
   torch::jit::drop(*stack, 3);
   torch::jit::push(*stack, target);
   ++num_known;
@@ -923,13 +987,6 @@ bool read_numbers(PyObject* found, std::vector<int64_t>& numbers) {
     if (numbers.back() < 0) return false;
   }
   return true;
-}
-
-Ref tuple_of(const std::vector<int64_t>& numbers) {
-  Ref made = Ref::taking(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t place = 0; made && place < numbers.size(); ++place)
-    PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(place), PyLong_FromLongLong(numbers[place]));
-  return made;
 }
 
 // A lazy tensor over memory that nobody has used, by the arguments of `empty` or `empty_strided`. Null, without an
@@ -957,16 +1014,17 @@ Ref unwritten(PyObject* const* args, Py_ssize_t num_args, PyObject* names_of, bo
       return Ref();
     }
   }
-  const Ref shape = tuple_of(geometry.sizes), stride = tuple_of(geometry.strides);
-  if (!shape || !stride) return Ref();
-  PyObject* given[] = {shape.get(), stride.get(), dtype, device};
-  const Ref storage = Ref::taking(PyObject_Vectorcall(unwritten_storage, given, 4, nullptr));
-  if (!storage || storage.get() == Py_None) return Ref();
-  const Ref own = Ref::taking(PyObject_GetAttr(slot_of(storage.get(), data_slots.context), names.device));
   const auto scalar_type = dtype == Py_None ? c10::get_default_dtype_as_scalartype()
                                             : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   geometry.dtype = c10::scalarTypeToTypeMeta(scalar_type);
   geometry.count_bytes();
+  const Ref context = Ref::taking(PyObject_CallOneArg(context_of, device));
+  const Ref meta = context && context.get() != Py_None ? geometry.meta() : Ref();
+  if (!meta) return Ref();
+  const Ref own = Ref::taking(PyObject_GetAttr(context.get(), names.device)), storages = storages_in(context.get());
+  const Ref storage = storages ? noted_storage(context.get(), storages.get(), markers.unwritten, meta.get(), Py_None)
+                               : Ref::taking(PyObject_CallFunctionObjArgs(unwritten_storage, context.get(), meta.get(), nullptr));
+  if (!own || !storage || !tell_of_storages(context.get())) return Ref();
   const at::Tensor made = lazy_tensor(
       bare_tensor(geometry.sizes, geometry.strides, 0, geometry.dtype, geometry.num_bytes,
                   reinterpret_cast<THPDevice*>(own.get())->device),
@@ -985,6 +1043,7 @@ at::Tensor tensor_of(PyObject* object) {
 
 struct Running {  // an operator
   bool is_approved = false, is_read = false;
+  bool may_leave = false;  // the device, for the host
   int generator = -1;  // the argument that random numbers come from
   std::vector<bool> written;  // by argument
 };
@@ -997,6 +1056,7 @@ const Running& running(const OperatorHandle& op, PyObject* python_op) {
   Running made;
   const Ref draws = called(runs_alike, python_op);  // None if C++ may not run it
   made.is_approved = draws.get() != Py_None;
+  made.may_leave = op.schema().name() == "aten::_to_copy";
   made.is_read = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
   for (const auto& argument : op.schema().arguments()) {
     if (draws.get() == Py_True && argument.name() == "generator") made.generator = static_cast<int>(made.written.size());
@@ -1013,6 +1073,7 @@ struct RealCall {
   };
   PyObject* context;
   c10::Device device, backing;
+  bool may_leave = false, leaves = false;  // whether the result may be, and is a tensor of the host
   std::vector<Operand> operands;
   size_t num_bytes = 0;
 
@@ -1063,6 +1124,8 @@ struct RealCall {
       }
       if (given.isTensorList()) real = std::move(all);
       else real = std::move(some);
+    } else if (given.isDevice() && given.toDevice().is_cpu() && may_leave && backing.is_cpu()) {
+      leaves = true;
     } else if (given.isDevice()) {
       if (given.toDevice().type() != device.type() || (given.toDevice().has_index() && given.toDevice() != device))
         return false;
@@ -1071,8 +1134,9 @@ struct RealCall {
     return !given.isGenerator();
   }
 
-  // The lazy tensor for a result, and its storage if that has memory of its own. Undefined if there is no memory.
-  at::Tensor make_lazy(const at::Tensor& real, Ref& made) const {
+  // The lazy tensor for a result, whose storage is noted if that has memory of its own. Undefined if there is no memory.
+  at::Tensor make_lazy(const at::Tensor& real, PyObject* storages) const {
+    Ref made;
     const Operand* source = nullptr;
     for (const Operand& one : operands) {
       if (one.real.is_same(real)) {
@@ -1086,17 +1150,16 @@ struct RealCall {
     if (!is_plain || (source == nullptr && real.storage_offset() != 0)) return wrap_in_python(real);
     Geometry geometry{real.sizes().vec(), real.strides().vec(), real.storage_offset(), real.dtype()};
     geometry.count_bytes();
-    const Ref meta = meta_of(geometry);
+    const Ref meta = geometry.meta();
+    if (!meta) throw_raised();
     if (source != nullptr) {
       made = new_data(classes.view, context, Py_None, Py_None, meta.get());
       if (!made) return at::Tensor();
       slot_of(made.get(), data_slots.storage) = Py_NewRef(storage_of(source->data.get()));
     } else {
-      made = new_data(classes.storage, context, Py_None, Py_None, meta.get());
-      Ref object = Ref::taking(THPVariable_Wrap(real, reinterpret_cast<PyTypeObject*>(THPVariableClass)));
-      if (!made || !object) return at::Tensor();
-      slot_of(made.get(), data_slots.tensor) = object.release();
-      slot_of(made.get(), data_slots.error) = Py_NewRef(Py_None);
+      const Ref object = Ref::taking(THPVariable_Wrap(real, reinterpret_cast<PyTypeObject*>(THPVariableClass)));
+      if (object) made = noted_storage(context, storages, Py_None, meta.get(), object.get());
+      if (!made) return at::Tensor();
     }
     // as in eager, a view of a normal tensor is one in inference mode too
     const c10::InferenceMode as_source(source == nullptr ? c10::InferenceMode::is_enabled()
@@ -1119,27 +1182,6 @@ struct RealCall {
                                                                            pairs.get(), nullptr)) : Ref();
     return wrapped ? tensor_of(wrapped.get()) : at::Tensor();
   }
-
-  // Looked up by what was asked before: a program has few geometries, or ever new ones.
-  static Ref meta_of(const Geometry& geometry) {
-    constexpr size_t kMost = 4096;
-    static auto& known = *new std::unordered_map<std::string, Ref>;  // for the life of the process, as Python ends first
-    std::string key(reinterpret_cast<const char*>(geometry.sizes.data()), 8 * geometry.sizes.size());
-    key.append(reinterpret_cast<const char*>(geometry.strides.data()), 8 * geometry.strides.size());
-    key.append(reinterpret_cast<const char*>(&geometry.offset), 8);
-    key.push_back(static_cast<char>(geometry.dtype.toScalarType()));
-    const auto found = known.find(key);
-    if (found != known.end()) return Ref::to(found->second.get());
-    const Ref shape = tuple_of(geometry.sizes), stride = tuple_of(geometry.strides);
-    const Ref offset = Ref::taking(PyLong_FromLongLong(geometry.offset));
-    PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(geometry.dtype.toScalarType()));
-    Ref made = shape && stride && offset ? Ref::taking(PyObject_CallFunctionObjArgs(
-        make_meta, shape.get(), stride.get(), offset.get(), dtype, nullptr)) : Ref();
-    if (!made) throw_raised();
-    if (known.size() >= kMost) known.clear();
-    known.emplace(std::move(key), Ref::to(made.get()));
-    return made;
-  }
 };
 
 // Whether the thread is in no mode but perhaps inference mode.
@@ -1156,19 +1198,13 @@ bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
   const Ref first_data = data_of(lazy_of(*first));
   if (!first_data) return false;
   const Ref context = Ref::to(slot_of(first_data.get(), data_slots.context));
-  const auto storages_in = [&] {  // the list that notes storages, of a trace whose calls run at once
-    const Ref trace = Ref::taking(PyObject_GetAttr(context.get(), names.trace));
-    if (!trace) PyErr_Clear();
-    PyObject* list = trace ? slot_of(trace.get(), trace_slots.at_once) : nullptr;
-    return Ref::to(is_none(list) ? nullptr : list);
-  };
-  if (!storages_in()) return false;
+  if (!storages_in(context.get())) return false;
   PyObject* python_op = op.getPythonOp([]() -> PyObject* { return nullptr; });
   if (python_op == nullptr || !has_usual_keys()) return false;
   const Running& known = running(op, python_op);
   const Ref backing = Ref::taking(PyObject_GetAttr(context.get(), names.backing));
   if (!known.is_approved || !backing) return false;
-  RealCall call{context.get(), first->device(), reinterpret_cast<THPDevice*>(backing.get())->device};
+  RealCall call{context.get(), first->device(), reinterpret_cast<THPDevice*>(backing.get())->device, known.may_leave};
   Ref drawn;
   if (known.generator >= 0) {
     if (!call.backing.is_cpu() || !args[known.generator].isNone()) return false;
@@ -1178,7 +1214,7 @@ bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
     if (drawn) called(take_back, drawn.get());
     return false;
   };
-  const Ref storages = storages_in();  // Python may have been called
+  const Ref storages = storages_in(context.get());  // Python may have been called
   if (!storages) return give_up();
   call.operands.reserve(4);
   torch::jit::Stack real(num_args);
@@ -1199,6 +1235,7 @@ bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
     generator.set_current_seed(PyLong_AsUnsignedLongLong(PyTuple_GetItem(drawn.get(), 0)));
     real[known.generator] = generator;
   }
+  const auto begin = std::chrono::steady_clock::now();
   try {
     std::optional<c10::InferenceMode> none;
     if (c10::InferenceMode::is_enabled()) none.emplace(false);
@@ -1212,16 +1249,9 @@ bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
   each_of_written_lists([](const at::Tensor& one) {  // autograd leaves that to the kernel
     if (!one.is_inference()) one.unsafeGetTensorImpl()->bump_version();
   });
-  static Py_ssize_t num_unseen = 0;
   const auto convert = [&](const at::Tensor& result) {
-    if (!result.defined()) return result;
-    Ref made;
-    at::Tensor lazy = call.make_lazy(result, made);
-    if (lazy.defined() && made && Py_TYPE(made.get()) == classes.storage) {
-      const Ref reference = Ref::taking(PyWeakref_NewRef(made.get(), nullptr));
-      if (!reference || PyList_Append(storages.get(), reference.get()) != 0) throw_raised();
-      ++num_unseen;
-    }
+    if (!result.defined() || call.leaves) return result;
+    at::Tensor lazy = call.make_lazy(result, storages.get());
     if (!lazy.defined()) throw_raised();
     return lazy;
   };
@@ -1237,13 +1267,9 @@ bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, num_args);
   for (IValue& result : real) torch::jit::push(*stack, std::move(result));
   ++num_at_once;
-  num_reads += known.is_read;
-  constexpr Py_ssize_t kMostUnseen = 512;
-  if (num_unseen >= kMostUnseen) {
-    const Ref number = Ref::taking(PyLong_FromSsize_t(std::exchange(num_unseen, 0)));
-    const Ref done = Ref::taking(PyObject_CallFunctionObjArgs(see_calls, context.get(), number.get(), nullptr));
-    if (!done) throw_raised();
-  }
+  num_reads += known.is_read || call.leaves;
+  if (call.leaves) count_transfer(download_seconds, download_bytes, begin, call.num_bytes);
+  if (!tell_of_storages(context.get())) throw_raised();
   return true;
 }
 
@@ -1415,10 +1441,13 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "TrieNode", node);
   take(given, "see_batch", see_batch);
   take(given, "most_batches", most_batches);
+  take(given, "context_of", context_of);
   take(given, "unwritten_storage", unwritten_storage);
   take(given, "add_event", add_event);
   take(given, "upload_seconds", upload_seconds);
   take(given, "upload_bytes", upload_bytes);
+  take(given, "download_seconds", download_seconds);
+  take(given, "download_bytes", download_bytes);
   take(given, "lock", lock);
   take(given, "runs_alike", runs_alike);
   take(given, "draw", draw);

@@ -46,7 +46,7 @@ from lazy_backend.recording import at_once, record
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import unwritten_storage
-from lazy_backend.tensors.state import UNWRITTEN, LazyStorage, Pace, TensorData, Trace, ViewData
+from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, Pace, TensorData, Trace, ViewData
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Steps after which a program is taken for one that goes on, so that building the recorder is worth it.
@@ -166,10 +166,13 @@ def _handed_over() -> dict[str, Any]:
         "return_seed": rng.return_seed,
         "see_batch": step_ends.see_batch,
         "most_batches": MOST_BATCHES,
-        "unwritten_storage": _unwritten_storage,
+        "context_of": _context_of,
+        "unwritten_storage": unwritten_storage,
         "add_event": metrics.event_sink(),
         "upload_seconds": "TransferToDeviceTime",
         "upload_bytes": "OutboundData",
+        "download_seconds": "TransferFromDeviceTime",
+        "download_bytes": "InboundData",
         "lock": threading.RLock(),
         "runs_alike": record.runs_alike,
         "draw": at_once.draw,
@@ -180,14 +183,9 @@ def _handed_over() -> dict[str, Any]:
     }
 
 
-def _unwritten_storage(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | None
-) -> LazyStorage | None:
-    """Memory of this geometry that is not used yet; None on a device that was not used before."""
-    context = contexts.made_context(None if device is None else device.index)
-    if context is None:
-        return None
-    return unwritten_storage(context, intern_meta(shape, stride, 0, dtype or torch.get_default_dtype()))
+def _context_of(device: torch.device | None) -> DeviceContext | None:
+    """The context of a device that was used before."""
+    return contexts.made_context(None if device is None else device.index)
 
 
 # ----- where it comes from

@@ -202,6 +202,43 @@ def test_usual_calls_do_not_reach_python() -> None:
     assert others == 0
 
 
+def test_copies_to_the_host_are_reads_that_do_not_reach_python() -> None:
+    x = torch.arange(6.0).reshape(2, 3).to("lazy").requires_grad_()
+
+    def calls() -> list[torch.Tensor]:
+        scaled = (x * 2).t()[1:]
+        return [x.cpu(), scaled.cpu(), x.to("cpu", torch.float64), x.detach().cpu()]
+
+    _at_once(calls)
+    before = native_recorder.extension.calls()[1]
+    found, others = _at_once(calls)
+    assert others == 0
+    assert native_recorder.extension.calls()[1] == before + 4
+    expected = torch.arange(6.0).reshape(2, 3)
+    scaled = (expected * 2).t()[1:].to("cpu", copy=True)
+    assert_same([one.detach() for one in found], [expected, scaled, expected.double(), expected])
+    assert all(one.device.type == "cpu" and type(one) is torch.Tensor for one in found)
+    found[0].sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), torch.ones(2, 3))
+    with torch.no_grad():
+        found[0].zero_()
+    assert x.cpu().sum() == 15
+    with torch.inference_mode():
+        assert not x.cpu().is_inference()
+
+
+def test_memory_that_is_only_uploaded_is_not_kept() -> None:
+    registry = _context().registry
+
+    def calls() -> None:
+        for _ in range(5000):
+            torch.ones(2).to("lazy")
+
+    _at_once(calls)
+    assert len(registry.references) < 3000
+
+
 @pytest.mark.parametrize("shape", [(1,), (), (5, 1), (5, 10)])
 def test_an_operator_that_broadcasts_what_it_writes_is_like_eager(shape: tuple[int, ...]) -> None:
     def program(device: str) -> list[torch.Tensor]:
