@@ -121,7 +121,17 @@ def _nothing() -> None:
 class CapturedModule:
     """Replays the calls of one module."""
 
-    __slots__ = ("_name", "_verify", "_states", "_failures", "_knows_hook", "account", "_reference", "__weakref__")
+    __slots__ = (
+        "_name",
+        "_verify",
+        "_states",
+        "_failures",
+        "_changes",
+        "_knows_hook",
+        "account",
+        "_reference",
+        "__weakref__",
+    )
 
     def __init__(self, module: torch.nn.Module, verify: bool, warns: bool, knows_hook: KnowsHook) -> None:
         forget = weakref.WeakMethod(self._forget)
@@ -132,6 +142,7 @@ class CapturedModule:
         self._knows_hook = knows_hook
         self._states: list[ModuleState] = []  # the latest first
         self._failures = 0  # calls, one after another, that changed the module itself
+        self._changes = 0  # calls, one after another, before which it was changed, or what it reads
         self.account = Account(self._name, "module", warns)
 
     def _forget(self) -> None:
@@ -153,7 +164,7 @@ class CapturedModule:
         if isinstance(arguments, str):
             account.ran_as_written(arguments)
             return _run_body(module, args, kwargs)
-        if self._failures >= PATIENCE and account.calls % RETRY > 1:
+        if (self._failures >= PATIENCE or self._changes >= 2 * PATIENCE) and account.calls % RETRY > 1:
             return _run_body(module, args, kwargs)
         if not arguments.tensors:
             arguments.context = _context_of(module) or arguments.context
@@ -182,7 +193,12 @@ class CapturedModule:
                 if holds(state, module):
                     if place:
                         states.insert(0, states.pop(place))
+                    self._changes = 0
                     return state
+        if states:
+            self._changes += 1
+            if self._changes == 2 * PATIENCE:
+                self.account.warn(f"it changed before each of {self._changes} calls: {states[0].why()}")
         made = ModuleState(module)
         # a state keeps alive what it refers to, so it must not outlive what was replaced
         self._states = [made, *[state for state in states if state.refers_only_to(made)]][:_MAX_STATES]

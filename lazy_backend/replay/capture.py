@@ -308,7 +308,8 @@ class Captured(Generic[P, R]):
                 return prepared.commit() if is_idle else prepared
         if not context.locker.is_idle():
             return None  # a body runs with the lock held, and would wait for the run under way
-        is_hopeless = program is None and not is_due and signature.failures >= _PATIENCE
+        fails = program is None and signature.failures >= _PATIENCE
+        is_hopeless = not is_due and (fails or signature.stale > 2 * _PATIENCE)
         del program  # it holds the flags of steps that may be skipped, which the body replaces
         with watches.shown_to(None):
             body = Body(self._name, context.name)

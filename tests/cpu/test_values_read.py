@@ -357,3 +357,53 @@ def test_what_is_read_by_methods_that_nobody_names(name: str, monkeypatch: pytes
                 monkeypatch.setattr(Special if name in vars(Special) else special, name, 2.0)
             assert_same(f(x.to("lazy")), read(x))
     assert replayed() >= 6
+
+
+@pytest.mark.parametrize("what", ["a global", "an attribute"])
+def test_a_module_that_changes_before_each_call_is_told_and_runs_as_written(what: str) -> None:
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * SCALE * self.factor
+
+    module, x = capture(Scaled(3, 3).to("lazy")), torch.ones(2, 3, device="lazy")
+
+    def call(changes: bool = True) -> None:
+        if changes and what == "a global":
+            globals()["SCALE"] += 1.0
+        elif changes:
+            module.factor += 1.0
+        expected = nn.functional.linear(x, module.weight, module.bias) * SCALE * module.factor
+        with torch.no_grad():
+            assert torch.equal(module(x).cpu(), expected.cpu())
+        lazy_backend.mark_step()
+
+    def call_often() -> None:
+        for _ in range(60):
+            call()
+
+    with pytest.warns(lazy_backend.CaptureWarning, match="it changed before each of 8 calls: .*(SCALE|factor)"):
+        call_often()
+    assert lazy_backend.metrics.counter_value("RegionRecorded") <= 10
+    with count("RegionJump") as jumped:
+        for _ in range(20):
+            call(changes=False)
+    assert jumped() >= 10
+
+
+def test_a_function_whose_value_changes_before_each_call_is_soon_called_as_written() -> None:
+    f, x = capture(lambda x: x * 2 if SCALE > 0 else x), torch.ones(3, device="lazy")
+
+    def call_often() -> None:
+        for _ in range(60):
+            globals()["SCALE"] += 1.0
+            f(x)
+
+    with pytest.warns(lazy_backend.CaptureWarning, match="changed before each call"):
+        call_often()
+    assert lazy_backend.metrics.counter_value("CaptureRecorded") <= 12
+    with count("CapturedCall") as replayed:
+        for _ in range(20):
+            f(x)
+    assert replayed() >= 10
