@@ -309,7 +309,7 @@ class Reachable:
                 continue
             self._add_named(_class_entry, kind, value)
             is_foreign = is_installed(module_of(kind))
-            for name, function in namespace_of(kind).items():
+            for name, function in list(namespace_of(kind).items()):  # another thread may add one
                 if name in _CALLED or (not is_foreign and _is_used_by_operators(name, function)):
                     self._find_at(_class_entry, kind, name, value, function)
             for slot in slots_of(kind):
