@@ -143,6 +143,7 @@ PyObject* unwritten_storage;  // (context, meta) -> memory that nobody has used 
 PyObject* add_event;  // (event): count something
 PyObject *upload_seconds, *upload_bytes, *download_seconds, *download_bytes;  // names of metrics
 std::vector<OperatorHandle> sharing;  // operators that give another tensor for the same data
+std::vector<OperatorHandle> returning;  // operators that give the very tensor
 std::optional<OperatorHandle> copying;  // copy_
 std::optional<c10::impl::LocalDispatchKeySet> usual_keys;  // of a thread in no mode
 PyObject* see_batch;  // (context, bytes): a tensor from the host comes while something is recorded; may end a step
@@ -306,14 +307,28 @@ Ref storages_in(PyObject* context) {
 
 Py_ssize_t num_unseen = 0;  // storages that were noted since Python was told
 
+// Put a weak reference into a list of them: in the place of one whose object is gone, where a few looks find one. The
+// list would otherwise grow between two looks of Python's, and the garbage collector would run for that. False, and an
+// error, if there is no memory.
+bool note(PyObject* list, Ref reference) {
+  static Py_ssize_t place = 0;
+  const Py_ssize_t size = PyList_GET_SIZE(list);
+  for (int looks = 0; looks < 4 && size > 0; ++looks) {
+    place = place + 1 < size ? place + 1 : 0;
+    if (PyWeakref_GET_OBJECT(PyList_GET_ITEM(list, place)) == Py_None)
+      return PyList_SetItem(list, place, reference.release()) == 0;
+  }
+  return PyList_Append(list, reference.get()) == 0;
+}
+
 // A storage that no trace has recorded, in the list `storages`. Null, and an error, if there is no memory.
 Ref noted_storage(PyObject* context, PyObject* storages, PyObject* token, PyObject* meta, PyObject* tensor) {
   Ref made = new_data(classes.storage, context, Py_None, token, meta);
   if (!made) return Ref::taking(PyErr_NoMemory());
   slot_of(made.get(), data_slots.tensor) = Py_NewRef(tensor);
   slot_of(made.get(), data_slots.error) = Py_NewRef(Py_None);
-  const Ref reference = Ref::taking(PyWeakref_NewRef(made.get(), nullptr));
-  if (!reference || PyList_Append(storages, reference.get()) != 0) return Ref();
+  Ref reference = Ref::taking(PyWeakref_NewRef(made.get(), nullptr));
+  if (!reference || !note(storages, std::move(reference))) return Ref();
   ++num_unseen;
   return made;
 }
@@ -756,15 +771,18 @@ bool has_usual_dtype(PyObject* trace) {
          reinterpret_cast<THPDtype*>(dtype)->scalar_type == c10::get_default_dtype_as_scalartype();
 }
 
+struct Arrival {  // a call
+  const OperatorHandle& op;
+  PyObject *python_op, *context;  // what Python has for the operator, which keeps it alive, and for the device
+  c10::Device device;
+};
+
 // See Note [One commit].
-bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
+bool record_known(const Arrival& arrival, torch::jit::Stack* stack) {
+  const OperatorHandle& op = arrival.op;
+  PyObject* context = arrival.context;
   const size_t num_args = op.schema().arguments().size();
   const auto args = torch::jit::last(*stack, num_args);
-  const at::Tensor* first = first_lazy(args);
-  if (first == nullptr) return false;
-  const Ref first_data = data_of(lazy_of(*first));
-  if (!first_data) return false;
-  PyObject* context = slot_of(first_data.get(), data_slots.context);
   const auto place = Place::of(context);
   if (!place || !has_usual_dtype(place->trace)) return false;
   PyObject* node = slot_of(place->cursor, node_slots.next);
@@ -775,12 +793,11 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
   if (!kept_known || (!was_read && !place->still_holds())) return false;
   const Known::Content* known = reinterpret_cast<Known*>(kept_known.get())->content;
   // not the handle: a program may unregister an operator, and another one then has the same address
-  PyObject* python_op = op.getPythonOp([]() -> PyObject* { return nullptr; });
-  if (!known->is_of(python_op) || known->parts.size() != num_args) return false;
+  if (!known->is_of(arrival.python_op) || known->parts.size() != num_args) return false;
 
   PyObject* epoch = slot_of(place->trace, trace_slots.epoch);
   PyObject* groups = slot_of(place->trace, trace_slots.groups);
-  Comparison compared{context, epoch, slot_of(place->trace, trace_slots.inputs), groups, first->device(),
+  Comparison compared{context, epoch, slot_of(place->trace, trace_slots.inputs), groups, arrival.device,
                       PyDict_GET_SIZE(groups)};
   for (size_t argument = 0; argument < num_args; ++argument)
     if (!compared.same(known->parts[argument], args[argument])) return false;
@@ -815,7 +832,7 @@ bool record_known(const OperatorHandle& op, torch::jit::Stack* stack) {
     }
     const Geometry& geometry = result.geometry;
     tensors[number] = lazy_tensor(bare_tensor(geometry.sizes, geometry.strides, geometry.offset, geometry.dtype,
-                                              geometry.num_bytes, first->device()),
+                                              geometry.num_bytes, arrival.device),
                                   made[number].get());
     if (!tensors[number].defined()) return false;
   }
@@ -1055,13 +1072,13 @@ const Running& running(const OperatorHandle& op, PyObject* python_op) {
   if (found != known.end()) return found->second;
   Running made;
   const Ref draws = called(runs_alike, python_op);  // None if C++ may not run it
-  made.is_approved = draws.get() != Py_None;
   made.may_leave = op.schema().name() == "aten::_to_copy";
   made.is_read = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
   for (const auto& argument : op.schema().arguments()) {
     if (draws.get() == Py_True && argument.name() == "generator") made.generator = static_cast<int>(made.written.size());
     made.written.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
   }
+  made.is_approved = draws.get() == Py_False || made.generator >= 0;
   return known.emplace(python_op, std::move(made)).first->second;
 }
 
@@ -1190,21 +1207,17 @@ bool has_usual_keys() {
   return (c10::impl::tls_local_dispatch_key_set().included_ | of_inference) == (usual_keys->included_ | of_inference);
 }
 
-bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
+bool run_at_once(const Arrival& arrival, torch::jit::Stack* stack) {
+  const OperatorHandle& op = arrival.op;
+  PyObject* context = arrival.context;
   const size_t num_args = op.schema().arguments().size();
   const auto args = torch::jit::last(*stack, num_args);
-  const at::Tensor* first = first_lazy(args);
-  if (first == nullptr) return false;
-  const Ref first_data = data_of(lazy_of(*first));
-  if (!first_data) return false;
-  const Ref context = Ref::to(slot_of(first_data.get(), data_slots.context));
-  if (!storages_in(context.get())) return false;
-  PyObject* python_op = op.getPythonOp([]() -> PyObject* { return nullptr; });
-  if (python_op == nullptr || !has_usual_keys()) return false;
-  const Running& known = running(op, python_op);
-  const Ref backing = Ref::taking(PyObject_GetAttr(context.get(), names.backing));
+  if (!storages_in(context)) return false;
+  if (arrival.python_op == nullptr || !has_usual_keys()) return false;
+  const Running& known = running(op, arrival.python_op);
+  const Ref backing = Ref::taking(PyObject_GetAttr(context, names.backing));
   if (!known.is_approved || !backing) return false;
-  RealCall call{context.get(), first->device(), reinterpret_cast<THPDevice*>(backing.get())->device, known.may_leave};
+  RealCall call{context, arrival.device, reinterpret_cast<THPDevice*>(backing.get())->device, known.may_leave};
   Ref drawn;
   if (known.generator >= 0) {
     if (!call.backing.is_cpu() || !args[known.generator].isNone()) return false;
@@ -1214,7 +1227,7 @@ bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
     if (drawn) called(take_back, drawn.get());
     return false;
   };
-  const Ref storages = storages_in(context.get());  // Python may have been called
+  const Ref storages = storages_in(context);  // Python may have been called
   if (!storages) return give_up();
   call.operands.reserve(4);
   torch::jit::Stack real(num_args);
@@ -1269,8 +1282,21 @@ bool run_at_once(const OperatorHandle& op, torch::jit::Stack* stack) {
   ++num_at_once;
   num_reads += known.is_read || call.leaves;
   if (call.leaves) count_transfer(download_seconds, download_bytes, begin, call.num_bytes);
-  if (!tell_of_storages(context.get())) throw_raised();
+  if (!tell_of_storages(context)) throw_raised();
   return true;
+}
+
+// Whether a call was run, or recorded: nothing has happened otherwise.
+bool follow(const Arrival& arrival, torch::jit::Stack* stack) {
+  return run_at_once(arrival, stack) || record_known(arrival, stack);
+}
+
+bool follow(const OperatorHandle& op, torch::jit::Stack* stack) {
+  const at::Tensor* first = first_lazy(torch::jit::last(*stack, op.schema().arguments().size()));
+  const Ref data = first == nullptr ? Ref() : data_of(lazy_of(*first));
+  if (!data) return false;
+  const Ref context = Ref::to(slot_of(data.get(), data_slots.context));
+  return follow({op, op.getPythonOp([]() -> PyObject* { return nullptr; }), context.get(), first->device()}, stack);
 }
 
 // Whether nobody watches calls in Python.
@@ -1291,11 +1317,10 @@ struct Between final : PyInterpreterVTable {
     {
       const Gil gil;
       if (is_free()) {
-        bool is_sharing = false;
-        for (const OperatorHandle& one : sharing) is_sharing = is_sharing || one == op;
+        const auto is_among = [&](const auto& ops) { return std::find(ops.begin(), ops.end(), op) != ops.end(); };
         const bool may_upload = copying && *copying == op;
-        if (is_sharing ? share(stack) : (may_upload && upload(stack)) || run_at_once(op, stack) || record_known(op, stack))
-          return;
+        if (is_among(sharing) ? share(stack) : (may_upload && upload(stack)) || follow(op, stack)) return;
+        if (is_among(returning) && lazy_of(torch::jit::peek(*stack, 0, 1).toTensor()) != nullptr) return;
       }
       ++num_others;
     }
@@ -1427,9 +1452,10 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "enter", markers.enter);
   take(given, "unwritten", markers.unwritten);
   take(given, "strided", markers.layout);
-  PyObject *formats, *shares, *data, *trace, *pace, *node, *lock;
+  PyObject *formats, *shares, *returns, *data, *trace, *pace, *node, *lock;
   take(given, "formats", formats);
   take(given, "shares", shares);
+  take(given, "returns", returns);
   take(given, "inputs", input_tokens);
   take(given, "dispatch", dispatch_in_python);
   take(given, "recorded_alike", recorded_alike);
@@ -1476,10 +1502,9 @@ PyObject* start(PyObject*, PyObject* given) {
            PyUnicode_InternFromString("pace")};
   classes.lock = Py_TYPE(lock);
   owner_slot = owner_in(lock);
-  for (Py_ssize_t place = 0; place < PyTuple_Size(shares); ++place) {
-    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(shares, place));
-    if (const auto handle = c10::Dispatcher::singleton().findSchema({name, ""})) sharing.push_back(*handle);
-  }
+  for (auto& [names_of, ops] : {std::pair{shares, &sharing}, std::pair{returns, &returning}})
+    for (Py_ssize_t place = 0; place < PyTuple_Size(names_of); ++place)
+      if (const auto op = operator_of(PyTuple_GET_ITEM(names_of, place))) ops->push_back(*op);
   copying = c10::Dispatcher::singleton().findSchema({"aten::copy_", ""});
   usual_keys = c10::impl::tls_local_dispatch_key_set();
   kernel_keys = usual_keys;
@@ -1514,33 +1539,99 @@ PyObject* held_among(PyObject*, PyObject* args) {
   return Py_BuildValue("NN", numbers.release(), held.release());
 }
 
-// allocator(strided, kernel): a function that makes what `kernel`, that of `empty_strided` or `empty`, makes, and calls
-// it for what is not plain.
-struct Allocator {
+// Functions in the place of Python's kernels for factories. Each calls `kernel` for what is not plain.
+struct Factory {
   PyObject_HEAD
   vectorcallfunc call;
-  PyObject* kernel;
-  bool is_strided;
+  PyObject *kernel, *python_op;
+  const OperatorHandle* op;
+  bool is_strided;  // whether strides are given, too
 };
 
 PyObject* allocate(PyObject* self, PyObject* const* args, size_t num_flagged, PyObject* names_of) {
-  const auto* allocator = reinterpret_cast<Allocator*>(self);
-  Ref made = unwritten(args, PyVectorcall_NARGS(num_flagged), names_of, allocator->is_strided);
+  const auto* factory = reinterpret_cast<Factory*>(self);
+  Ref made = unwritten(args, PyVectorcall_NARGS(num_flagged), names_of, factory->is_strided);
   if (made || PyErr_Occurred() != nullptr) return made.release();
-  return PyObject_Vectorcall(allocator->kernel, args, num_flagged, names_of);
+  return PyObject_Vectorcall(factory->kernel, args, num_flagged, names_of);
 }
 
-PyTypeObject allocator_type = {PyVarObject_HEAD_INIT(nullptr, 0) "lazy_backend.Allocator", sizeof(Allocator)};
+// A number, a dtype or a list of integers as the dispatcher takes it; none where Python has to look.
+std::optional<IValue> plain_value(PyObject* given) {
+  if (given == Py_None || given == markers.layout) return IValue();
+  if (PyBool_Check(given)) return IValue(given == Py_True);
+  if (PyFloat_CheckExact(given)) return IValue(PyFloat_AS_DOUBLE(given));
+  if (THPDtype_Check(given)) return IValue(static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type));
+  if (PyLong_CheckExact(given)) {
+    int overflows = 0;
+    const int64_t number = PyLong_AsLongLongAndOverflow(given, &overflows);
+    return overflows == 0 ? std::make_optional(IValue(number)) : std::nullopt;
+  }
+  std::vector<int64_t> numbers;
+  return read_numbers(given, numbers) ? std::make_optional(IValue(at::IntArrayRef(numbers))) : std::nullopt;
+}
 
-PyObject* allocator(PyObject*, PyObject* args) {
-  int is_strided = 0;
-  PyObject* kernel = nullptr;
-  if (!PyArg_ParseTuple(args, "pO", &is_strided, &kernel)) return nullptr;
-  auto* made = PyObject_New(Allocator, &allocator_type);
-  if (made == nullptr) return nullptr;
-  made->call = allocate;
-  made->kernel = Py_NewRef(kernel);  // for the life of the process
-  made->is_strided = is_strided != 0;
+// The tensor that a factory makes. Null, without an error, where Python has to look.
+Ref made_by(const Factory& factory, PyObject* const* args, Py_ssize_t num_args, PyObject* names_of) {
+  const auto& arguments = factory.op->schema().arguments();
+  PyObject* device = Py_None;
+  size_t place_of_device = 0;
+  torch::jit::Stack stack;
+  for (size_t place = 0; place < arguments.size(); ++place) {
+    const std::string& name = arguments[place].name();
+    PyObject* given = static_cast<Py_ssize_t>(place) < num_args ? args[place] : nullptr;
+    for (Py_ssize_t other = 0; names_of != nullptr && other < PyTuple_GET_SIZE(names_of); ++other)
+      if (name == PyUnicode_AsUTF8(PyTuple_GET_ITEM(names_of, other))) given = args[num_args + other];
+    if (name == "device") {
+      if (given != nullptr) device = given;
+      place_of_device = place;
+    }
+    const bool is_left_out = name == "device" || (name == "pin_memory" && given == Py_False);
+    if (name == "pin_memory" && given == Py_True) return Ref();
+    std::optional<IValue> value = IValue();
+    if (!is_left_out) value = given == nullptr ? arguments[place].default_value() : plain_value(given);
+    if (!value) return Ref();
+    stack.push_back(std::move(*value));
+  }
+  if (device != Py_None && !THPDevice_Check(device)) return Ref();
+  const Ref context = Ref::taking(PyObject_CallOneArg(context_of, device));
+  if (!context || context.get() == Py_None) return Ref();
+  const Ref own = Ref::taking(PyObject_GetAttr(context.get(), names.device));
+  if (!own) return Ref();
+  const c10::Device lazy = reinterpret_cast<THPDevice*>(own.get())->device;
+  stack[place_of_device] = lazy;
+  return follow({*factory.op, factory.python_op, context.get(), lazy}, &stack) ? Ref::to(lazy_of(stack[0].toTensor()))
+                                                                               : Ref();
+}
+
+PyObject* make(PyObject* self, PyObject* const* args, size_t num_flagged, PyObject* names_of) {
+  const auto* factory = reinterpret_cast<Factory*>(self);
+  try {
+    if (is_free()) {
+      Ref made = made_by(*factory, args, PyVectorcall_NARGS(num_flagged), names_of);
+      if (made) return made.release();
+    }
+  } catch (python_error& raised) {
+    raised.restore();
+  } catch (...) {  // Python raises it again
+  }
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return PyObject_Vectorcall(factory->kernel, args, num_flagged, names_of);
+}
+
+PyTypeObject factory_type = {PyVarObject_HEAD_INIT(nullptr, 0) "lazy_backend.Factory", sizeof(Factory)};
+
+// factory(name, operator, kernel): what calls `kernel` only where it must.
+PyObject* factory(PyObject*, PyObject* args) {
+  PyObject *name = nullptr, *python_op = nullptr, *kernel = nullptr;
+  if (!PyArg_ParseTuple(args, "UOO", &name, &python_op, &kernel)) return nullptr;
+  const auto op = operator_of(name);
+  auto* made = op ? PyObject_New(Factory, &factory_type) : nullptr;
+  if (made == nullptr) return op ? nullptr : PyErr_Format(PyExc_KeyError, "%U", name);
+  made->op = new OperatorHandle(*op);  // as all of it, for the life of the process
+  made->python_op = Py_NewRef(python_op);
+  made->kernel = Py_NewRef(kernel);
+  made->is_strided = op->schema().name() == "aten::empty_strided";
+  made->call = made->is_strided || op->schema().name() == "aten::empty" ? allocate : make;
   return reinterpret_cast<PyObject*>(made);
 }
 
@@ -1553,7 +1644,7 @@ PyObject* calls(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known + n
 PyMethodDef functions[] = {
     {"start", start, METH_O, nullptr},
     {"held_among", held_among, METH_VARARGS, nullptr},
-    {"allocator", allocator, METH_VARARGS, nullptr},
+    {"factory", factory, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {"calls", calls, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -1566,9 +1657,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "compiled", nullptr, -1, functions}
 PyMODINIT_FUNC PyInit_compiled() {
   known_type.tp_flags = Py_TPFLAGS_DEFAULT;
   known_type.tp_dealloc = drop_known;
-  allocator_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  allocator_type.tp_vectorcall_offset = offsetof(Allocator, call);
-  allocator_type.tp_call = PyVectorcall_Call;
-  if (PyType_Ready(&known_type) < 0 || PyType_Ready(&allocator_type) < 0) return nullptr;
+  factory_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  factory_type.tp_vectorcall_offset = offsetof(Factory, call);
+  factory_type.tp_call = PyVectorcall_Call;
+  if (PyType_Ready(&known_type) < 0 || PyType_Ready(&factory_type) < 0) return nullptr;
   return PyModule_Create(&module);
 }

@@ -470,6 +470,13 @@ def _check_layout(layout: torch.layout | None, pin_memory: bool | None) -> None:
         raise RuntimeError("only dense CPU tensors can be pinned: make the tensor on the CPU with pin_memory=True")
 
 
+def factory_operator(name: str) -> Op:
+    """The operator of a factory, which is recorded."""
+    # zeros that autograd fills in: a lazy tensor of zeros costs nothing until it is used
+    packet, _, overload = name.replace("_efficientzerotensor", "zeros").partition(".")
+    return getattr(getattr(aten, packet), overload or "default")  # type: ignore[no-any-return]
+
+
 def _factory(op: Op) -> Callable[..., Any]:
     """A Lazy kernel that records `op` as one call, where torch would record `empty` and a fill."""
     learn(_without_generator(op))
@@ -658,12 +665,9 @@ def install_factories(library: torch.library.Library) -> None:
     own: dict[str, Callable[..., Any]] = {
         "empty.memory_format": hide_internals(_empty_memory_format),
         "empty_strided": hide_internals(_empty_strided),
-        # zeros that autograd fills in; a lazy tensor of zeros costs nothing until it is used
-        "_efficientzerotensor": _factory(aten.zeros.default),
     }
     for name in first_use.FACTORIES:
-        packet, _, overload = name.partition(".")
-        first_use.offer(name, own.get(name) or _factory(getattr(getattr(aten, packet), overload or "default")))
+        first_use.offer(name, own.get(name) or _factory(factory_operator(name)))
     library.impl("_copy_from", hide_internals(_lazy_copy_from), "Lazy")
     # torch.tensor([loss, other_loss]) calls this below __torch_dispatch__
     library.impl("_local_scalar_dense", hide_internals(_lazy_local_scalar), "Lazy")

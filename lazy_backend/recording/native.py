@@ -43,6 +43,7 @@ from lazy_backend.metrics.recording_costs import Aside
 from lazy_backend.ports import cpython, port
 from lazy_backend.ports.table import NATIVE_RECORDER
 from lazy_backend.recording import at_once, record
+from lazy_backend.recording.handlers import factory_operator
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import unwritten_storage
@@ -116,8 +117,10 @@ class NativeRecorder:
         with scratch_folder() as folder:
             self.extension = load_extension(library, folder)
         self.extension.start(_handed_over())
-        for name, is_strided in (("empty.memory_format", False), ("empty_strided", True)):
-            first_use.change_kernel(name, functools.partial(self.extension.allocator, is_strided))
+        for name in first_use.FACTORIES:
+            if "generator" not in name:
+                op = factory_operator(name)
+                first_use.change_kernel(name, functools.partial(self.extension.factory, op.name(), op))
         cpython.held_among = self.extension.held_among
         Aside.count = self.extension.calls
         self.state = "in C++"
@@ -148,7 +151,9 @@ class _NotNow(Exception):
 
 def _handed_over() -> dict[str, Any]:
     """What the recorder knows Python's side by."""
-    shares = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+    aten = torch.ops.aten
+    shares = (aten.detach.default, aten.alias.default)
+    returns = (aten.lift_fresh.default, aten.lift.default)
     formats = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
     INPUTS.reserve(1)
     return {
@@ -159,6 +164,7 @@ def _handed_over() -> dict[str, Any]:
         "strided": torch.strided,
         "formats": formats,
         "shares": tuple(op.name() for op in shares),
+        "returns": tuple(op.name() for op in returns),
         "inputs": INPUTS.made,
         "dispatch": record.INSTALLED,
         "recorded_alike": record.recorded_alike,

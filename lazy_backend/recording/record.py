@@ -166,8 +166,7 @@ def recorded_alike(op: OpOverload) -> tuple[tuple[OpOverload, ...], tuple[str, .
 
     A call of one of them that was recorded at some place is recorded there again, without looking at it more.
     """
-    handler = _handlers.get(id(op))
-    left_out = None if handler is None else _recorded_alike.get(handler)
+    left_out = _recorded_alike.get(_handlers.get(id(op)) or _choose_handler(op))
     own = () if left_out is None else (op,)
     arriving = (*own, *_arriving.get(id(op), ()))
     return (arriving, left_out or ()) if arriving else None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import NoSync, assert_same
+from known_calls import FACTORIES, draws
 from random_programs import random_chains, random_program
 
 import lazy_backend
@@ -186,6 +187,30 @@ def test_a_call_that_fails_raises_as_in_eager_and_draws_nothing() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
     assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_make_what_eager_makes(name: str, mode: Callable[..., Any]) -> None:
+    def look(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_inference(), tensor.is_leaf
+
+    with mode():
+        expected = FACTORIES[name]("cpu")
+        found, _ = _at_once(lambda: FACTORIES[name]("lazy"))
+    assert look(found) == look(expected)
+    if not draws(name):
+        assert_same(found.detach().cpu(), expected.detach())
+
+
+def test_storages_that_are_gone_leave_no_references() -> None:
+    _toggle(True)
+    kept = [torch.ones(2, device="lazy") for _ in range(10)]
+    before = len(_context().registry.references)
+    for _ in range(400):
+        kept[0] = kept[0] + 1
+    assert len(_context().registry.references) < before + 200
+    assert_same(kept[0].cpu(), torch.full((2,), 401.0))
 
 
 def test_usual_calls_do_not_reach_python() -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_same
-from known_calls import CALLS
+from known_calls import CALLS, FACTORIES, draws
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazy_backend
@@ -390,6 +390,52 @@ def test_what_is_not_a_plain_copy_goes_to_python() -> None:
     assert torch.empty(2, 3, 4, 5, device="lazy", memory_format=torch.channels_last).stride() == (60, 1, 15, 3)
 
 
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_inference(), tensor.is_leaf
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_make_what_eager_makes(name: str, mode: Callable[..., Any]) -> None:
+    make = FACTORIES[name]
+    for _ in range(4):
+        with mode():
+            found, expected = ((make(device), make(device) + 1) for device in ("lazy", "cpu"))
+        for one, other in zip(found, expected, strict=True):
+            assert _look(one) == _look(other)
+            if not draws(name):
+                assert_same(one.detach().cpu(), other.detach())
+        lazy_backend.mark_step()
+
+
+def test_factories_are_recorded_in_cpp_with_other_numbers_too() -> None:
+    for step in range(6):
+        known = _known()
+        values = torch.full((3,), step + 0.5, device="lazy") + torch.arange(3, device="lazy")
+        if step > 2:
+            assert _known() - known == 3
+        lazy_backend.mark_step()
+        assert_same(values.cpu(), torch.full((3,), step + 0.5) + torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.ones(-1, device=device),
+        lambda device: torch.ones(2, pin_memory=True, device=device),
+        lambda device: torch.arange(0, 3, -1, device=device),
+        lambda device: torch.eye(-2, device=device),
+    ],
+    ids=["size", "pinned", "step", "rows"],
+)
+def test_factories_refuse_what_eager_refuses(make: Callable[[str], torch.Tensor]) -> None:
+    for _ in range(3):
+        torch.ones(2, device="lazy")
+        with pytest.raises(RuntimeError):
+            make("lazy")
+        lazy_backend.mark_step()
+
+
 class _Finalized:
     """Part of a cycle; its finalizer records, reads and ends steps, when the garbage collector comes to it."""
 
@@ -432,7 +478,7 @@ def test_finalizers_that_run_while_results_are_allocated() -> None:
 _COLLECTED = """
 import gc, sys
 import torch, lazy_backend
-from known_calls import CALLS
+from known_calls import CALLS, FACTORIES, draws
 from lazy_backend import ir_cache
 from lazy_backend.recording.native import native_recorder
 
