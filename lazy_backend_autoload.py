@@ -107,11 +107,6 @@ def take_offers(device_module: Any) -> None:
     _kernels.update(_offered)
 
 
-def change_kernel(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have the hook `name` call what `change` makes of its kernel, from now on."""
-    _kernels[name] = change(_kernels[name])
-
-
 def load() -> None:
     """Import the package, on a thread of its own: the caller's may be in any mode, such as `torch.inference_mode`.
 

@@ -138,7 +138,7 @@ PyObject* dispatch_in_python;  // what `LazyTensor.__torch_dispatch__` is unless
 PyObject* input_tokens;  // a list
 PyObject* recorded_alike;  // (operator) -> operators recorded as it, and of arguments left out of keys; or None
 PyObject *draw_seed, *return_seed;  // () -> seed, and (seed) for one that was not used
-PyObject* context_of;  // (device or None) -> its context, or None if it was not used before
+PyObject* made_context;  // (index or None) -> the context of that device, or None if it was not used before
 PyObject* unwritten_storage;  // (context, meta) -> memory that nobody has used yet
 PyObject* add_event;  // (event): count something
 PyObject *upload_seconds, *upload_bytes, *download_seconds, *download_bytes;  // names of metrics
@@ -994,59 +994,34 @@ bool upload(torch::jit::Stack* stack) {
   return true;
 }
 
-// The sizes or strides in a list; false for what PyTorch has to look at.
-bool read_numbers(PyObject* found, std::vector<int64_t>& numbers) {
-  if (!PyList_Check(found) && !PyTuple_Check(found)) return false;
-  for (Py_ssize_t place = 0; place < PySequence_Fast_GET_SIZE(found); ++place) {
-    PyObject* number = PySequence_Fast_GET_ITEM(found, place);
-    if (!PyLong_CheckExact(number)) return false;
-    numbers.push_back(PyLong_AsLongLong(number));
-    if (numbers.back() < 0) return false;
-  }
-  return true;
-}
-
-// A lazy tensor over memory that nobody has used, by the arguments of `empty` or `empty_strided`. Null, without an
-// error, where Python has to look at them.
-Ref unwritten(PyObject* const* args, Py_ssize_t num_args, PyObject* names_of, bool is_strided) {
+// A lazy tensor over memory that nobody has used. Undefined where Python has to look at the arguments.
+at::Tensor unwritten(PyObject* context, c10::Device device, at::ArrayRef<IValue> args, bool is_strided) {
+  const auto is_negative = [](int64_t number) { return number < 0; };
+  if (!args[0].isIntList() || (is_strided && !args[1].isIntList())) return at::Tensor();
   Geometry geometry;
-  if (num_args != (is_strided ? 2 : 1) || !read_numbers(args[0], geometry.sizes)) return Ref();
+  geometry.sizes = args[0].toIntVector();
   if (is_strided) {
-    if (!read_numbers(args[1], geometry.strides) || geometry.strides.size() != geometry.sizes.size()) return Ref();
+    geometry.strides = args[1].toIntVector();
   } else {
     geometry.strides.resize(geometry.sizes.size());
     int64_t step = 1;
     for (size_t dim = geometry.sizes.size(); dim-- > 0; step *= std::max<int64_t>(geometry.sizes[dim], 1))
       geometry.strides[dim] = step;
   }
-  PyObject *dtype = Py_None, *device = Py_None;
-  for (Py_ssize_t place = 0; names_of != nullptr && place < PyTuple_GET_SIZE(names_of); ++place) {
-    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names_of, place));
-    PyObject* value = args[num_args + place];
-    if (std::strcmp(name, "dtype") == 0 && THPDtype_Check(value)) {
-      dtype = value;
-    } else if (std::strcmp(name, "device") == 0 && THPDevice_Check(value)) {
-      device = value;
-    } else if (value != Py_None && value != Py_False && value != markers.layout && value != markers.formats[0]) {
-      return Ref();
-    }
-  }
-  const auto scalar_type = dtype == Py_None ? c10::get_default_dtype_as_scalartype()
-                                            : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-  geometry.dtype = c10::scalarTypeToTypeMeta(scalar_type);
+  for (const auto& numbers : {geometry.sizes, geometry.strides})
+    if (numbers.size() != geometry.sizes.size() || std::any_of(numbers.begin(), numbers.end(), is_negative))
+      return at::Tensor();
+  const IValue& dtype = args[is_strided ? 2 : 1];
+  geometry.dtype = c10::scalarTypeToTypeMeta(dtype.isNone() ? c10::get_default_dtype_as_scalartype()
+                                                            : dtype.toScalarType());
   geometry.count_bytes();
-  const Ref context = Ref::taking(PyObject_CallOneArg(context_of, device));
-  const Ref meta = context && context.get() != Py_None ? geometry.meta() : Ref();
-  if (!meta) return Ref();
-  const Ref own = Ref::taking(PyObject_GetAttr(context.get(), names.device)), storages = storages_in(context.get());
-  const Ref storage = storages ? noted_storage(context.get(), storages.get(), markers.unwritten, meta.get(), Py_None)
-                               : Ref::taking(PyObject_CallFunctionObjArgs(unwritten_storage, context.get(), meta.get(), nullptr));
-  if (!own || !storage || !tell_of_storages(context.get())) return Ref();
-  const at::Tensor made = lazy_tensor(
-      bare_tensor(geometry.sizes, geometry.strides, 0, geometry.dtype, geometry.num_bytes,
-                  reinterpret_cast<THPDevice*>(own.get())->device),
-      storage.get());
-  return made.defined() ? Ref::to(lazy_of(made)) : Ref::taking(PyErr_NoMemory());
+  const Ref meta = geometry.meta(), storages = storages_in(context);
+  if (!meta) throw_raised();
+  const Ref storage = storages ? noted_storage(context, storages.get(), markers.unwritten, meta.get(), Py_None)
+                               : called(unwritten_storage, context, meta.get());
+  if (!storage || !tell_of_storages(context)) throw_raised();
+  return lazy_tensor(bare_tensor(geometry.sizes, geometry.strides, 0, geometry.dtype, geometry.num_bytes, device),
+                     storage.get());
 }
 
 // ----- calls that run at once: see Note [Calls at once in C++]
@@ -1391,6 +1366,107 @@ struct Between final : PyInterpreterVTable {
 
 Between* between = nullptr;  // never dropped: PyTorch calls Python until the process ends
 
+// ----- between PyTorch's dispatcher and Python's kernels on the key Lazy
+
+// Takes the place of such a kernel, and calls it for what is not plain.
+struct Before : c10::OperatorKernel {
+  Before(const OperatorHandle& op, const OperatorHandle& recorded, PyObject* python_op)
+      : python(op.getComputedKernelForDispatchKey(c10::DispatchKey::Lazy)),
+        recorded(recorded),
+        python_op(Py_NewRef(python_op)) {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    {
+      const Gil gil;
+      if (is_free() && follow(stack)) return;
+    }
+    python.callBoxed(op, keys, stack);
+  }
+
+  virtual bool follow(torch::jit::Stack* stack) const = 0;
+
+  const c10::SafeKernelFunction python;
+  const OperatorHandle recorded;  // the operator that calls are recorded as
+  PyObject* const python_op;  // for the life of the process
+};
+
+struct Factory final : Before {
+  Factory(const OperatorHandle& op, const OperatorHandle& recorded, PyObject* python_op)
+      : Before(op, recorded, python_op) {
+    const auto& arguments = recorded.schema().arguments();
+    for (size_t place = 0; place < arguments.size(); ++place) {
+      const std::string& name = arguments[place].name();
+      if (name == "device") device = place;
+      if (name == "layout" || name == "pin_memory" || name == "memory_format") options.push_back(place);
+    }
+    is_strided = recorded.schema().name() == "aten::empty_strided";
+    is_memory = is_strided || recorded.schema().name() == "aten::empty";
+  }
+
+  bool follow(torch::jit::Stack* stack) const override {
+    const size_t num_args = recorded.schema().arguments().size(), begin = stack->size() - num_args;
+    for (const size_t place : options) {
+      IValue& option = (*stack)[begin + place];
+      const bool is_usual = option.isNone() || (option.isBool() ? !option.toBool() : option.toInt() == 0);
+      if (!is_usual) return false;
+      option = IValue();  // as Python leaves it out
+    }
+    IValue& asked = (*stack)[begin + device];
+    const bool has_index = asked.isDevice() && asked.toDevice().has_index();
+    const Ref index = has_index ? Ref::taking(PyLong_FromLong(asked.toDevice().index())) : Ref::to(Py_None);
+    const Ref context = called(made_context, index.get());
+    const Ref own = context.get() == Py_None ? Ref() : Ref::taking(PyObject_GetAttr(context.get(), names.device));
+    if (!own) return false;
+    const c10::Device lazy = reinterpret_cast<THPDevice*>(own.get())->device;
+    if (!is_memory) {
+      asked = lazy;
+      return ::follow({recorded, python_op, context.get(), lazy}, stack);
+    }
+    at::Tensor made = unwritten(context.get(), lazy, torch::jit::last(*stack, num_args), is_strided);
+    if (!made.defined()) return false;
+    torch::jit::drop(*stack, num_args);
+    torch::jit::push(*stack, std::move(made));
+    return true;
+  }
+
+  size_t device = 0;
+  std::vector<size_t> options;  // the places of those that are the same for all lazy tensors
+  bool is_memory, is_strided;
+};
+
+// `_copy_from`, which `torch.tensor` calls below Python's dispatch.
+struct CopyFrom final : Before {
+  using Before::Before;
+
+  bool follow(torch::jit::Stack* stack) const override {
+    torch::jit::Stack copy{torch::jit::peek(*stack, 1, 3), torch::jit::peek(*stack, 0, 3), torch::jit::peek(*stack, 2, 3)};
+    if (!upload(&copy)) return false;
+    torch::jit::drop(*stack, 3);
+    torch::jit::push(*stack, std::move(copy[0]));
+    return true;
+  }
+};
+
+// Take the places of kernels: the names of their operators, and of those that are recorded, with what Python has for them.
+template <typename Kernel>
+void stand_before(PyObject* ops) {
+  static auto& registered = *new std::vector<c10::RegistrationHandleRAII>;  // for the life of the process
+  struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  for (Py_ssize_t place = 0; place < PyTuple_Size(ops); ++place) {
+    PyObject* found = PyTuple_GET_ITEM(ops, place);
+    const auto op = operator_of(PyTuple_GET_ITEM(found, 0)), recorded = operator_of(PyTuple_GET_ITEM(found, 1));
+    if (op && recorded)
+      registered.push_back(c10::Dispatcher::singleton().registerImpl(
+          op->operator_name(), c10::DispatchKey::Lazy,
+          c10::KernelFunction::makeFromBoxedFunctor<Kernel>(
+              std::make_unique<Kernel>(*op, *recorded, PyTuple_GET_ITEM(found, 2))),
+          std::nullopt, nullptr, "lazy_backend"));
+  }
+}
+
 // ----- the module
 
 Slot slot_in(PyObject* type, const char* name) {
@@ -1452,10 +1528,12 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "enter", markers.enter);
   take(given, "unwritten", markers.unwritten);
   take(given, "strided", markers.layout);
-  PyObject *formats, *shares, *returns, *data, *trace, *pace, *node, *lock;
+  PyObject *formats, *shares, *returns, *factories, *copies, *data, *trace, *pace, *node, *lock;
   take(given, "formats", formats);
   take(given, "shares", shares);
   take(given, "returns", returns);
+  take(given, "factories", factories);
+  take(given, "copies", copies);
   take(given, "inputs", input_tokens);
   take(given, "dispatch", dispatch_in_python);
   take(given, "recorded_alike", recorded_alike);
@@ -1467,7 +1545,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "TrieNode", node);
   take(given, "see_batch", see_batch);
   take(given, "most_batches", most_batches);
-  take(given, "context_of", context_of);
+  take(given, "made_context", made_context);
   take(given, "unwritten_storage", unwritten_storage);
   take(given, "add_event", add_event);
   take(given, "upload_seconds", upload_seconds);
@@ -1516,6 +1594,8 @@ PyObject* start(PyObject*, PyObject* given) {
   made->python = interpreter->vtable_;
   between = made;
   interpreter->vtable_ = made;
+  stand_before<Factory>(factories);
+  stand_before<CopyFrom>(copies);
   Py_RETURN_NONE;
 }
 
@@ -1539,102 +1619,6 @@ PyObject* held_among(PyObject*, PyObject* args) {
   return Py_BuildValue("NN", numbers.release(), held.release());
 }
 
-// Functions in the place of Python's kernels for factories. Each calls `kernel` for what is not plain.
-struct Factory {
-  PyObject_HEAD
-  vectorcallfunc call;
-  PyObject *kernel, *python_op;
-  const OperatorHandle* op;
-  bool is_strided;  // whether strides are given, too
-};
-
-PyObject* allocate(PyObject* self, PyObject* const* args, size_t num_flagged, PyObject* names_of) {
-  const auto* factory = reinterpret_cast<Factory*>(self);
-  Ref made = unwritten(args, PyVectorcall_NARGS(num_flagged), names_of, factory->is_strided);
-  if (made || PyErr_Occurred() != nullptr) return made.release();
-  return PyObject_Vectorcall(factory->kernel, args, num_flagged, names_of);
-}
-
-// A number, a dtype or a list of integers as the dispatcher takes it; none where Python has to look.
-std::optional<IValue> plain_value(PyObject* given) {
-  if (given == Py_None || given == markers.layout) return IValue();
-  if (PyBool_Check(given)) return IValue(given == Py_True);
-  if (PyFloat_CheckExact(given)) return IValue(PyFloat_AS_DOUBLE(given));
-  if (THPDtype_Check(given)) return IValue(static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type));
-  if (PyLong_CheckExact(given)) {
-    int overflows = 0;
-    const int64_t number = PyLong_AsLongLongAndOverflow(given, &overflows);
-    return overflows == 0 ? std::make_optional(IValue(number)) : std::nullopt;
-  }
-  std::vector<int64_t> numbers;
-  return read_numbers(given, numbers) ? std::make_optional(IValue(at::IntArrayRef(numbers))) : std::nullopt;
-}
-
-// The tensor that a factory makes. Null, without an error, where Python has to look.
-Ref made_by(const Factory& factory, PyObject* const* args, Py_ssize_t num_args, PyObject* names_of) {
-  const auto& arguments = factory.op->schema().arguments();
-  PyObject* device = Py_None;
-  size_t place_of_device = 0;
-  torch::jit::Stack stack;
-  for (size_t place = 0; place < arguments.size(); ++place) {
-    const std::string& name = arguments[place].name();
-    PyObject* given = static_cast<Py_ssize_t>(place) < num_args ? args[place] : nullptr;
-    for (Py_ssize_t other = 0; names_of != nullptr && other < PyTuple_GET_SIZE(names_of); ++other)
-      if (name == PyUnicode_AsUTF8(PyTuple_GET_ITEM(names_of, other))) given = args[num_args + other];
-    if (name == "device") {
-      if (given != nullptr) device = given;
-      place_of_device = place;
-    }
-    const bool is_left_out = name == "device" || (name == "pin_memory" && given == Py_False);
-    if (name == "pin_memory" && given == Py_True) return Ref();
-    std::optional<IValue> value = IValue();
-    if (!is_left_out) value = given == nullptr ? arguments[place].default_value() : plain_value(given);
-    if (!value) return Ref();
-    stack.push_back(std::move(*value));
-  }
-  if (device != Py_None && !THPDevice_Check(device)) return Ref();
-  const Ref context = Ref::taking(PyObject_CallOneArg(context_of, device));
-  if (!context || context.get() == Py_None) return Ref();
-  const Ref own = Ref::taking(PyObject_GetAttr(context.get(), names.device));
-  if (!own) return Ref();
-  const c10::Device lazy = reinterpret_cast<THPDevice*>(own.get())->device;
-  stack[place_of_device] = lazy;
-  return follow({*factory.op, factory.python_op, context.get(), lazy}, &stack) ? Ref::to(lazy_of(stack[0].toTensor()))
-                                                                               : Ref();
-}
-
-PyObject* make(PyObject* self, PyObject* const* args, size_t num_flagged, PyObject* names_of) {
-  const auto* factory = reinterpret_cast<Factory*>(self);
-  try {
-    if (is_free()) {
-      Ref made = made_by(*factory, args, PyVectorcall_NARGS(num_flagged), names_of);
-      if (made) return made.release();
-    }
-  } catch (python_error& raised) {
-    raised.restore();
-  } catch (...) {  // Python raises it again
-  }
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  return PyObject_Vectorcall(factory->kernel, args, num_flagged, names_of);
-}
-
-PyTypeObject factory_type = {PyVarObject_HEAD_INIT(nullptr, 0) "lazy_backend.Factory", sizeof(Factory)};
-
-// factory(name, operator, kernel): what calls `kernel` only where it must.
-PyObject* factory(PyObject*, PyObject* args) {
-  PyObject *name = nullptr, *python_op = nullptr, *kernel = nullptr;
-  if (!PyArg_ParseTuple(args, "UOO", &name, &python_op, &kernel)) return nullptr;
-  const auto op = operator_of(name);
-  auto* made = op ? PyObject_New(Factory, &factory_type) : nullptr;
-  if (made == nullptr) return op ? nullptr : PyErr_Format(PyExc_KeyError, "%U", name);
-  made->op = new OperatorHandle(*op);  // as all of it, for the life of the process
-  made->python_op = Py_NewRef(python_op);
-  made->kernel = Py_NewRef(kernel);
-  made->is_strided = op->schema().name() == "aten::empty_strided";
-  made->call = made->is_strided || op->schema().name() == "aten::empty" ? allocate : make;
-  return reinterpret_cast<PyObject*>(made);
-}
-
 // counts(): calls that were recorded here, or copied from the host, and those that Python got.
 PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known, num_others); }
 
@@ -1644,7 +1628,6 @@ PyObject* calls(PyObject*, PyObject*) { return Py_BuildValue("LL", num_known + n
 PyMethodDef functions[] = {
     {"start", start, METH_O, nullptr},
     {"held_among", held_among, METH_VARARGS, nullptr},
-    {"factory", factory, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {"calls", calls, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -1657,9 +1640,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "compiled", nullptr, -1, functions}
 PyMODINIT_FUNC PyInit_compiled() {
   known_type.tp_flags = Py_TPFLAGS_DEFAULT;
   known_type.tp_dealloc = drop_known;
-  factory_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  factory_type.tp_vectorcall_offset = offsetof(Factory, call);
-  factory_type.tp_call = PyVectorcall_Call;
-  if (PyType_Ready(&known_type) < 0 || PyType_Ready(&factory_type) < 0) return nullptr;
+  if (PyType_Ready(&known_type) < 0) return nullptr;
   return PyModule_Create(&module);
 }

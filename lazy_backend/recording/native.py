@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import shlex
 import signal
@@ -47,7 +46,7 @@ from lazy_backend.recording.handlers import factory_operator
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import unwritten_storage
-from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, Pace, TensorData, Trace, ViewData
+from lazy_backend.tensors.state import UNWRITTEN, LazyStorage, Pace, TensorData, Trace, ViewData
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Steps after which a program is taken for one that goes on, so that building the recorder is worth it.
@@ -117,10 +116,6 @@ class NativeRecorder:
         with scratch_folder() as folder:
             self.extension = load_extension(library, folder)
         self.extension.start(_handed_over())
-        for name in first_use.FACTORIES:
-            if "generator" not in name:
-                op = factory_operator(name)
-                first_use.change_kernel(name, functools.partial(self.extension.factory, op.name(), op))
         cpython.held_among = self.extension.held_among
         Aside.count = self.extension.calls
         self.state = "in C++"
@@ -154,6 +149,7 @@ def _handed_over() -> dict[str, Any]:
     aten = torch.ops.aten
     shares = (aten.detach.default, aten.alias.default)
     returns = (aten.lift_fresh.default, aten.lift.default)
+    factories = {name: factory_operator(name) for name in first_use.FACTORIES if "generator" not in name}
     formats = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
     INPUTS.reserve(1)
     return {
@@ -165,6 +161,8 @@ def _handed_over() -> dict[str, Any]:
         "formats": formats,
         "shares": tuple(op.name() for op in shares),
         "returns": tuple(op.name() for op in returns),
+        "factories": tuple((f"aten::{name}", op.name(), op) for name, op in factories.items()),
+        "copies": (("aten::_copy_from", "aten::copy_", aten.copy_.default),),
         "inputs": INPUTS.made,
         "dispatch": record.INSTALLED,
         "recorded_alike": record.recorded_alike,
@@ -172,7 +170,7 @@ def _handed_over() -> dict[str, Any]:
         "return_seed": rng.return_seed,
         "see_batch": step_ends.see_batch,
         "most_batches": MOST_BATCHES,
-        "context_of": _context_of,
+        "made_context": contexts.made_context,
         "unwritten_storage": unwritten_storage,
         "add_event": metrics.event_sink(),
         "upload_seconds": "TransferToDeviceTime",
@@ -187,11 +185,6 @@ def _handed_over() -> dict[str, Any]:
         "wrap_result": at_once.wrap_result,
         "see_calls": at_once.see_calls,
     }
-
-
-def _context_of(device: torch.device | None) -> DeviceContext | None:
-    """The context of a device that was used before."""
-    return contexts.made_context(None if device is None else device.index)
 
 
 # ----- where it comes from
