@@ -1,6 +1,7 @@
 // Records known calls. In: calls of operators with lazy tensors, as PyTorch's dispatcher hands them to Python. Out:
-// their results as lazy tensors, if the program has made the very same call here before; all others go to Python. Copies
-// of batches from the host are made here too: nothing is recorded of them.
+// their results as lazy tensors, if the program has made the very same call here before; all others go to Python.
+// Factories, which make tensors from nothing, come by the key Lazy rather than Python's. Copies of batches from the host
+// are made here too: nothing is recorded of them.
 //
 // Note [Known calls in C++]
 // Python decides everything: how a call is described, which of its parts are in the key, what runs at once. It leaves
@@ -1439,7 +1440,8 @@ struct CopyFrom final : Before {
   using Before::Before;
 
   bool follow(torch::jit::Stack* stack) const override {
-    torch::jit::Stack copy{torch::jit::peek(*stack, 1, 3), torch::jit::peek(*stack, 0, 3), torch::jit::peek(*stack, 2, 3)};
+    using torch::jit::peek;
+    torch::jit::Stack copy{peek(*stack, 1, 3), peek(*stack, 0, 3), peek(*stack, 2, 3)};
     if (!upload(&copy)) return false;
     torch::jit::drop(*stack, 3);
     torch::jit::push(*stack, std::move(copy[0]));
@@ -1447,7 +1449,8 @@ struct CopyFrom final : Before {
   }
 };
 
-// Take the places of kernels: the names of their operators, and of those that are recorded, with what Python has for them.
+// Take the places of kernels: the names of their operators, and of those that are recorded, with Python's objects for
+// these.
 template <typename Kernel>
 void stand_before(PyObject* ops) {
   static auto& registered = *new std::vector<c10::RegistrationHandleRAII>;  // for the life of the process
