@@ -211,3 +211,13 @@ def test_a_remark_names_settings_that_exist() -> None:
     text = (ROOT / "docs" / "migrating.md").read_text()
     named = set(re.findall(r"`(?:lazy_backend\.)?config\.(\w+)", text))
     assert named <= set(lazy_backend.settings.FLAGS)
+
+
+def test_pages_list_the_settings_and_ports_that_there_are() -> None:
+    code = """
+from listed_pages import PORTS, SETTINGS, ports_page, settings_page
+for page, found in ((SETTINGS, settings_page()), (PORTS, ports_page(PORTS.read_text()))):
+    assert page.read_text() == found, f"{page.name} is out of date: run `python tools/listed_pages.py`"
+"""
+    # a process of its own: tests declare ports, too
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools", check=True)

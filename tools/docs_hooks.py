@@ -1,8 +1,8 @@
-"""What the pages of the documentation take from the code and from the README, and a check of the built site.
+"""What the pages of the documentation take from the README, and a check of the built site.
 
 In: the pages of docs/, as MkDocs reads them. Out: the same with the sections of the README that they name
-(`<!-- README: Quickstart -->`), the table of ports (`<!-- ports -->`), the settings page, the modules that mkdocstrings
-looks at, and an error for a page that would load something from elsewhere.
+(`<!-- README: Quickstart -->`), the modules that mkdocstrings looks at, and an error for a page that would load
+something from elsewhere.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
-from mkdocs.structure.files import File, Files
-
-from lazy_backend.ports.port import ports
-from lazy_backend.settings import FLAGS, Flag
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,16 +36,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the settings page."""
-    files.append(File.generated(config, "settings.md", content=settings_page()))
-    return files
-
-
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Put sections of the README, and the table of ports, where a page names them."""
-    markdown = re.sub(r"<!-- README: (.+?) -->", lambda match: readme_section(match[1]), markdown)
-    return markdown.replace("<!-- ports -->", ports_table())
+    """Put sections of the README where a page names them."""
+    return re.sub(r"<!-- README: (.+?) -->", lambda match: readme_section(match[1]), markdown)
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
@@ -85,42 +74,6 @@ def sections(markdown: str) -> dict[str, str]:
         else:
             lines.append(line)
     return {title: "\n".join(lines).strip() for title, lines in found.items()}
-
-
-# ----- settings
-
-_INTRODUCTION = """# Settings
-
-Made from `lazy_backend/settings.py`. Settings are attributes of `lazy_backend.config`; those with an environment
-variable take their first value from it. An assignment is checked at once: a name that does not exist, or a bad value,
-raises where it was written. `lazy_backend.config.help()` prints this list with the values of now, and
-`with lazy_backend.config.patch(name=value):` sets some for a block.
-
-A setting that is *part of the key* makes graphs new when it changes: what is compiled depends on it.
-"""
-
-
-def settings_page() -> str:
-    """The page of all settings, in their order in the code."""
-    return "\n\n".join([_INTRODUCTION, *(_setting(name, flag) for name, flag in FLAGS.items())]) + "\n"
-
-
-def _setting(name: str, flag: Flag) -> str:
-    facts = [f"Default `{flag.default!r}`"]
-    if flag.env:
-        facts.append(f"environment variable `{flag.env}`")
-    if flag.in_key:
-        facts.append("part of the key")
-    return f"### {name}\n\n{flag.help}\n\n{', '.join(facts)}."
-
-
-# ----- ports
-
-
-def ports_table() -> str:
-    """The table of all ports, in their order in the code."""
-    rows = [f"| {port.name}{' (essential)' if port.essential else ''} | {port.without} |" for port in ports.values()]
-    return "\n".join(["| port | without it |", "|---|---|", *rows])
 
 
 # ----- the built site

@@ -4,9 +4,9 @@ In: what each stretch of a program took, and what cut it. Out: `Aside.is_on`, wh
 
 Note [Stepping aside]
 Some programs cannot gain: an adaptive solver reads its error every few operators, a batch of graphs has sizes that were
-never seen. There a device steps aside: its calls run at once, in C++, for 2 µs more than in eager. It does so for whole
-stretches, from one end of a step to the next, or of `_SHORT` cuts where no step ends. Stretches are told apart by what
-ended the one before, so that training and evaluation are judged each by itself.
+never seen. There a device steps aside: its calls run at once, in C++, for 2 to 5 µs more than in eager. It does so for
+whole stretches, from one end of a step to the next, or of `_SHORT` cuts where no step ends. Stretches are told apart by
+what ended the one before, so that training and evaluation are judged each by itself.
 
 Nothing is judged but stretches that were cut by reads, or in which calls were seen for the first time. After several of
 them in a row, with no other in between, the next two run at once, and seconds per call are compared: of what was
