@@ -47,9 +47,9 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
     steps are then replayed within the step that they belong to, and `mark_step` ends steps as before. Results,
     gradients, statistics and random numbers are those of the loop as written, with few exceptions (docs/semantics.md).
     A call runs as written if parts, parameters, flags, hooks or plain attributes of the module changed, or arguments,
-    modes, the optimizer's state; hyperparameters and step counts are followed. Globals and class attributes are not
-    looked at. `verify_every=0`: do not compare replays with the Python code (otherwise at the 64th call, and then each
-    time after twice as many).
+    modes, the optimizer's state, or a value that the code reads by name, such as a global, an entry or an attribute of
+    a class; hyperparameters and step counts are followed. `verify_every=0`: do not compare replays with the Python code
+    (otherwise at the 64th call, and then each time after twice as many).
 
     **A function**, such as a training step, is returned as another function, each call of which is a step of its own,
     without `mark_step`. Pass tensors that change from call to call as arguments, on the lazy device; results are
@@ -63,12 +63,13 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
     A call of a captured function runs as written if the structure, shapes, dtypes or devices of its arguments, other
     Python values among them, grad mode, autocast, the state itself, the answer to a question about a float
     (`if lr > 0.1`), or anything in a module or optimizer changed from outside: children, parameters, hooks, plain
-    attributes, `training`, `requires_grad`. So does the first call after a hyperparameter has changed for the first
-    time. Other Python values that the code reads, such as a global number, are not checked at each call. Instead the
-    body runs as written now and then (at the 64th call, then each time after twice as many), and a difference raises
-    `CaptureError` with the first operator that differs and its line. `verify_every=n` does so at every n-th call,
-    `verify_every=0` never. A read within the body raises `CaptureError` with its line. `max_different_graphs`: the
-    first call that records one more program than this raises `TooManyGraphsError`.
+    attributes, `training`, `requires_grad`; or a value that the code reads by name: globals, variables of closures,
+    attributes of objects and classes, entries, defaults, small arrays. So does the first call after a hyperparameter
+    has changed for the first time. What no name leads to, such as the environment, a file or a clock, is not seen.
+    Instead the body runs as written now and then (at the 64th call, then each time after twice as many), and a
+    difference raises `CaptureError` with the first operator that differs and its line. `verify_every=n` does so at
+    every n-th call, `verify_every=0` never. A read within the body raises `CaptureError` with its line.
+    `max_different_graphs`: the first call that records one more program than this raises `TooManyGraphsError`.
 
     What cannot be replayed for another reason keeps running as written, with a `CaptureWarning` that says why.
     """
