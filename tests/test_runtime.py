@@ -192,7 +192,7 @@ UNUSED = {
         for name in ("_was_told_of_rejection", "untold_failures", "asked", "loaded_entries")
     ),
     *("execution.disk_cache._earlier", "execution.disk_cache._before", "tensors.outside._counted_before"),
-    *("lowering.interpreter.task._current", "metrics._events"),
+    *("lowering.interpreter.task._current", "lowering.plans.repair.known", "metrics._events"),
 }
 
 

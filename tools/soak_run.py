@@ -273,7 +273,7 @@ def processes_under(pid: int) -> list[int]:
 def compilers_of(pid: int) -> list[int]:
     """The compiler's process of a program and the C++ compilers under it."""
     below = processes_under(pid)
-    workers = [child for child in below if "lazy_backend.lowering.compilation.worker" in command_of(child)]
+    workers = [child for child in below if "lazy_backend.lowering.plans.worker" in command_of(child)]
     return list(dict.fromkeys(one for worker in workers for one in (worker, *processes_under(worker))))
 
 

@@ -33,6 +33,7 @@ from lazy_backend.execution.sync import executor
 from lazy_backend.lowering.artefacts.run_thread import run_thread
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.interpreter.task import forget_current_task
+from lazy_backend.lowering.plans.repair import known
 from lazy_backend.tensors import outside
 from lazy_backend.tensors.contexts import contexts
 
@@ -74,6 +75,8 @@ PARTS: tuple[Part, ...] = (
     Part("execution.sync", ("executor",), Life.RUN, "computations, families of shapes, what limits and warnings count",
          reset=executor.reset),
     Part("metrics", ("_events", "_counters", "_metrics"), Life.RUN, "counters and metrics", reset=metrics.reset),
+    Part("lowering.plans.repair", ("known",), Life.RUN, "patterns of operators that a compiler gets wrong",
+         reset=known.forget),
     Part("execution.step_ends", ("step_ends",), Life.RUN, "optimizers whose steps end steps", reset=step_ends.reset),
     Part("tensors.outside", ("data_cache", "_counted_before"), Life.RUN, "host constants that were uploaded",
          reset=outside.reset),
@@ -159,6 +162,8 @@ PARTS: tuple[Part, ...] = (
     Part("ports.fake_tensors", ("_library",), Life.PROCESS, "fake kernels for operators that PyTorch has none for"),
     Part("lowering.ir.rng", ("_library", "_seeded_ops"), Life.PROCESS, "operators of ours that take a seed"),
     Part("lowering.ir.rng", ("_generators", "_source"), Life.THREAD, "where a thread draws from"),
+    Part("lowering.checks.kernel_calls", ("_library", "_kernel_ops", "_originals"), Life.PROCESS,
+         "operators of ours that call kernels of ATen's"),
     Part("lowering.ir.schema", ("schema_of",), Life.FACTS, "schemas"),
     Part("lowering.ir.windows", ("without_out",), Life.FACTS, "operators without `out`"),
     Part("lowering.plans.cached_computation", ("_numbers",), Life.FACTS, "the number of the next computation"),

@@ -80,6 +80,7 @@ def describe_report(report: CompileReport) -> str:
         "failed": "not compiled",
         "declined": "interpreted for good",
         "refused": "refused, as it computes something else than the interpreter",
+        "repaired": "repaired, with a part of it left to PyTorch's kernels",
     }
     seconds = f" in {report.seconds:.1f} s" if report.seconds else ""
     many = " for many shapes" if report.symbolic else " whole" if report.after_blocks else ""

@@ -194,7 +194,7 @@ def _kind_of(difference: Line) -> tuple[str, str, str]:
 
 
 # Outcomes of compiles that give no plan, as findings put them.
-_FAILED = {"failed": "failed on", "refused": "computes something else than"}
+_FAILED = {"failed": "failed on", "refused": "computes something else than", "repaired": "computes a part wrong of"}
 
 
 def _compiles(run: Run) -> Iterable[Finding]:
@@ -386,7 +386,9 @@ def _failures(run: Run) -> Iterable[Finding]:
             yield Finding(
                 f"the compiler {_FAILED[compiled['outcome']]} graph {compiled['graph']}",
                 f"{compiled['error'] or ''}"[:400],
-                "results are the same, only slower; see the error, and docs/limits.md",
+                "nothing: PyTorch's own kernel computes that part, and the rest is compiled"
+                if compiled["outcome"] == "repaired"
+                else "results are the same, only slower; see the error, and docs/limits.md",
                 compiled["seconds"] if compiled["number"] in waited else 0.0,
                 1,
                 "",

@@ -50,7 +50,7 @@ class CompileReports:
                 record.compiles = (*record.compiles, found)
         if config.debug:
             print_compile(report)
-        if report.error is None:
+        if report.error is None and report.stage != "repaired":
             self._count_compile(report)
             return
         if report.stage == "limited":
@@ -59,6 +59,11 @@ class CompileReports:
             return
         if isinstance(report.error, NotFunctional):
             self._warn_of_declined(report.error, nodes)
+            return
+        if report.stage == "repaired":
+            metrics.increment("PlanRepaired")
+            if report.error is not None:
+                self._warn_of_repaired(report.error, nodes)
             return
         if isinstance(report.error, PlanRefused):
             if report.stage == "failed":  # an earlier process has found it
@@ -99,6 +104,15 @@ class CompileReports:
             f"the compiled form of a graph of {nodes} nodes computes something else than its operators, and is not "
             f"used:\n  {refused}\n  results are eager's, only slower: the graph is interpreted. This is a fault of the "
             'compiler; lazy_backend.config.verify_compiled = "off" would use its results',
+            CompileWarning,
+        )
+
+    @staticmethod
+    def _warn_of_repaired(repaired: Exception, nodes: int) -> None:
+        warn_user(
+            f"the compiled form of a graph of {nodes} nodes computed something else than its operators, and was not "
+            f"used:\n  {repaired}\n  PyTorch's own kernel computes this from now on, and the rest is compiled: results "
+            "are eager's. This is a fault of the compiler",
             CompileWarning,
         )
 

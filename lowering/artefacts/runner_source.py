@@ -32,6 +32,7 @@ import torch
 from lazy_backend.lowering.artefacts import native_calls
 from lazy_backend.lowering.artefacts.extension_template import EXTENSION, METHODS, RUNNER
 from lazy_backend.lowering.artefacts.inductor_module import NotExpressible, check_name, checked_geometries
+from lazy_backend.lowering.checks.kernel_calls import original
 from lazy_backend.lowering.checks.refusals import MARK, require
 from lazy_backend.lowering.products.product import DEFINITION, Prefers, TensorLayout, never, product_of
 from lazy_backend.ports.dispatcher import OpOverload, base_name, function_schema, overload_name
@@ -279,7 +280,7 @@ class _RunnerWriter:
         self._in_block(line, size, stride)
 
     def _operator(self, called: ast.Call, name: str | None) -> None:
-        overload = _overload_of(called)
+        overload, called = _without_stand_in(_overload_of(called), called)
         function, written = _shim_of(overload), len(self.lines)
         if self._is_multiplied(overload, called) or self._is_mask(overload, called, name):
             return
@@ -693,6 +694,17 @@ def _overload_of(called: ast.Call) -> OpOverload:
     if not isinstance(found, OpOverload):
         raise NotExpressible(f"a call of {ast.unparse(called.func)[:80]}")
     return found
+
+
+def _without_stand_in(overload: OpOverload, called: ast.Call) -> tuple[OpOverload, ast.Call]:
+    """A call of an operator that was left to its kernel, as one of the operator itself."""
+    op = original(overload)
+    if op is overload:
+        return overload, called
+    arguments = list(zip(function_schema(op).arguments, called.args, strict=True))
+    positional = [given for argument, given in arguments if not argument.kwarg_only]
+    keywords = [ast.keyword(argument.name, given) for argument, given in arguments if argument.kwarg_only]
+    return op, ast.Call(called.func, positional, keywords)
 
 
 def _returning_nothing(overload: OpOverload, called: ast.Call) -> tuple[OpOverload, ast.Call]:

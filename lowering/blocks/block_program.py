@@ -30,8 +30,8 @@ from typing import Any
 from lazy_backend.lowering.blocks.block_sequence import BlockCall, BlockSequence
 from lazy_backend.lowering.blocks.list_operators import ListCalls, list_length
 from lazy_backend.lowering.blocks.repeats import Repeat, find_repeats
-from lazy_backend.lowering.blocks.stretches import Stretches, makes_views
-from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, map_arg, print_arg
+from lazy_backend.lowering.blocks.stretches import Stretches
+from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, makes_views, map_arg, print_arg
 from lazy_backend.lowering.ir.optimizers import can_write_out
 from lazy_backend.lowering.ir.passes import graph_pass
 

@@ -12,15 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lazy_backend.lowering.ir.graph import Graph, Node, Value, constants_of
-
-
-def makes_views(node: Node) -> bool:
-    """Whether the node does nothing but make views of its operands."""
-    if node.mutates or node.seed is not None or not node.outputs:
-        return False
-    storages = {value.storage for value in node.inputs()}
-    return all(value is not None and value.storage in storages for value in node.outputs)
+from lazy_backend.lowering.ir.graph import Graph, Node, Value, constants_of, makes_views
 
 
 class Stretches:

@@ -16,10 +16,16 @@ class PlanRefused(RuntimeError):
     """A compiled plan that computed something else than the interpreter, for a reason that is not rounding."""
 
 
+class PlanRepaired(Exception):
+    """A plan that is used in place of one that was refused. The text says why, and what was left to kernels."""
+
+
 class Proof:
     """What is known of one compiled plan. `mode`: as `config.verify_compiled`; "off" needs no proof.
 
-    `seen`: the classes of sizes for which a trial agreed. `keep`: keeps what is found with the artefact on disk.
+    `seen`: the classes of sizes for which a trial agreed. `keep`: keeps them with the artefact on disk.
+    `note_refusal`: is called with a refusal and, if it is known, the run that showed it. `left`: the text that says
+    what was left to kernels because an earlier plan was refused.
     """
 
     def __init__(
@@ -27,12 +33,16 @@ class Proof:
         mode: str = "off",
         seen: Iterable[str] = (),
         keep: Callable[[dict[str, Any]], None] = lambda marks: None,
+        note_refusal: Callable[[PlanRefused, Any], None] = lambda refusal, run: None,
+        left: str = "",
     ) -> None:
         self.mode = mode
         self.seen = frozenset(seen)
         self.is_suspected = False  # a trial has found differences that further runs of the interpreter may explain
         self.refusal: PlanRefused | None = None
+        self.left = left
         self._keep = keep
+        self._note_refusal = note_refusal
 
     def covers(self, sizes: Sequence[int]) -> bool:
         """Whether the plan may be used for these values of its symbols."""
@@ -46,10 +56,10 @@ class Proof:
             self.seen = seen
             self._keep({"agreed": sorted(seen)})
 
-    def refuse(self, refusal: PlanRefused) -> None:
+    def refuse(self, refusal: PlanRefused, run: Any = None) -> None:
         """Note that a trial did not agree: the plan is not used any more."""
+        self._note_refusal(refusal, run)
         self.refusal = refusal
-        self._keep({"refused": str(refusal)})
 
 
 def _classes(sizes: Sequence[int]) -> frozenset[str]:

@@ -144,12 +144,17 @@ class CompileWorker:
         self._ring()
 
     def submit(
-        self, request: CompileRequest, idle_seconds: float = math.inf, keep: tuple[Place, Key] | None = None
+        self,
+        request: CompileRequest,
+        idle_seconds: float = math.inf,
+        keep: tuple[Place, Key] | None = None,
+        tried_in: str | None = None,
     ) -> Job:
         """Submit a compile request. The job is done some time later, whatever happens. Raises `NotPortable`.
 
         `idle_seconds`: how long the process waits for the next request before it is ended. `keep`: where the worker
-        process also writes the artefact to disk; the write may wait for locks and for the disk.
+        process also writes the artefact to disk; the write may wait for locks and for the disk. `tried_in`: the file of
+        a run in which the process compares what it compiled; the result is a text then, how the results differ.
         """
         number = next(self._ids)
         header = {
@@ -159,6 +164,7 @@ class CompileWorker:
             "caches": wants_compiler_caches(),
             "request": request.to_json(),
             "keep": None if keep is None else {**asdict(keep[0]), "key": keep[1].parts},
+            "tried_in": tried_in,
         }
         job = Job(number, lifeline.encode(header, to_bytes(request.stored.get())))
         self._idle_seconds = idle_seconds
@@ -587,7 +593,7 @@ def _program(to_child: int, from_child: int, lock: int, folder: Path) -> str:
         "space = {'__name__': 'lifeline'}\n"
         f"exec(compile(open({file!r}).read(), {file!r}, 'exec'), space)\n"
         f"line = space['Lifeline']({to_child}, {from_child}, {lock}, {os.getpid()}, {str(folder)!r})\n"
-        "from lazy_backend.lowering.compilation.worker import main\n"
+        "from lazy_backend.lowering.plans.worker import main\n"
         "main(line)"
     )
 

@@ -73,7 +73,7 @@ def _blocks_of(request: CompileRequest) -> BlockProgram | None:
     """Symbolic graphs are compiled whole."""
     if not request.shares_blocks or request.sizes is not None:
         return None
-    return in_blocks(request.stored.get(), request.constants, request.promoted, MIN_SAVED)
+    return in_blocks(request.graph, request.constants, request.promoted, MIN_SAVED)
 
 
 def _compile_blocks(request: CompileRequest, program: BlockProgram) -> bytes:

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lazy_backend.lowering.checks.kernel_calls import original
 from lazy_backend.lowering.checks.refusals import printed_call, require
 from lazy_backend.lowering.checks.value_rules import ConditionArguments, checked, written_condition
 from lazy_backend.lowering.compilation.scalars import can_promote, emit_promoted
@@ -158,7 +159,7 @@ class _FxWriter:
         for value in (*graph.inputs, *made):
             self.base_dtypes.setdefault(value.storage, value.meta.dtype)  # a storage's first value is its base
         self.written = {value.storage for node in graph.nodes for value in node.mutates}
-        self.strided = {node.inputs()[0].storage for node in graph.nodes if node.op in _STRIDED}
+        self.strided = {node.inputs()[0].storage for node in graph.nodes if original(node.op) in _STRIDED}
         self.signature = signature
         self.compiled_dtypes = _CompiledDtypes(graph.device, constants, hints)
         self.promotes = frozenset(signature.scalars)
@@ -205,7 +206,7 @@ class _FxWriter:
         options: dict[str, Any] = {"dtype": piece.meta.dtype, "device": self.graph.device}
         own = self.fx_graph.call_function(aten.empty.memory_format, (list(piece.meta.shape),), options)
         self.values[piece] = own
-        returning = without_out(node.op)
+        returning = without_out(node.op) if original(node.op) is node.op else None
         if node.op is aten.copy_.default or returning is None or not self.promotes.isdisjoint(constants_of(node)):
             self.add(node)
         else:  # what is written into `out` would be laid out as the compiler likes
@@ -370,9 +371,11 @@ class _FxWriter:
     def _copies_of_recast_targets(self, node: Node) -> dict[Any, fx.Node]:
         """Copies of the values that a custom operator writes and whose dtype is not that of their storage's base.
 
-        AOTAutograd rebuilds such a view with `as_strided`, which loses the dtype (auto_functionalized_v2 of 2.13).
+        AOTAutograd rebuilds such a view with `as_strided`, which loses the dtype (auto_functionalized_v2 of 2.13). What
+        an operator of ATen's writes that is left to its kernel is copied, too.
         """
-        recast = [value for value in node.mutates if value.meta.dtype != self.base_dtypes[value.storage]]
+        is_left = original(node.op) is not node.op
+        recast = [one for one in node.mutates if is_left or one.meta.dtype != self.base_dtypes[one.storage]]
         return {
             self.values[value]: self.fx_graph.call_function(aten.clone.default, (self.values[value],))
             for value in recast

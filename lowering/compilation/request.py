@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from lazy_backend.lowering.checks.kernel_calls import left_to_kernels
 from lazy_backend.lowering.compilation.examples import Examples, static_examples, symbolic_examples
 from lazy_backend.lowering.compilation.fx import Signature, to_fx
 from lazy_backend.lowering.ir.graph import Graph
@@ -36,6 +37,7 @@ class CompileRequest:
     the others literals; all become inputs where `backend` runs the module as it is.
     `sizes`: what the numbers of a symbolic graph are, `stored` being one sample; None for a graph of fixed numbers.
     `shares_blocks`: whether equal blocks may be compiled once, see Note [Blocks compiled once].
+    `left`: places of nodes that the compiler does not get, see Note [Left to kernels].
     """
 
     stored: StoredGraph
@@ -44,6 +46,7 @@ class CompileRequest:
     backend: Backend
     sizes: Sizes | None = None
     shares_blocks: bool = False
+    left: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -51,6 +54,11 @@ class CompileRequest:
     ) -> CompileRequest:
         """A request for a graph that has no `StoredGraph` yet."""
         return cls(StoredGraph(graph), tuple(constants), frozenset(promoted), backend)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph for a compiler, without symbols."""
+        return left_to_kernels(self.stored.get(), self.left)
 
     @property
     def signature(self) -> Signature:
@@ -71,8 +79,8 @@ class CompileRequest:
         """The graph for a compiler; each call makes another module."""
         symbolic = self._symbolic()
         if symbolic is None:
-            return to_fx(self.stored.get(), self.constants, self.signature)
-        return to_fx(symbolic.graph, self.constants, self.signature, symbolic.hints)
+            return to_fx(self.graph, self.constants, self.signature)
+        return to_fx(left_to_kernels(symbolic.graph, self.left), self.constants, self.signature, symbolic.hints)
 
     def examples(self) -> Examples:
         """The example inputs for the compiler."""
@@ -89,6 +97,7 @@ class CompileRequest:
             ("literals", ", ".join(literals)),
             ("sizes", "" if self.sizes is None else json.dumps(self.sizes.to_json())),
             ("blocks", "shared" if self.shares_blocks else ""),
+            ("left to kernels", ", ".join(map(str, self.left))),
         )
 
     # For the worker process; the graph itself is sent alongside, as bytes.
@@ -99,6 +108,7 @@ class CompileRequest:
             "promoted": sorted(self.promoted),
             "sizes": None if self.sizes is None else self.sizes.to_json(),
             "shares_blocks": self.shares_blocks,
+            "left": self.left,
         }
 
     @classmethod
@@ -106,4 +116,5 @@ class CompileRequest:
         sizes = None if data["sizes"] is None else Sizes.from_json(data["sizes"])
         constants = tuple(map(float.fromhex, data["constants"]))
         promoted = frozenset(data["promoted"])
-        return cls(StoredGraph(graph), constants, promoted, backend, sizes, data["shares_blocks"])
+        left = tuple(data["left"])
+        return cls(StoredGraph(graph), constants, promoted, backend, sizes, data["shares_blocks"], left)

@@ -246,6 +246,14 @@ def constants_of(node: Node) -> list[int]:
     return [constant.index for constant in _leaves(node, Constant)]
 
 
+def makes_views(node: Node) -> bool:
+    """Whether the node does nothing but make views of its operands."""
+    if node.mutates or node.seed is not None or not node.outputs:
+        return False
+    storages = {value.storage for value in node.inputs()}
+    return all(value is not None and value.storage in storages for value in node.outputs)
+
+
 def print_arg(arg: Arg) -> str:
     """Exact text of an argument: equal texts mean equal arguments."""
     if isinstance(arg, tuple):

@@ -31,6 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.lowering.ir.schema import Positional
 from lazy_backend.ports.dispatcher import OpOverload, function_schema, overload_name
 
 P = ParamSpec("P")
@@ -279,51 +280,27 @@ def seeded_op(op: OpOverload) -> OpOverload:
 
 def seeded_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of `seeded_op(op)` except the last two: those of `op`, by position, without the generator."""
-    values = []
-    for place, argument in enumerate(function_schema(op).arguments):
-        if argument.name != "generator":
-            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            values.append(given)
-    return tuple(values)
+    return Positional(op, skips="generator").of(args, kwargs)
 
 
 def _define(op: OpOverload) -> OpOverload:
-    schema = function_schema(op)
-    arguments = [argument for argument in schema.arguments if argument.name != "generator"]
-    name = schema.name.split("::")[1] + "_" + overload_name(op)
-    types = _argument_types(str(schema))
-    # arguments are renamed: `from` cannot be a keyword argument in Python, and custom operators may not use `self`
-    declared = ", ".join(f"{types[argument.name]} a{place}" for place, argument in enumerate(arguments))
-    # a custom operator may not return an operand it writes; the caller has that operand anyway
-    in_place = all(result.alias_info is not None and result.alias_info.is_write for result in schema.returns)
-    returned = "()" if in_place else str(schema).rsplit(" -> ", 1)[1]
-    _library.define(f"{name}({declared}, Tensor seeds, int seed) -> {returned}")
-
-    def bind(values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        pairs = list(zip(arguments, values, strict=True))
-        by_name = {argument.name: value for argument, value in pairs if argument.kwarg_only}
-        return [value for argument, value in pairs if not argument.kwarg_only], by_name
+    own = Positional(op, skips="generator")
+    name = function_schema(op).name.split("::")[1] + "_" + overload_name(op)
+    _library.define(f"{name}({own.declared}, Tensor seeds, int seed) -> {own.returned}")
 
     def run(*values: Any) -> Any:
-        *own, seeds, seed = values
-        args, kwargs = bind(own)
-        device = next((value.device for value in own if isinstance(value, torch.Tensor)), kwargs.get("device"))
+        *given, seeds, seed = values
+        args, kwargs = own.bind(given)
+        device = next((value.device for value in given if isinstance(value, torch.Tensor)), kwargs.get("device"))
         made = run_seeded(op, seeds, seed, torch.device(device or "cpu"), args, kwargs)
-        return None if in_place else made
+        return None if own.returns_nothing else made
 
     def fake(*values: Any) -> Any:
-        args, kwargs = bind(values[:-2])
+        args, kwargs = own.bind(values[:-2])
         if takes_generator(op):  # some schemas have no default for the generator
             kwargs["generator"] = None
-        return None if in_place else op(*args, **kwargs)
+        return None if own.returns_nothing else op(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lazy_backend::{name}", fake, lib=_library)
     return getattr(torch.ops.lazy_backend, name).default  # type: ignore[no-any-return]
-
-
-def _argument_types(schema: str) -> dict[str, str]:
-    """`{"self": "Tensor(a!)", "p": "float"}`, from the schema's text: its parsed form does not print as a schema."""
-    inside = schema.split("(", 1)[1].rsplit(") -> ", 1)[0]
-    declared = [part.split("=")[0].rsplit(" ", 1) for part in inside.split(", ") if part != "*"]
-    return {name: kind for kind, name in declared}

@@ -1,9 +1,12 @@
-"""What an operator's schema says about aliasing: which operands it writes, and which its results alias."""
+"""What an operator's schema says: which operands it writes, which its results alias, and the types of its arguments."""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
 
@@ -56,3 +59,42 @@ def schema_of(op: OpOverload) -> OpSchema:
         returns=tuple(returns),
         returns_list=len(schema.returns) == 1 and str(schema.returns[0].type).startswith("List"),
     )
+
+
+class Positional:
+    """The arguments of an operator by position, as an operator of ours is declared that stands for it.
+
+    `skips`: the name of an argument that is left out. `numbers`: places of tensors for which numbers are given.
+    """
+
+    def __init__(self, op: OpOverload, skips: str = "", numbers: Collection[int] = ()) -> None:
+        schema = function_schema(op)
+        self.arguments = [argument for argument in schema.arguments if argument.name != skips]
+        types = _argument_types(str(schema)) | {self.arguments[place].name: "Scalar" for place in numbers}
+        # arguments are renamed: `from` cannot be a keyword argument in Python, and custom operators may not use `self`
+        self.declared = ", ".join(f"{types[argument.name]} a{place}" for place, argument in enumerate(self.arguments))
+        # a custom operator may not return an operand it writes; the caller has that operand anyway
+        self.returns_nothing = all(result.kind == "same" for result in schema_of(op).returns)
+        self.returned = "()" if self.returns_nothing else str(schema).rsplit(" -> ", 1)[1]
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a call, by position."""
+        positional = enumerate(self.arguments)
+        return tuple(
+            args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            for place, argument in positional
+        )
+
+    def bind(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments by position as those of the operator."""
+        pairs = list(zip(self.arguments, values, strict=True))
+        by_name = {argument.name: value for argument, value in pairs if argument.kwarg_only}
+        return [value for argument, value in pairs if not argument.kwarg_only], by_name
+
+
+def _argument_types(schema: str) -> dict[str, str]:
+    """`{"self": "Tensor(a!)", "p": "float"}`, from the schema's text: its parsed form does not print as a schema."""
+    inside = schema.split("(", 1)[1].rsplit(") -> ", 1)[0]
+    inside = re.sub(r"=\[[^\]]*\]", "", inside)
+    declared = [part.split("=")[0].rsplit(" ", 1) for part in inside.split(", ") if part != "*"]
+    return {name: kind for kind, name in declared}

@@ -1,7 +1,7 @@
 """One compile, from when it is due until there is a plan or an error.
 
 In: a `CompileRequest`, and a policy that says how it may be answered. Out: a `CompiledPlan`: from disk, from the worker
-process, or compiled in this process.
+process, or compiled in this process. If a trial refuses that plan, another one of the repaired graph.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -28,7 +29,10 @@ from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_gra
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
 from lazy_backend.lowering.ir.portable import NotPortable
 from lazy_backend.lowering.ir.ranges import profiled
+from lazy_backend.lowering.plans.evidence import Evidence, disagreement
 from lazy_backend.lowering.plans.policy import CompilePolicy, GraphTooLarge
+from lazy_backend.lowering.plans.repair import Repair, known
+from lazy_backend.lowering.plans.trial import TriedRun
 
 
 def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
@@ -39,7 +43,8 @@ def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
 class CompileState(Enum):
     """How far a compile has come: from each state to the next, or straight to one of the last two.
 
-    In a forked child, SENT goes back to LOOKED_UP.
+    In a forked child, SENT goes back to LOOKED_UP. From DONE, it goes on to SEARCHING if the plan was refused, and from
+    there to DUE, with another request.
     """
 
     DUE = "due"  # next: look on disk
@@ -48,6 +53,7 @@ class CompileState(Enum):
     SENT = "sent"
     DONE = "done"  # there is a plan
     FAILED = "failed"  # there is an error
+    SEARCHING = "searching"  # for what has to be left to kernels, see Note [A refused plan is repaired]
 
 
 class PendingCompile:
@@ -67,6 +73,9 @@ class PendingCompile:
         self.seconds = 0.0
         self._key = key  # of the graph; without one nothing is stored
         self._job: Job | None = None
+        self._evidence: Evidence | None = None
+        self._repair: Repair | None = None
+        self._left_because = ""  # what was found by a search, here or in an earlier process
         self._is_elsewhere = compiles_elsewhere(policy.backend, request.stored.device)
         if not self._is_elsewhere:
             lookup_backend(policy.backend)  # raises for a misspelt name, which is the user's error, not the compiler's
@@ -86,7 +95,8 @@ class PendingCompile:
 
     @property
     def is_sent(self) -> bool:
-        return self.state is CompileState.SENT
+        """Whether `poll` goes on with it."""
+        return self.state in (CompileState.SENT, CompileState.SEARCHING)
 
     def advance(self) -> None:
         """Do the next part: a millisecond of work if the worker process compiles, otherwise the whole compile."""
@@ -98,6 +108,8 @@ class PendingCompile:
             self._compile_here()
         elif self.state is CompileState.DUE:
             self._load()
+            if self.state is CompileState.DUE:  # an earlier process has repaired it
+                self._load()
         elif self.state is CompileState.LOOKED_UP:
             worker.start(self.policy.compiler_idle)
             self.state = CompileState.READY
@@ -120,6 +132,9 @@ class PendingCompile:
     def poll(self) -> None:
         """Take the worker process's answer, if there is one."""
         worker.poll()
+        if self.state is CompileState.SEARCHING:
+            self._search_on()
+            return
         job = self._job
         if job is None or not job.done or not self.is_sent:
             return
@@ -186,10 +201,13 @@ class PendingCompile:
     def _succeed_with(self, data: bytes, stage: str, seconds: float) -> None:
         """Take an artefact's plan, or the refusal that a trial left in it. Raises what loading raises."""
         marks = marks_of(data)
-        if "refused" in marks and self._verify() != "off":
-            self._fail(PlanRefused(marks["refused"]), seconds)
-        else:
+        if "refused" not in marks or self._verify() == "off":
             self._succeed(load_graph(data, self.request), stage, seconds, marks.get("agreed", ()))
+        elif "left" in marks:
+            known.add(self.policy.backend, marks["patterns"])
+            self._leave(tuple(marks["left"]), marks["because"])
+        else:
+            self._fail(PlanRefused(marks["refused"]), seconds)
 
     def _verify(self) -> str:
         """Ranks would have to try a plan at the same time, so plans that communicate are used without a trial."""
@@ -207,13 +225,82 @@ class PendingCompile:
                 threading.Thread(target=_mark, args=(place, key, marks), name="lazy_backend marks").start()
 
     def _succeed(self, plan: CompiledPlan, stage: str, seconds: float, seen: Sequence[str] = ()) -> None:
-        plan.proof = Proof(self._verify(), seen, self._keep_marks)
+        plan.proof = Proof(self._verify(), seen, self._keep_marks, self._note_refusal, self._left_because)
         self.plan, self.stage, self.seconds = plan, stage, seconds
         self.state = CompileState.DONE
+
+    # ----- after a refusal, see Note [A refused plan is repaired]
+
+    def _note_refusal(self, refusal: PlanRefused, run: TriedRun | None) -> None:
+        """Called by a trial. One search is enough: a repaired plan is not repaired again."""
+        is_too_slow = self.policy.backend == "inductor" and not self._is_elsewhere  # to be asked by this process
+        if run is not None and not self._left_because and not is_too_slow:
+            with contextlib.suppress(Exception):  # no memory, no disk, or objects that cannot be kept
+                self._evidence = Evidence(run)
+
+    def begins_search(self, may_search: bool) -> bool:
+        """Begin the search for what made the plan wrong, if that is possible. Otherwise keep the refusal."""
+        refusal = None if self.plan is None else self.plan.proof.refusal
+        if self._evidence is None or refusal is None or not may_search:
+            self._keep_marks({"refused": str(refusal)})
+            return False
+        self._repair, self._job, self.state = Repair(self.request, refusal), None, CompileState.SEARCHING
+        return True
+
+    def _search_on(self) -> None:
+        """Take an answer, if there is one, and ask for the next form of the graph."""
+        repair, evidence, job = self._repair, self._evidence, self._job
+        assert repair is not None
+        assert evidence is not None
+        if job is not None and not job.done:
+            return
+        self._job = None
+        if job is not None and job.result is not None:
+            repair.answer(job.result.decode())
+        elif job is not None and job.error is not None:
+            repair.answer(str(job.error))
+        if repair.asked is not None:
+            request = replace(self.request, left=repair.asked)
+            if self._is_elsewhere:
+                self._job = worker.submit(request, self.policy.compiler_idle, tried_in=evidence.path)
+            else:
+                repair.answer(_tried_here(request, evidence.path))
+            return
+        self._end_search(repair)
+        evidence.remove()
+        self._evidence = self._repair = None
+
+    def _end_search(self, repair: Repair) -> None:
+        """Done again if it is interrupted: the state changes last."""
+        refusal = repair.refusal
+        if not repair.left:
+            self._keep_marks({"refused": str(refusal)})
+            self.plan = None
+            self._fail(refusal, 0.0)
+            self.stage = "refused"
+            return
+        because = f"{refusal}\n  the fault is in " + "\n  and in ".join(repair.found)
+        patterns = sorted(repair.patterns)
+        self._keep_marks({"refused": str(refusal), "left": repair.left, "because": because, "patterns": patterns})
+        known.add(self.policy.backend, patterns)
+        self._leave(repair.left, because)
+
+    def _leave(self, left: tuple[int, ...], because: str) -> None:
+        """Begin again, with these nodes left to kernels."""
+        self.request = replace(self.request, left=left)
+        self._left_because, self._job, self.plan, self.error = because, None, None, None
+        self.state = CompileState.DUE
 
     def _fail(self, error: Exception, seconds: float) -> None:
         self.error, self.stage, self.seconds = error, "failed", seconds
         self.state = CompileState.FAILED
+
+
+def _tried_here(request: CompileRequest, path: str) -> str:
+    try:
+        return disagreement(path, compile_graph(request))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _mark(place: Place, key: Key, marks: dict[str, Any]) -> None:

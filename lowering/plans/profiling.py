@@ -352,8 +352,20 @@ def wait_for_compiles(
     with worker.awaited(timeout):
         for executor in list(_compiling) if asks else ():
             executor.begin_due()
+        end = math.inf if timeout is None else time.monotonic() + timeout
         finished = worker.wait(timeout, meanwhile)
+        while finished and _go_on(asks):  # with a search, or after one
+            finished = worker.wait(None if timeout is None else end - time.monotonic(), meanwhile)
     for executor in list(_compiling):
         executor.adopt_compiled()
         _compiling.discard(id(executor))
     return finished
+
+
+def _go_on(asks: bool) -> bool:
+    """Take what the compiler has answered. Returns whether it was asked again."""
+    for executor in list(_compiling):
+        executor.adopt_compiled()
+        if asks:
+            executor.begin_due()
+    return not worker.wait(0)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.lowering.checks.proof import PlanRepaired
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.compilation.scalars import can_promote
@@ -25,6 +26,7 @@ from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.shapes import Sizes
 from lazy_backend.lowering.plans.pending_compile import PendingCompile
 from lazy_backend.lowering.plans.policy import CompilePolicy
+from lazy_backend.lowering.plans.repair import known
 from lazy_backend.lowering.plans.whole_graph import WholeGraph
 
 
@@ -36,7 +38,7 @@ class CompileReport:
 
     `stage`: "started" (in the background), "compiled", "loaded" (from disk), "failed", "declined"
     (`NotFunctional`: no compiler was asked), "limited" (`TooManyShapes`), or what came of a trial: "agreed",
-    "suspected", "unverified", "refused" (`PlanRefused`).
+    "suspected", "unverified", "refused" (`PlanRefused`), "repaired" (`PlanRepaired`, if users have to be told).
     """
 
     graph: Graph
@@ -69,6 +71,7 @@ class GraphCompiler:
         self.compiles = 0
         self.error: Exception | None = None
         self.plans: list[CompiledPlan] = []
+        self._compiled: list[PendingCompile] = []  # the compiles of these plans
         self._seen: tuple[float, ...] | None = None
         self.changed: set[int] = set()
         self._promotable: frozenset[int] | None = None
@@ -110,6 +113,7 @@ class GraphCompiler:
     def adopt(self) -> None:
         """Turn a finished compile into a plan, and drop plans that a trial has refused."""
         self._drop_refused()
+        self._tell_of_repaired()
         if self._pending is not None and self._pending.is_sent:
             self._pending.poll()
             self._settle(self._pending)
@@ -119,7 +123,8 @@ class GraphCompiler:
         if not self.plans:
             promoted &= self.changed
         self._changed_values = self.plans[-1].refused(constants) if self.plans else ()
-        settings = policy.backend, self.sizes, policy.shares_blocks
+        left = known.left(policy.backend, self.stored, promoted)
+        settings = policy.backend, self.sizes, policy.shares_blocks, left
         request = CompileRequest(self.stored, tuple(constants), promoted, *settings)
         return PendingCompile(request, policy, self.key)
 
@@ -150,6 +155,10 @@ class GraphCompiler:
             plan.launcher = launches.launcher_of(self.stored)
             # a plan with more inputs replaces the older plans that it covers
             self.plans = [p for p in self.plans if not _covers(plan, p)] + [plan]
+            if plan.proof.seen and plan.proof.left:  # an earlier process has told of it
+                plan.proof.left = ""
+                self._tell("repaired", 0.0, plan)
+            self._compiled = [one for one in self._compiled if one.plan in self.plans] + [pending]
             self.whole_graph = WholeGraph(pending, self.key) if plan.may_be_slower else None
         self._tell(pending.stage, pending.seconds, plan, pending.error)
 
@@ -157,18 +166,28 @@ class GraphCompiler:
         return next((plan for plan in self.plans if plan.accepts(constants) and not plan.proof.refusal), None)
 
     def has_untried(self) -> bool:
-        """Whether some plan is on trial, or was refused since the latest call of `adopt`."""
+        """Whether some plan is on trial, or was refused or repaired since the latest call of `adopt`."""
         whole = None if self.whole_graph is None else self.whole_graph.compile.plan
         plans = self.plans if whole is None else [*self.plans, whole]
-        return any(plan.proof.refusal is not None or not plan.proof.covers(()) for plan in plans)
+        return any(plan.proof.refusal or plan.proof.left or not plan.proof.covers(()) for plan in plans)
 
     def _drop_refused(self) -> None:
         refused = [plan for plan in self.plans if plan.proof.refusal is not None]
         for plan in refused:
             self.plans.remove(plan)
             self.whole_graph = None
-            self.error = plan.proof.refusal
-            self._tell("refused", 0.0, plan, self.error)
+            compiled = next((one for one in self._compiled if one.plan is plan), None)
+            if compiled is not None and compiled.begins_search(self._pending is None):
+                self._pending = compiled
+            else:
+                self.error = plan.proof.refusal
+                self._tell("refused", 0.0, plan, self.error)
+
+    def _tell_of_repaired(self) -> None:
+        for plan in self.plans:
+            if plan.proof.left and plan.proof.seen:
+                told, plan.proof.left = PlanRepaired(plan.proof.left), ""
+                self._tell("repaired", 0.0, plan, told)
 
     def find_for_run(self, constants: Sequence[float]) -> CompiledPlan | None:
         """As `find`, for a run: while another plan is compared with the one found, they take turns."""
@@ -189,8 +208,10 @@ class GraphCompiler:
         self.whole_graph = None
         whole_graph.keep(winner)
         if compiled.plan is not None and compiled.plan.proof.refusal is not None:
+            compiled.begins_search(False)
             self._tell("refused", 0.0, compiled.plan, compiled.plan.proof.refusal, after_blocks=True)
         self.plans = [winner if one is plan else one for one in self.plans]
+        self._compiled.append(compiled)
         return winner
 
     def observe(self, constants: Sequence[float]) -> None:

@@ -9,20 +9,22 @@ what the interpreter computes: of the same inputs, with copies of those that are
 seeds. The step's results are the interpreter's. Where all results and copied inputs agree (Note [What rounding
 explains]), the plan is used from the next run on, and its artefact on disk says so, for the next process. Where some
 are suspected, the next run is a trial in which the interpreter also runs with moved roundings. A plan that rounding
-does not explain is refused: the graph stays interpreted, users are warned, and the artefact says so too.
+does not explain is refused, and repaired if that is possible (Note [A refused plan is repaired]). Otherwise the graph
+stays interpreted, users are warned, and the artefact says so too.
 
 A symbolic plan has a trial for each class of its sizes (`Proof`). Plans that communicate have none: all ranks would
 have to try theirs in the same step.
 
 A trial that is interrupted has no verdict: the next run is another one. An error of the interpreter is the program's
-own, and no verdict either; an error of the plan alone is one. A plan for whose trial the device has no memory is used
-untried, and counted.
+own, and no verdict either; an error of the plan alone counts like results that differ. A plan for whose trial the
+device has no memory is used untried, and counted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -36,7 +38,8 @@ from lazy_backend.lowering.checks.rounding import Discrepancy
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
-from lazy_backend.lowering.ir.graph import Graph, Node, Value, meta_of
+from lazy_backend.lowering.ir.graph import Graph, Node, Value, makes_views, meta_of
+from lazy_backend.ports.dispatcher import base_name
 
 # What is told of a trial: its verdict, which is a stage of `CompileReport`, and its seconds.
 Tell = Callable[[str, float], None]
@@ -44,6 +47,18 @@ Tell = Callable[[str, float], None]
 _MAX_NAMED = 3
 # Bytes of inputs that are copied although the graph does not write them: the plan may.
 _MAX_COPIED = 1 << 26
+_COPIES = frozenset(("clone", "copy_", "_to_copy"))
+
+
+@dataclass(frozen=True, slots=True)
+class TriedRun:
+    """The arguments of a run of a graph, as they were before it."""
+
+    graph: Graph
+    inputs: Sequence[torch.Tensor]
+    constants: Sequence[float]
+    seeds: Sequence[int]
+    sizes: Sequence[int]
 
 
 class Trial:
@@ -69,7 +84,7 @@ class Trial:
     def execute(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run once. Takes ownership of `inputs`."""
+        """TriedRun once. Takes ownership of `inputs`."""
         with torch.no_grad():
             given = self._with_copies(inputs)
             originals = self._with_copies(given) if self._plan.proof.is_suspected else None
@@ -95,24 +110,26 @@ class Trial:
         """The verdict."""
         proof = self._plan.proof
         copies = [given[place] for place in self._copied]
+        wrong = ""
         try:
             theirs = [*self._plan.execute(given, constants, seeds, self._sizes, launches=False), *copies]
             suspects = self._suspects(ours, theirs)
             if suspects and originals is not None:
                 suspects = self._unexplained(suspects, ours, theirs, originals, constants, seeds)
+            if suspects:
+                wrong = self._described(suspects)
         except (MemoryError, torch.OutOfMemoryError):
             proof.mode = "off"
             return "unverified"
         except Exception as error:
-            proof.refuse(PlanRefused(f"{type(error).__name__}: {error}"))
-            return "refused"
-        if not suspects:
+            wrong = f"{type(error).__name__}: {error}"
+        if not wrong:
             proof.agree(self._sizes)
             return "agreed"
         if originals is None:
             proof.is_suspected = True
             return "suspected"
-        proof.refuse(PlanRefused(self._described(suspects)))
+        proof.refuse(PlanRefused(wrong), TriedRun(self._graph, originals, constants, seeds, self._sizes))
         return "refused"
 
     def _suspects(self, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> dict[int, Discrepancy]:
@@ -160,13 +177,12 @@ class Trial:
     def _described(self, suspects: dict[int, Discrepancy]) -> str:
         """The results that disagree, those that the program computes first ahead, with the operators that made them."""
         values = [*self._graph.outputs, *(self._graph.inputs[place] for place in self._copied)]
-        last = {value.storage: place for place, node in enumerate(self._graph.nodes) for value in _results(node)}
-        ordered = sorted(suspects, key=lambda place: last.get(values[place].storage, -1))
+        makers = {value.storage: place for place, node in enumerate(self._graph.nodes) for value in _results(node)}
+        ordered = sorted(suspects, key=lambda place: makers.get(values[place].storage, -1))
         lines = []
         for place in ordered[:_MAX_NAMED]:
-            found, made = suspects[place], last.get(values[place].storage)
+            found, node = suspects[place], _computed_by(self._graph, values[place])
             apart = f" by {found.size:.3g} of {found.scale:.3g}" if found.scale else ""
-            node = None if made is None else self._graph.nodes[made]
             maker = "an input that no operator writes" if node is None else f"{node.name} recorded at {node.site}"
             lines.append(f"{values[place].meta} differs{apart}: {maker}")
         further = len(ordered) - len(lines)
@@ -183,6 +199,19 @@ def _copied_inputs(graph: Graph) -> tuple[int, ...]:
         if place in written or nbytes <= _MAX_COPIED:
             copied.append(place)
     return tuple(copied)
+
+
+def _computed_by(graph: Graph, value: Value) -> Node | None:
+    """The last node that computes what is in the memory of `value`: not one that copies or looks at it."""
+    found = None
+    for node in reversed(graph.nodes):
+        if makes_views(node) or all(one.storage != value.storage for one in _results(node)):
+            continue
+        found = node
+        if base_name(node.op) not in _COPIES:
+            break
+        value = node.inputs()[-1]
+    return found
 
 
 def _results(node: Node) -> list[Value]:

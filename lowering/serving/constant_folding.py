@@ -19,12 +19,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lazy_backend.lowering.blocks.stretches import makes_views
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.kernels import make_kernels
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.interpreter.task import GraphTask, everything
-from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, map_arg
+from lazy_backend.lowering.ir.graph import Arg, Constant, Graph, Node, Value, makes_views, map_arg
 from lazy_backend.lowering.ir.passes import graph_pass
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 
-from lazy_backend.lowering.blocks.stretches import Stretches, makes_views
-from lazy_backend.lowering.ir.graph import Graph, Node, dependencies
+from lazy_backend.lowering.blocks.stretches import Stretches
+from lazy_backend.lowering.ir.graph import Graph, Node, dependencies, makes_views
 from lazy_backend.lowering.ir.passes import graph_pass
 
 Supported = Callable[[Node], bool]

@@ -3,7 +3,8 @@
 In: compile requests as `background.py` writes them: a header that says what to compile and how, and a graph. Out: for
 each request, an artefact, an entry in the disk cache if the request asks for one, and a reply header. The header is
 {"id", "seconds"}, plus "kept" and "last_error" if an entry was asked for, or "error" and "message" if the compile
-failed. See `lifeline.py` for the start and the end of this process.
+failed. For a request that names the file of a run, the artefact is compared with the interpreter in this run, and a
+text says how they differ, in place of the artefact. See `lifeline.py` for the start and the end of this process.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from lazy_backend.cache.disk import DiskCache, DiskCounts
 from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.artefacts.environment import follow_state
 from lazy_backend.lowering.compilation.build import compile_request
+from lazy_backend.lowering.compilation.compiler import load_graph
 from lazy_backend.lowering.compilation.instructions import NotAssumed, assumed_instructions, try_instructions
 from lazy_backend.lowering.compilation.lifeline import Lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import from_bytes
+from lazy_backend.lowering.plans.evidence import disagreement
 from lazy_backend.ports.replacements import inductor
 
 # Compiled graphs are serialised by the code behind inductor's caches, so the caches are always on. If the user switched
@@ -48,7 +51,9 @@ def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
     start = time.perf_counter()
     artefact = b""
     try:
-        if request["keep"] is None:
+        if request["tried_in"] is not None:
+            artefact = _try(request, graph).encode()
+        elif request["keep"] is None:
             artefact = _compile(request, graph)
         else:
             artefact = _compile_once(request, graph, reply, **request["keep"])
@@ -56,6 +61,13 @@ def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
         reply.update(error=type(error).__name__, message=str(error)[:4000])
     reply["seconds"] = time.perf_counter() - start
     line.put(reply, artefact)
+
+
+def _try(data: dict[str, Any], graph: bytes) -> str:
+    """How what is compiled for one request differs from the interpreter, in a run that was kept."""
+    artefact = _compile(data, graph)
+    request = CompileRequest.from_json(data["request"], from_bytes(graph), "inductor")
+    return disagreement(data["tried_in"], load_graph(artefact, request))
 
 
 def _compile(data: dict[str, Any], graph_bytes: bytes) -> bytes:
