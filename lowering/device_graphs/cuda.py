@@ -14,6 +14,7 @@ run.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -61,7 +62,11 @@ class CudaDevice(GraphDevice):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._captures = torch.cuda.Stream(device)
+
+    @functools.cached_property
+    def _captures(self) -> torch.cuda.Stream:
+        """Made by the first capture: the compiler's process asks what captures, and needs no context of CUDA for it."""
+        return torch.cuda.Stream(self._device)
 
     def new_generator(self) -> torch.Generator:
         return torch.Generator(self._device)
