@@ -102,6 +102,7 @@ PARTS: tuple[Part, ...] = (
     Part("ports.port", ("ports", "version"), Life.FACTS, "which ports fit this PyTorch"),
     Part("ports.port", ("replaced",), Life.PROCESS, "what was replaced in PyTorch"),
     Part("ports.native_code", ("library", "has_message", "shims"), Life.FACTS, "what PyTorch has for C++"),
+    Part("ports.replacements.inductor", ("cuda_driver",), Life.FACTS, "the version of CUDA that the driver is for"),
     Part("ports.hooks", ("from_numpy", "has_torch_function", "run_backward", "set_hyperparameter"), Life.THREAD,
          "functions of PyTorch that others stand for while a captured body runs"),
     Part("ports.replacements.inductor_patches", ("_put_in_place",), Life.PROCESS, "changes of Inductor"),

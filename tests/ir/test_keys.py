@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from lazy_backend.lowering.artefacts.environment import (
 )
 from lazy_backend.lowering.plans.cached_computation import make_key
 from lazy_backend.lowering.plans.profiling import CompilePolicy
+from lazy_backend.ports.replacements import inductor
 
 
 def policy(**changes) -> CompilePolicy:
@@ -230,3 +233,20 @@ def test_the_cache_follows_a_capacity_that_changes() -> None:
     capacity = 2
     cache.add(Key((("part", "4"),)), 4)
     assert list(cache) == [3, 4]
+
+
+class Driver:
+    """CUDA's library."""
+
+    @staticmethod
+    def cuDriverGetVersion(place: Any) -> int:
+        place._obj.value = 13020
+        return 0
+
+
+def test_keys_for_cuda_name_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver)
+    inductor.cuda_driver.cache_clear()
+    dependency = lowering_environment._CUDA[0]
+    assert (dependency.name, dependency.read()) == ("cuda driver", 13020)
+    inductor.cuda_driver.cache_clear()

@@ -7,6 +7,8 @@ them import what they need at their first call: PyTorch's compiler takes a secon
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,8 +82,15 @@ benchmarks_cudnn: Callable[[], bool] = optional("torch._C._get_cudnn_benchmark",
 is_cudnn_deterministic: Callable[[], bool] = optional(
     "torch._C._get_cudnn_deterministic", lambda: torch.backends.cudnn.deterministic
 )
-# the version of CUDA that the driver is for; 0 in a PyTorch without CUDA
-cuda_driver: Callable[[], int] = optional("torch._C._cuda_getDriverVersion", int)
+
+
+@functools.cache
+def cuda_driver() -> int:
+    """The version of CUDA that the driver is for; 0 without a driver. Initialises nothing."""
+    found = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    return found.value
 
 
 def has_precision(backend: str, operator: str) -> bool:
