@@ -97,14 +97,25 @@ def _run(
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
         return flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]  # type: ignore[no-any-return]
     if backend == SDPBackend.FLASH_ATTENTION and mask is None and query.shape[-1] % 8 == 0:
-        flash = aten._scaled_dot_product_flash_attention.default
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend == SDPBackend.EFFICIENT_ATTENTION and mask is None:
         efficient = aten._scaled_dot_product_efficient_attention.default
         return efficient(query, key, value, None, needs_grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     written_out = aten._scaled_dot_product_attention_math.default
     options = {"scale": scale, "enable_gqa": enable_gqa}
     return written_out(query, key, value, mask, dropout_p, is_causal, None, **options)[0]  # type: ignore[no-any-return]
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """CUDA's kernel for flash attention, called as `_scaled_dot_product_flash_attention` calls it, which also returns
+    ints: no call with such a result can be recorded.
+    """
+    given = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    lengths = (None, None, query.shape[2], key.shape[2])
+    output = aten._flash_attention_forward.default(*given, *lengths, dropout_p, is_causal, False, scale=scale)[0]
+    return output.transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def _handler(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -199,6 +199,7 @@ def can_seed(op: OpOverload) -> bool:
 # Attention kernels that draw random numbers only for dropout, with the index of the dropout probability.
 DROPOUT_PLACES = {
     aten._scaled_dot_product_flash_attention.default: 3,
+    aten._flash_attention_forward.default: 7,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     aten._scaled_dot_product_efficient_attention.default: 5,
     aten._scaled_dot_product_cudnn_attention.default: 5,
