@@ -15,7 +15,7 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # the other versions of PyTorch that are supported: `make matrix` runs all tests on each
 OTHERS := 2.14.1 2.15.0
 
-.PHONY: help demo test scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench wild conformance soak release clean
+.PHONY: help demo test test-cuda-compile cuda-compile scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench wild conformance soak release clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -25,6 +25,7 @@ help:
 	@echo "make scenarios  the tests of whole programs, which take as long again"
 	@echo "make test TORCH=2.15.0  the same with another PyTorch, in an environment of its own"
 	@echo "make matrix  the tests with every supported PyTorch; make ground: those that concern its internals"
+	@echo "make test-cuda-compile  compile steps for a GPU that is not there, run their kernels by Triton's interpreter"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the documentation into site/"
 	@echo "make pictures  draw the pictures of the documentation anew, with Graphviz"
@@ -54,6 +55,13 @@ ground: $(VENV)/test.installed
 
 matrix: test scenarios
 	for version in $(OTHERS); do $(MAKE) test scenarios TORCH=$$version || exit 1; done
+
+# PyTorch comes with CUDA where pip's index has such builds, as PyPI has for Linux
+test-cuda-compile:
+	$(MAKE) cuda-compile TORCH=$(or $(TORCH),$(lastword $(OTHERS)))
+
+cuda-compile: $(VENV)/demo.installed
+	$(BIN)/python tools/cuda_compile.py $(ARGS)
 
 lint: ruff-check ruff-format mypy
 
