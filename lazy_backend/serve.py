@@ -281,9 +281,12 @@ def make_executor(graph: Graph, signature: GraphSignature, constants: Sequence[f
 
 def executor_config(num_threads: int = 1, max_shapes: int = 0) -> ExecutorConfig:
     """How to run what is served. The settings of this moment hold for every run."""
+    shares = num_threads == 1 < torch.get_num_threads() and not torch.are_deterministic_algorithms_enabled()
     return ExecutorConfig(
         num_threads=num_threads,
-        policy=replace(compile_policy(), num_profiled_runs=0) if config.compile != "off" else None,
+        policy=replace(compile_policy(), num_profiled_runs=0, shares_threads=shares)
+        if config.compile != "off"
+        else None,
         report=executor.compile_reports.report,
         families=Families(executor.compile_reports.report) if max_shapes else None,
         max_shapes=max_shapes,

@@ -34,6 +34,7 @@ from lazy_backend.lowering.artefacts.run_thread import run_thread
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.interpreter.task import forget_current_task
 from lazy_backend.lowering.plans.repair import known
+from lazy_backend.lowering.serving.request_threads import request_threads
 from lazy_backend.tensors import outside
 from lazy_backend.tensors.contexts import contexts
 
@@ -68,6 +69,8 @@ PARTS: tuple[Part, ...] = (
          after_fork=worker.reset_after_fork),
     Part("lowering.artefacts.run_thread", ("run_thread",), Life.PROCESS, "the thread of runs without Python",
          after_fork=run_thread.reset_after_fork),
+    Part("lowering.serving.request_threads", ("request_threads",), Life.PROCESS, "the runs that share threads",
+         after_fork=request_threads.reset_after_fork),
     Part("cache.process_locks", ("_outermost", "_others", "_held"), Life.PROCESS,
          "the locks that are held during a fork", after_fork=process_locks.release_all),
     Part("tensors.contexts", ("contexts",), Life.DEVICES, "devices with their traces, tries and live tensors",
@@ -101,7 +104,8 @@ PARTS: tuple[Part, ...] = (
     Part("compat.installation", ("_library",), Life.PROCESS, "operators registered for the lazy device"),
     Part("ports.port", ("ports", "version"), Life.FACTS, "which ports fit this PyTorch"),
     Part("ports.port", ("replaced",), Life.PROCESS, "what was replaced in PyTorch"),
-    Part("ports.native_code", ("library", "has_message", "shims"), Life.FACTS, "what PyTorch has for C++"),
+    Part("ports.native_code", ("library", "has_message", "shims", "_thread_setters"), Life.FACTS,
+         "what PyTorch has for C++"),
     Part("ports.replacements.inductor", ("cuda_driver",), Life.FACTS, "the version of CUDA that the driver is for"),
     Part("ports.hooks", ("from_numpy", "has_torch_function", "run_backward", "set_hyperparameter"), Life.THREAD,
          "functions of PyTorch that others stand for while a captured body runs"),

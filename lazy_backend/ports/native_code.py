@@ -61,6 +61,20 @@ def has_lstm() -> bool:
     return library() is not None and all(hasattr(library(), name) for name in names) and counts == (16, 23)
 
 
+@functools.cache
+def _thread_setters() -> list[Any]:
+    """OpenMP's and MKL's functions for it, called with the GIL: to get it back takes longer."""
+    own = library() and ctypes.PyDLL(None, handle=library()._handle)
+    found = [getattr(own, name, None) for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")]
+    return [setter for setter in found if setter is not None]
+
+
+def set_own_threads(count: int) -> None:
+    """Let operators of this thread use so many threads. `torch.set_num_threads` means later threads, too. 0.6 us."""
+    for setter in _thread_setters():
+        setter(count)
+
+
 # ----- artefacts
 
 OTHER_DEVICES = "devices beside the CPU"

@@ -62,7 +62,11 @@ def compile_request(request: CompileRequest) -> bytes:
     # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
     # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
     # this process, which compiles it
-    with inductor.settings().patch({"cpp.threads": num_threads_for(request.stored.get()) or torch.get_num_threads()}):
+    own = num_threads_for(request.stored.get())
+    threads: dict[str, Any] = {"cpp.threads": own or torch.get_num_threads()}
+    if own is None and request.shares_threads:
+        threads["cpp.dynamic_threads"] = True
+    with inductor.settings().patch(threads):
         if blocks is not None:
             with contextlib.suppress(inductor.cpp_error()):  # then the whole graph may do without such C++
                 return _compile_blocks(request, blocks)

@@ -38,6 +38,7 @@ class CompileRequest:
     `sizes`: what the numbers of a symbolic graph are, `stored` being one sample; None for a graph of fixed numbers.
     `shares_blocks`: whether equal blocks may be compiled once, see Note [Blocks compiled once].
     `left`: places of nodes that the compiler does not get, see Note [Left to kernels].
+    `shares_threads`: whether the number of threads is that of each run, see Note [Threads follow requests].
     """
 
     stored: StoredGraph
@@ -47,6 +48,7 @@ class CompileRequest:
     sizes: Sizes | None = None
     shares_blocks: bool = False
     left: tuple[int, ...] = ()
+    shares_threads: bool = False
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class CompileRequest:
             ("sizes", "" if self.sizes is None else json.dumps(self.sizes.to_json())),
             ("blocks", "shared" if self.shares_blocks else ""),
             ("left to kernels", ", ".join(map(str, self.left))),
+            ("threads", "shared" if self.shares_threads else ""),
         )
 
     # For the worker process; the graph itself is sent alongside, as bytes.
@@ -109,6 +112,7 @@ class CompileRequest:
             "sizes": None if self.sizes is None else self.sizes.to_json(),
             "shares_blocks": self.shares_blocks,
             "left": self.left,
+            "shares_threads": self.shares_threads,
         }
 
     @classmethod
@@ -116,5 +120,5 @@ class CompileRequest:
         sizes = None if data["sizes"] is None else Sizes.from_json(data["sizes"])
         constants = tuple(map(float.fromhex, data["constants"]))
         promoted = frozenset(data["promoted"])
-        left = tuple(data["left"])
-        return cls(StoredGraph(graph), constants, promoted, backend, sizes, data["shares_blocks"], left)
+        settings = data["shares_blocks"], tuple(data["left"]), data["shares_threads"]
+        return cls(StoredGraph(graph), constants, promoted, backend, sizes, *settings)

@@ -56,6 +56,7 @@ class CompilePolicy:
     release_delay: float = math.inf  # seconds that a graph runs optimized before it is set aside
     compiler_idle: float = math.inf  # idle seconds after which the worker process is ended
     shares_blocks: bool = True  # see Note [Blocks compiled once]
+    shares_threads: bool = False  # see Note [Threads follow requests]
     whole_after: float = math.inf  # seconds of runs in blocks; see Note [The whole graph after its blocks]
     verify: str = "off"  # or "once" or "always"; see Note [A plan is tried before it is used]
 

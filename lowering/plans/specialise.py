@@ -124,7 +124,7 @@ class GraphCompiler:
             promoted &= self.changed
         self._changed_values = self.plans[-1].refused(constants) if self.plans else ()
         left = known.left(policy.backend, self.stored, promoted)
-        settings = policy.backend, self.sizes, policy.shares_blocks, left
+        settings = policy.backend, self.sizes, policy.shares_blocks, left, policy.shares_threads
         request = CompileRequest(self.stored, tuple(constants), promoted, *settings)
         return PendingCompile(request, policy, self.key)
 

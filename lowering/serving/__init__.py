@@ -2,5 +2,5 @@
 
 In: a `Graph`, its weights, inputs from any thread. Out: its outputs. Weights can be swapped as a whole during runs.
 
-Imports `interpreter`, `compilation`, `blocks`, `ir` and `cache`.
+Imports `interpreter`, `compilation`, `plans`, `products`, `blocks`, `ir` and `cache`.
 """

@@ -30,6 +30,8 @@ from lazy_backend.lowering.plans.families import Family
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.profiling import ExecutionPlan, ProfilingGraphExecutor
 from lazy_backend.lowering.plans.specialise import CompileReport
+from lazy_backend.lowering.products.thread_choice import num_threads_for
+from lazy_backend.lowering.serving.request_threads import request_threads
 
 # Programs of one served function, shapes aside. Branches on sizes and regions make several; each keeps a few plans.
 _MAX_FAMILIES = 64
@@ -58,7 +60,7 @@ class DelegateKernel:
     Its floats are compiled in: `constants` are those of the whole graph.
     """
 
-    __slots__ = ("region", "mutates", "_chooser", "_policy", "_constants", "_places")
+    __slots__ = ("region", "mutates", "_chooser", "_policy", "_constants", "_places", "_shares")
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class DelegateKernel:
         self._places = {value.number: place for place, value in enumerate(region.inputs)}
         self._policy = policy
         self._constants = tuple(constants) if region.num_constants else ()
+        self._shares = policy.shares_threads and num_threads_for(region) is None
         settings = environment(policy.backend)
         key = None if policy.store is None else make_key(region, settings)
         find_family = None if families is None else families.finder(settings)
@@ -108,7 +111,7 @@ class DelegateKernel:
             for value, operand in zip(self.region.inputs, operands, strict=True)
             if value in self.mutates and operand is not values[value.number]
         ]
-        results = self.plan_for_run().execute(operands, self._constants, frame.seeds)
+        results = self._execute(operands, frame.seeds)
         for original, written in copied:
             original.copy_(written)
         for value, result in zip(self.region.outputs, results, strict=True):
@@ -136,7 +139,13 @@ class DelegateKernel:
             operands[self._places[slot]] = argument
         for slot, tensor in own:
             operands[self._places[slot]] = tensor
-        return self.plan_for_run().execute(operands, self._constants, seeds)
+        return self._execute(operands, seeds)
+
+    def _execute(self, operands: list[torch.Tensor], seeds: Sequence[int]) -> list[torch.Tensor]:
+        plan = self.plan_for_run()  # beforehand: a compile asks for the number of threads
+        if self._shares:
+            return request_threads.run(plan.execute, operands, self._constants, seeds)
+        return plan.execute(operands, self._constants, seeds)
 
     def describe(self, error: Exception) -> Exception:
         return error  # a `PlanError`, which names the calls that may have failed, or a `NodeError`
