@@ -48,8 +48,8 @@ and checks the order while programs train, replay, compile and serve):
    `FramePool._lock`, `GraphTask.lock`, `Layers._lock`, `ClosureRunner._lock`, `_Watches._lock`,
    `DeviceContextArena._lock`, `History._lock`, `Agreements._lock`: one table each.
 10. `RunLog._lock`, `metrics._lock`, `debug_log._lock`, `rng._lock`, `WeakTable._lock`, `communication._lock`,
-   `GroupNumbers._lock`, `Launches._lock`, `UnderWay._lock`, `_RunThread._lock`, `cpp_units._parsed_lock`: no
-   code that runs while they are held takes a lock.
+   `GroupNumbers._lock`, `Launches._lock`, `UnderWay._lock`, `_RunThread._lock`, `kernel_calls._lock`,
+   `cpp_units._parsed_lock`: no code that runs while they are held takes a lock.
 
 All are reentrant except two. `GraphTask.lock`: threads of one run take it for a few stores, during which no user code
 runs and no finalizer can need the same run. `cpp_units._parsed_lock`: only threads that build take it, to count.
