@@ -82,7 +82,8 @@ class CompileRequest:
         symbolic = self._symbolic()
         if symbolic is None:
             return to_fx(self.graph, self.constants, self.signature)
-        return to_fx(left_to_kernels(symbolic.graph, self.left), self.constants, self.signature, symbolic.hints)
+        graph = left_to_kernels(symbolic.graph, self.left)
+        return to_fx(graph, self.constants, self.signature, symbolic.hints)
 
     def examples(self) -> Examples:
         """The example inputs for the compiler."""
