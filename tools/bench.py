@@ -69,7 +69,7 @@ def _worker(contender: str, workload: str, plan: Plan, environment: dict[str, st
         # not torch.set_num_threads: MKL would obey it in the calling thread only
         changes |= {"OMP_NUM_THREADS": str(plan.threads), "MKL_NUM_THREADS": str(plan.threads)}
     command = [sys.executable, __file__, "--worker", contender, "--workload", workload]
-    return Worker(contender, command, changes | (environment or {}))
+    return Worker(contender, command, changes | (environment or {}), finds_recorder=True)
 
 
 # ----- one workload

@@ -110,7 +110,6 @@ def _lazy_backend(backend: str, compile: str) -> Callable[[], Contender]:
 
         lazy_backend.config.backend = backend
         lazy_backend.config.compile = compile
-        lazy_backend.config.cache = False  # each process starts cold
         return Contender(
             "lazy",
             mark=lazy_backend.mark_step,
@@ -131,7 +130,6 @@ def _captured() -> Contender:
         training.train = lazy_backend.capture(training.train)
 
     lazy_backend.config.compile = "foreground"
-    lazy_backend.config.cache = False  # each process starts cold
     return Contender(
         "lazy",
         prepare=prepare,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import gc
 import importlib.util
 import os
@@ -36,10 +35,7 @@ import torch
 from soak_run import MARK, Record, Run, show_stacks_on_signal, tail
 from soak_scenarios import SCENARIOS, Scenario
 from tqdm import tqdm
-
-from lazy_backend.cache.disk import DiskCache
-from lazy_backend.recording import native
-from lazy_backend.settings import config
+from workers import give_recorder
 
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 
@@ -112,11 +108,8 @@ def run_one(scenario: Scenario, seconds: float, seed: int, folder: Path) -> None
 
 def start_scenario(name: str, seconds: float, chosen: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
     places = {"TMPDIR": folder / "tmp", "LAZY_BACKEND_CACHE_DIR": folder / "cache"}
-    for place in places.values():
-        place.mkdir(mode=0o700)
-    recorder = _recorder()
-    if recorder is not None:
-        DiskCache(places["LAZY_BACKEND_CACHE_DIR"], config.cache_bytes).put(native.recorder_key(), recorder)
+    places["TMPDIR"].mkdir(mode=0o700)
+    give_recorder(places["LAZY_BACKEND_CACHE_DIR"])
     variables = {
         **{variable: str(place) for variable, place in places.items()},
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
@@ -134,15 +127,6 @@ def start_scenario(name: str, seconds: float, chosen: argparse.Namespace, folder
             stderr=log,
             start_new_session=True,
         )
-
-
-@functools.cache
-def _recorder() -> bytes | None:
-    """The recorder of known calls, so that no scenario builds it in the midst of its figures."""
-    try:
-        return native.obtain(may_build=True)
-    except native.CannotBeBuilt:
-        return None
 
 
 def watch(scenario: Scenario, seconds: float, chosen: argparse.Namespace, bar: tqdm) -> Record:

@@ -8,6 +8,8 @@ a process group of its own: a compiler that it started ends with it, and Ctrl-C 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import json
 import os
 import queue
@@ -24,6 +26,8 @@ from typing import Any, TextIO
 
 Reply = dict[str, Any]
 
+_ROOM = 1 << 30  # bytes of a cache that gets a recorder
+
 
 class WorkerFailed(Exception):
     """A worker answered with an error, did not answer in time, or died."""
@@ -33,15 +37,22 @@ class Worker:
     """A process that answers commands."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], patience: float = 60.0
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        patience: float = 60.0,
+        finds_recorder: bool = False,
     ) -> None:
         """`environment`: changes to this process's own; they win over those that give the process its caches.
 
-        `patience`: seconds until a process that was asked to end is killed.
+        `patience`: seconds until a process that was asked to end is killed. `finds_recorder`: see `give_recorder`.
         """
         self.name = name
         self._patience = patience
         self._folder = tempfile.mkdtemp(prefix="bench-")
+        if finds_recorder:
+            give_recorder(Path(self._folders()["LAZY_BACKEND_CACHE_DIR"]))
         self._log = (Path(self._folder) / "log").open("w+")
         self._process = subprocess.Popen(
             command,
@@ -157,6 +168,27 @@ def limited(command: Sequence[str], log: Path, **options: Any) -> Iterator[subpr
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def give_recorder(cache: Path) -> None:
+    """Put the recorder of known calls into a new cache, as a program's second process finds it there.
+
+    Otherwise it is built in the midst of the figures.
+    """
+    recorder = _recorder()
+    cache.mkdir(mode=0o700)
+    if recorder is not None:
+        disk, native = (importlib.import_module(f"lazy_backend.{name}") for name in ("cache.disk", "recording.native"))
+        disk.DiskCache(cache, _ROOM).put(native.recorder_key(), recorder)
+
+
+@functools.cache
+def _recorder() -> Any:
+    native = importlib.import_module("lazy_backend.recording.native")  # here: processes of eager import this module
+    try:
+        return native.obtain(may_build=True)
+    except native.CannotBeBuilt:
+        return None
 
 
 def returned_by(call: str, environment: Mapping[str, str], threads: int) -> Any:
