@@ -8,12 +8,14 @@ constants stay on the CPU, products are not padded, and of a kernel's configurat
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -91,6 +93,15 @@ class _OnTheHost(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
+class _DriverLibrary:
+    """CUDA's library, asked for its version alone."""
+
+    @staticmethod
+    def cuDriverGetVersion(place: Any) -> int:
+        place._obj.value = DRIVER
+        return 0
+
+
 def install(name: str) -> None:
     """Answer for this target in this process."""
     found = SimpleNamespace(**TARGETS[name])
@@ -105,7 +116,8 @@ def install(name: str) -> None:
     cuda._exchange_device = cuda._maybe_exchange_device = cuda.set_device = lambda index: 0
     cuda.get_rng_state, cuda.set_rng_state = torch.get_rng_state, lambda state: None
     ports: Any = importlib.import_module("lazy_backend.ports.replacements.inductor")
-    ports.cuda_driver = lambda: DRIVER
+    with patch.object(ctypes, "CDLL", lambda name: _DriverLibrary):
+        ports.cuda_driver()  # which keeps its answer
     _compute_nothing()
 
 

@@ -146,7 +146,7 @@ _GENERAL = (
 
 
 _CUDA = (
-    Dependency("cuda driver", Scope.ARTEFACT, lambda: inductor.cuda_driver()),
+    Dependency("cuda driver", Scope.ARTEFACT, inductor.cuda_driver),
     *_precisions("cuda", _SWITCHED),
     _attribute("cudnn", torch.backends.cudnn, "enabled", inductor.is_cudnn_enabled, _SWITCHED),
     _attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", inductor.benchmarks_cudnn, _SWITCHED),
