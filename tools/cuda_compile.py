@@ -17,12 +17,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from absent_gpu import TARGETS
 from checkout import ROOT
 from command_line import names_among
 from gpu_training import GPU_WORKLOADS
 from tables import Result, Table
 from workers import WorkerFailed, returned_by
+
+try:
+    from absent_gpu import TARGETS
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+    sys.exit(
+        "cuda_compile: this PyTorch comes without Triton\n  a CUDA build has it: `make test-cuda-compile` sets one up"
+    )
 
 _HEAD = ("step", "nodes", "kernels", "compiled", "cubins", "artefact", "compared", "results", "verdict", "seconds")
 
@@ -66,14 +74,11 @@ def main() -> int:
         except WorkerFailed as failure:
             faults.append(f"{step}: {failure}")
             continue
-        faults += [f"{step}: {fault}" for fault in faults_of(compiled, interpreted)]
+        found = faults_of(compiled, interpreted)
+        faults += [f"{step}: {fault}" for fault in found]
+        verdict = "incomplete" if found and interpreted["verdict"] == "agreed" else interpreted["verdict"]
         counts = [compiled["nodes"], *(len(compiled[one]) for one in ("kernels", "loaded")), compiled["cubins"]]
-        counts += [
-            f"{compiled['kib']:.0f} KiB",
-            len(interpreted["ran"]),
-            interpreted["results"],
-            interpreted["verdict"],
-        ]
+        counts += [f"{compiled['kib']:.0f} KiB", len(interpreted["ran"]), interpreted["results"], verdict]
         rows.append((step, *map(str, counts), f"{compiled['seconds']:.0f}"))
     print(Table(f"Compiled for {arguments.target}, and run by Triton's interpreter", _HEAD, rows).aligned())
     print("\n".join(faults))
