@@ -91,7 +91,8 @@ def finished(model: nn.Module, losses: Sequence[Tensor], stopwatch: Stopwatch) -
         name: value.to_local() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
     }
     fetched, weights = lazy_backend.to_cpu((list(losses), states))
-    return Run(model, torch.stack(fetched), weights, stopwatch.median())
+    weights = {name: value.cpu() for name, value in weights.items()}  # eager's are on its device still
+    return Run(model, torch.stack(fetched).cpu(), weights, stopwatch.median())
 
 
 # ----- from arguments to a table

@@ -240,7 +240,7 @@ def _look(made: Any, target: Target) -> Iterator[Seen]:
     for number, (path, leaf) in enumerate(leaves):
         where = "".join(map(str, path)).replace("'", "")
         if not isinstance(leaf, torch.Tensor):
-            yield Seen(where, leaf)
+            yield Seen(where, _named_alike(leaf, target))
             continue
         place = target.place(leaf)
         aliases = (
@@ -249,6 +249,13 @@ def _look(made: Any, target: Target) -> Iterator[Seen]:
             leaf._is_view(),
         )
         yield Seen(where, _values(leaf), _geometry(leaf), aliases)
+
+
+def _named_alike(leaf: Any, target: Target) -> Any:
+    """`leaf`; the target's device has the name "cpu", as in the operands before they were moved."""
+    if isinstance(leaf, str | torch.device) and str(leaf) == target.device:
+        return type(leaf)("cpu")
+    return leaf
 
 
 def _geometry(tensor: torch.Tensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.device_graphs.run_order import wait_for_runs
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, backing_tensor, poisoned, without_memory
 from lazy_backend.tensors.thread_state import run_clean
@@ -28,6 +29,8 @@ def read(data: TensorData, cause: str) -> torch.Tensor:
     if storage in context.given_back:
         raise without_memory()
     compute(context, [storage], cause)
+    if context.backing.type != "cpu":
+        wait_for_runs(context.backing)
     return run_clean(backing_tensor, data)
 
 
@@ -58,6 +61,8 @@ def get_tensors_fused(tensors: Sequence[LazyTensor], cause: str) -> list[torch.T
     for context in dict.fromkeys(tensor._data.context for tensor in tensors):
         storages = [tensor._data.storage for tensor in tensors if tensor._data.context is context]
         compute(context, storages, cause)
+        if context.backing.type != "cpu":
+            wait_for_runs(context.backing)
     return fetch_tensors(gather_tensors_data(tensors))
 
 

@@ -1,8 +1,10 @@
 """One scheduled run: the trace it was cut from, the storages it fills, and its outcome.
 
 Note [Where a run happens]
-On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step. On the CPU there are
-three places, and locks, errors and poisoning are the same in all of them:
+On CUDA a run is scheduled on the device's own thread, and Python goes on recording the next step, unless it is launched
+as one graph: that takes the host less time than to wake a thread, and to take turns with it at the GIL, so it happens
+within the call that synced, which does not wait for the device. On the CPU there are three places, and locks, errors
+and poisoning are the same in all of them:
 
 - Beside recording, on a thread that never needs the GIL (Note [Runs beside recording]): runs of compiled code that
   leaves nothing to Python, if there are more cores than operators use threads. Whoever needs the results first hands
@@ -37,6 +39,7 @@ from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.compiler import CompiledRun
 from lazy_backend.lowering.device_graphs.launcher import launches
+from lazy_backend.lowering.device_graphs.run_order import with_runs
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
@@ -209,11 +212,11 @@ class Async(Work):
                 gc.disable()
             if is_profiling():
                 with profiled("run"), profiled(f"{self.cached_computation.computation.name}, {self.plan.kind}"):
-                    run_clean(self._execute)
+                    run_clean(self._execute_in_order)
             elif self.plan.conforms and self.beside is not None and self.beside.only_hands_out:
                 self._execute()  # no operator runs here, so no mode of the thread matters
             else:
-                run_clean(self._execute)
+                run_clean(self._execute_in_order)
         except Exception as raised:
             self.error = self._describe(raised)
         except BaseException as raised:
@@ -234,6 +237,14 @@ class Async(Work):
         self.tensors_data.clear()
         self.collection.storages.clear()
         self.collection.context.locker.unlock(self, self.error)
+
+    def _execute_in_order(self) -> None:
+        """`_execute`, whatever stream of the device this thread is on."""
+        backing = self.collection.context.backing
+        if backing.type == "cpu":
+            self._execute()
+        else:
+            with_runs(backing, self._execute)
 
     def _execute(self) -> None:
         plan = self.plan
@@ -384,6 +395,8 @@ def place_of_run(
         if beside is not None and (is_forced or beside.num_threads < available_cores()):
             return RunPlace.BESIDE, beside
     is_long = torch.get_num_threads() == 1 and _SHORT_RUN < plan.shortest_run < math.inf
+    if plan.kind.is_launched and not is_forced:
+        return RunPlace.WITHIN_CALL, None
     if is_forced or is_long or context.backing.type != "cpu":
         return RunPlace.DEVICE_THREAD, None
     return RunPlace.WITHIN_CALL, None

@@ -41,6 +41,7 @@
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/PyInterpreterHooks.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -1193,6 +1194,11 @@ bool run_at_once(const Arrival& arrival, torch::jit::Stack* stack) {
   const Running& known = running(op, arrival.python_op);
   const Ref backing = Ref::taking(PyObject_GetAttr(context, names.backing));
   if (!known.is_approved || !backing) return false;
+  if (const c10::Device device = reinterpret_cast<THPDevice*>(backing.get())->device; !device.is_cpu()) {
+    // Python puts a call into order with runs if its thread is on a stream of its own
+    const c10::impl::VirtualGuardImpl streams(device.type());
+    if (streams.getStream(device) != streams.getDefaultStream(device)) return false;
+  }
   RealCall call{context, arrival.device, reinterpret_cast<THPDevice*>(backing.get())->device, known.may_leave};
   Ref drawn;
   if (known.generator >= 0) {

@@ -15,6 +15,7 @@ from lazy_backend import metrics
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.device_graphs.run_order import with_runs
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, extent, meta_of
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
@@ -128,6 +129,11 @@ class RealCall:
         PyTorch's own kernels need a clean thread state only if modes are active, or if Python code runs, and the state
         of a kernel only if there is something to conjugate: setting it takes 1 µs.
         """
+        if self.context.backing.type == "cpu":
+            return self._run_as_needed(op, args, kwargs, seed)
+        return with_runs(self.context.backing, lambda: self._run_as_needed(op, args, kwargs, seed))
+
+    def _run_as_needed(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
         if seed is not None or op.namespace != "aten" or has_modes():
             return run_clean(self._run, op, args, kwargs, seed)
         real_args, real_kwargs = self._make_real(op, args, kwargs)
@@ -143,7 +149,7 @@ class RealCall:
             with torch.autocast(self.context.backing.type, autocast_state.lower_dtype(), cache_enabled=False):
                 return self._run(op, args, kwargs, seed)
 
-        return run_clean(run)
+        return with_runs(self.context.backing, lambda: run_clean(run))
 
     def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
         real_args, real_kwargs = self._make_real(op, args, kwargs)

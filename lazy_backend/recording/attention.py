@@ -36,8 +36,15 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
     if not ATTENTION.fits():
         return SDPBackend.MATH
     # about 8 µs; torch.nn.attention can only restrict the choice
-    number = attention_choice(*map(_stand_in, args), **kwargs)
-    return SDPBackend(number)  # type: ignore[call-arg]
+    operands = [*map(_stand_in, args)]
+    backend = SDPBackend(attention_choice(*operands, **kwargs))  # type: ignore[call-arg]
+    if backend == SDPBackend.CUDNN_ATTENTION:  # whose results are partly ints: no such call can be recorded
+        params = torch.backends.cuda.SDPAParams(*operands[:6], kwargs["enable_gqa"])
+        if torch.backends.cuda.can_use_flash_attention(params):
+            return SDPBackend.FLASH_ATTENTION
+        if torch.backends.cuda.can_use_efficient_attention(params):
+            return SDPBackend.EFFICIENT_ATTENTION
+    return backend
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ In: the same calls as `record`. Out: `install_handlers` and `install_factories`,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -17,7 +18,8 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import reads
 from lazy_backend.execution.step_ends import step_ends
-from lazy_backend.lowering.device_graphs.uploads import upload_to
+from lazy_backend.lowering.device_graphs.run_order import with_runs
+from lazy_backend.lowering.device_graphs.uploads import upload_to, uploaded
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import contiguous_stride, empty_of, extent, intern_meta
 from lazy_backend.ports.dispatcher import (
@@ -142,7 +144,9 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
         return op(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
     real = reads.read(source._data, f"copy to {device}")
     if device.type != "lazy":
-        return run_clean(counted_download, real.nbytes, lambda: aten._to_copy.default(real, **kwargs))
+        return run_clean(
+            counted_download, real.nbytes, lambda: with_runs(context.backing, lambda: aten._to_copy.default(real, **kwargs))
+        )
     target = contexts.get_device_context(device.index)
     options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     copied = run_clean(aten._to_copy.default, real, **options, device=target.backing)
@@ -156,7 +160,8 @@ def _copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(target, LazyTensor):
         real = reads.read(source._data, f"copy to {target.device}")
         with within_kernel():
-            return counted_download(real.nbytes, lambda: target.copy_(real, *args[2:], **kwargs))
+            copied = functools.partial(target.copy_, real, *args[2:], **kwargs)
+            return counted_download(real.nbytes, lambda: with_runs(source._data.context.backing, copied))
     context = target._data.context
     if isinstance(source, LazyTensor):
         if source._data.context is context:
@@ -177,8 +182,10 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
     if target.numel() > 1:
         step_ends.see_batch(context, target.nbytes)
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
-        base = run_clean(empty_of, storage.meta, context.backing)
-        filled = run_clean(counted_upload, base.nbytes, lambda: base.copy_(source.detach()))
+        nbytes = storage.meta.numel * storage.meta.dtype.itemsize
+        filled = run_clean(
+            counted_upload, nbytes, lambda: uploaded(context.backing, source.detach(), storage.meta)
+        )
         if storage.meta.numel:
             storage.tensor = filled
         return

@@ -29,6 +29,11 @@ class PlanKind(Enum):
         return self in (PlanKind.COMPILED, PlanKind.COMPILED_AND_LAUNCHED)
 
     @property
+    def is_launched(self) -> bool:
+        """Whether runs are launched as one graph of the device."""
+        return self in (PlanKind.INTERPRETED_AND_LAUNCHED, PlanKind.COMPILED_AND_LAUNCHED)
+
+    @property
     def is_generalised(self) -> bool:
         """Whether the plan was made for other numbers too, so that the first run of a graph may find it."""
         return self is PlanKind.COMPILED_FOR_SHAPES

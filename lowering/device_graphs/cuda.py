@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import torch
 
 from lazy_backend.lowering.device_graphs.interface import DeviceGraph, DeviceMemory, GraphDevice
+from lazy_backend.ports.port import version
+from lazy_backend.ports.tensor_types import free_cublas_workspaces
 
 R = TypeVar("R")
 
@@ -33,8 +35,9 @@ class CudaGraph(DeviceGraph):
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, call: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
-        for generator in generators:
-            self._graph.register_generator_state(generator)
+        if version() == "2.13":  # later versions see which generators draw, and warn of this call
+            for generator in generators:
+                self._graph.register_generator_state(generator)
         try:
             self._graph.capture_begin(capture_error_mode="thread_local")
             result = call()
@@ -76,7 +79,9 @@ class CudaDevice(GraphDevice):
     ) -> tuple[DeviceGraph, R]:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            # the pool cannot use what the allocator keeps of earlier runs
+            # the pool cannot use what the allocator keeps of earlier runs, nor what cuBLAS has for the stream of runs,
+            # which launches need no longer
+            free_cublas_workspaces()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
             graph = CudaGraph()
@@ -84,6 +89,7 @@ class CudaDevice(GraphDevice):
             self._captures.wait_stream(caller)
             with torch.cuda.stream(self._captures):
                 result = graph.record(call, generators)
+            free_cublas_workspaces()  # that of the capture belongs to the graph alone
             caller.wait_stream(self._captures)
             graph.nbytes = max(0, torch.cuda.memory_reserved() - before)
         return graph, result
@@ -108,6 +114,9 @@ class CudaDevice(GraphDevice):
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
+
+    def default_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.default_stream(self._device)
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)

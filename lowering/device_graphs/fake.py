@@ -290,7 +290,7 @@ class FakeDevice(GraphDevice):
         self._repeats = repeats_calls
         self.num_launches = 0
         self.num_captures = 0
-        self._current = FakeStream()
+        self._default = self._current = FakeStream()
         self._written: dict[int, _Written] = {}
 
     def new_generator(self) -> torch.Generator:
@@ -342,6 +342,9 @@ class FakeDevice(GraphDevice):
 
     def current_stream(self) -> FakeStream:
         return self._current
+
+    def default_stream(self) -> FakeStream:
+        return self._default
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:

@@ -49,6 +49,11 @@ class GraphDevice(ABC):
         """The stream of uploads."""
         return self.new_stream()
 
+    @functools.cached_property
+    def runs_stream(self) -> Any:
+        """The stream of all runs. See Note [Runs have one stream]."""
+        return self.default_stream()
+
     @abstractmethod
     def new_generator(self) -> torch.Generator:
         """A generator of random numbers on the device."""
@@ -83,6 +88,10 @@ class GraphDevice(ABC):
     @abstractmethod
     def current_stream(self) -> Any:
         """The stream of this thread."""
+
+    @abstractmethod
+    def default_stream(self) -> Any:
+        """The stream of threads that chose none."""
 
     @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[Any]:

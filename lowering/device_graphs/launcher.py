@@ -41,7 +41,7 @@ from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.rng import drawing_from
 from lazy_backend.ports.dispatcher import runs_python
 from lazy_backend.ports.table import DEVICE_GRAPHS
-from lazy_backend.ports.tensor_types import address_of, storage_use_count
+from lazy_backend.ports.tensor_types import address_of, foreach_copy, storage_use_count
 
 Compute: TypeAlias = Callable[[list[torch.Tensor], Sequence[int]], list[torch.Tensor]]
 
@@ -63,6 +63,7 @@ class _Captured:
 
     graph: DeviceGraph
     inputs: list[torch.Tensor]  # the graph's own memory for inputs that move; for others, no memory
+    moving: list[tuple[int, torch.Tensor]]  # places of inputs that move, and their memory in a row
     addresses: list[int]  # of inputs that stay; 0 for others
     copied_back: list[int]
     outputs: list[torch.Tensor]
@@ -252,6 +253,7 @@ class GraphLauncher:
         captured = _Captured(
             graph,
             [one if place in moves else one.new_empty(0) for place, one in enumerate(inputs)],
+            [(place, _flat(inputs[place])) for place in sorted(moves)],
             [0 if place in moves else one.data_ptr() for place, one in enumerate(inputs)],
             sorted(moves & self._written),
             outputs,
@@ -296,9 +298,9 @@ class GraphLauncher:
     def _launch(self, captured: _Captured, tensors: list[torch.Tensor], seeds: Sequence[int]) -> list[torch.Tensor]:
         self._wait_for_other_stream()
         reads = tensors.copy()
-        for place, address in enumerate(captured.addresses):
-            if not address:
-                _flat(captured.inputs[place]).copy_(_flat(tensors[place]))
+        if captured.moving:
+            foreach_copy([own for _, own in captured.moving], [_flat(tensors[place]) for place, _ in captured.moving])
+            for place, _ in captured.moving:
                 reads[place] = captured.inputs[place]
         for generator, seed in zip(captured.generators, seeds, strict=True):
             generator.manual_seed(seed)
@@ -340,6 +342,8 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory from the first to the last element of `tensor`, however these lie in it."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     return tensor.as_strided((_extent(tensor),), (1,), tensor.storage_offset())
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 
 from lazy_backend.lowering.device_graphs.devices import graph_device
+from lazy_backend.lowering.device_graphs.run_order import with_runs
+from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 
 # Larger tensors are copied in pieces by the driver: as much pinned memory would be taken from other programs.
 _LARGEST = 64 << 20
@@ -24,11 +26,21 @@ def upload_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     graphs = graph_device(device)
     is_dense = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
     if graphs is None or tensor.device.type != "cpu" or not is_dense or not 0 < tensor.nbytes <= _LARGEST:
-        return tensor.to(device, copy=True)
+        return with_runs(device, lambda: tensor.to(device, copy=True))
     pinned = graphs.pinned_copy(tensor)
     with graphs.on(graphs.upload_stream):
         made = graphs.from_pinned(pinned)
-    runs = graphs.current_stream()
-    graphs.wait(runs, graphs.record(graphs.upload_stream))
-    graphs.will_use(runs, made)
+    graphs.wait(graphs.runs_stream, graphs.record(graphs.upload_stream))
+    graphs.will_use(graphs.runs_stream, made)
     return made
+
+
+def uploaded(device: torch.device, tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A copy of `tensor`, which may be on any device, on `device`, laid out as `meta` says."""
+    if tensor.device.type == "cpu" and graph_device(device) is not None:
+        if tensor.dtype != meta.dtype or tensor.shape != meta.shape or tensor.stride() != meta.stride:
+            tensor = empty_of(meta, tensor.device).copy_(tensor)
+        made = upload_to(device, tensor)
+        if made.stride() == meta.stride:
+            return made
+    return with_runs(device, lambda: empty_of(meta, device).copy_(tensor))

@@ -196,13 +196,16 @@ def can_seed(op: OpOverload) -> bool:
     return op in _REWRITTEN or takes_generator(op)
 
 
-# Attention kernels that draw random numbers only for dropout, with the index of the dropout probability.
+# Attention kernels that draw random numbers only for dropout, with the index of the dropout probability. Backwards are
+# tagged as well, and draw again what their forward drew.
 DROPOUT_PLACES = {
     aten._scaled_dot_product_flash_attention.default: 3,
     aten._flash_attention_forward.default: 7,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     aten._scaled_dot_product_efficient_attention.default: 5,
+    aten._scaled_dot_product_efficient_attention_backward.default: 9,
     aten._scaled_dot_product_cudnn_attention.default: 5,
+    aten._scaled_dot_product_cudnn_attention_backward.default: 13,
 }
 
 

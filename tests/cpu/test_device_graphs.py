@@ -18,6 +18,7 @@ from lazy_backend.lowering.device_graphs import launcher
 from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice, FakeGraph, RuleBroken
 from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
+from lazy_backend.lowering.device_graphs.run_order import wait_for_runs, with_runs
 from lazy_backend.lowering.device_graphs.uploads import upload_to
 from lazy_backend.lowering.ir.graph import Graph
 
@@ -563,6 +564,21 @@ def test_planted_missing_event(fake: FakeDevice) -> None:
     fake.will_use(fake.current_stream(), x)
     assert planted(fake, lambda: x + 1, x).tolist() == [2.0] * 3
     assert planted(fake, lambda: y + 1, y := upload_to(CPU, pinned)).tolist() == [2.0] * 3
+
+
+def test_uploads_and_runs_are_in_order_whatever_stream_the_caller_is_on(fake: FakeDevice) -> None:
+    other = fake.new_stream()
+    with fake.on(other):
+        x = upload_to(CPU, torch.ones(3))
+    assert planted(fake, lambda: x + 1, x).tolist() == [2.0] * 3
+    fake.default_stream().time += 1  # a run
+    with fake.on(other):
+        wait_for_runs(CPU)
+        assert other.seen[fake.default_stream()] == fake.default_stream().time
+        other.time += 1  # work of the caller
+        assert with_runs(CPU, fake.current_stream) is fake.default_stream()
+        assert fake.current_stream() is other
+    assert fake.default_stream().seen[other] == other.time
 
 
 def test_planted_launches_on_two_streams(fake: FakeDevice) -> None:

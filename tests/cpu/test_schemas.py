@@ -142,7 +142,9 @@ CALLS: dict[str, Callable[[str], Arguments]] = {
 # chosen on CUDA, where there is a kernel to compare with
 ON_CUDA = {
     "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_cudnn_attention_backward.default",
     "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_efficient_attention_backward.default",
     "_scaled_dot_product_flash_attention.default",
 }
 # called by copy_ and torch.tensor, below Python; the CPU has none to compare with

@@ -57,6 +57,8 @@ def test_mark_step_returns_before_the_device_is_done() -> None:
 def test_the_next_step_is_recorded_while_the_device_works() -> None:
     x = make_matrix()
     warm_up(x)
+    _ = torch.ones(3, device="lazy") + 1  # a kernel is loaded at its first call, for which CUDA waits for all others
+    wait()
     y = chain(x)
     lazy_backend.mark_step()
     begin = perf_counter()
@@ -113,6 +115,8 @@ def test_the_callers_stream_may_be_another() -> None:
             y = late.to("lazy") + x
             lazy_backend.mark_step()
             moved = y.to("cuda")
+            again = y + late.to("lazy")  # at once, on the caller's stream
+            assert again[2, 2].item() == pytest.approx(1.01 + 2 * 1.01 ** (_LENGTH + 1), rel=1e-2)
         assert torch.cuda.current_stream() == stream
         assert moved[1, 1].item() == pytest.approx(1.01 + 1.01 ** (_LENGTH + 1), rel=1e-2)
 

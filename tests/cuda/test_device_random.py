@@ -57,11 +57,16 @@ def test_compiled_by_inductor_too() -> None:
 
 @pytest.mark.parametrize("way", ["plain", "parts", "captured"])
 def test_dropout_in_a_training(way: str) -> None:
-    """The same seed gives the same losses in a second training, which launches what the first one captured."""
+    """The same seed gives the same losses in another training, which launches what one before it captured.
+
+    The very first one is interpreted until its plans are there. CUDA has a kernel of its own for dropout then, which
+    rounds otherwise than the operators that the plans have.
+    """
     with config.patch(backend="aot_eager"), graphs("auto"):
-        first, second = (losses_of("gpt", way, 30) for _ in range(2))
+        first, second, third = (losses_of("gpt", way, 30) for _ in range(3))
         assert_launched()
-    assert first[0] == second[0]
+    assert second[0] == third[0]
+    assert first[0] == pytest.approx(second[0], rel=1e-4) if BACKING == "cuda" else first[0] == second[0]
 
 
 def test_seeding_between_launches() -> None:
