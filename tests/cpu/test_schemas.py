@@ -142,7 +142,6 @@ CALLS: dict[str, Callable[[str], Arguments]] = {
 # chosen on CUDA, where there is a kernel to compare with
 ON_CUDA = {
     "_scaled_dot_product_cudnn_attention.default",
-    "_scaled_dot_product_cudnn_attention_backward.default",
     "_scaled_dot_product_efficient_attention.default",
     "_scaled_dot_product_efficient_attention_backward.default",
     "_scaled_dot_product_flash_attention.default",
