@@ -58,6 +58,10 @@ share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = optional("torch._C.
 
 # Give back the memory in which cuBLAS works, of all streams: 32 MiB each on Hopper.
 free_cublas_workspaces: Callable[[], None] = optional("torch._C._cuda_clearCublasWorkspaces", lambda: None)
+# The address of the stream that this thread is on, by the device's index; 0 for the default stream.
+raw_stream: Callable[[int], int] = optional(
+    "torch._C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 foreach_copy: Any = optional("torch._foreach_copy_", torch.ops.aten._foreach_copy_)
 foreach_clone: Any = optional("torch._foreach_clone", torch.ops.aten._foreach_clone)

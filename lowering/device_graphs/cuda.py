@@ -23,9 +23,13 @@ import torch
 
 from lazy_backend.lowering.device_graphs.interface import DeviceGraph, DeviceMemory, GraphDevice
 from lazy_backend.ports.port import version
-from lazy_backend.ports.tensor_types import free_cublas_workspaces
+from lazy_backend.ports.tensor_types import free_cublas_workspaces, raw_stream
 
 R = TypeVar("R")
+
+# Bytes that a copy from the host takes at once, as the CUDA C++ Programming Guide has it ("asynchronous concurrent
+# execution").
+_STAGED = 64 << 10
 
 
 class CudaGraph(DeviceGraph):
@@ -118,11 +122,20 @@ class CudaDevice(GraphDevice):
     def default_stream(self) -> torch.cuda.Stream:
         return torch.cuda.default_stream(self._device)
 
+    def is_elsewhere(self) -> bool:
+        return raw_stream(self._device.index) != 0
+
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
     def from_pinned(self, pinned: torch.Tensor) -> torch.Tensor:
         return pinned.to(self._device, non_blocking=True)
+
+    def from_pageable(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        # the driver copies so little to memory of its own before it returns; it would read pinned memory later
+        if tensor.nbytes > _STAGED or tensor.is_pinned():
+            return None
+        return tensor.to(self._device, non_blocking=True, copy=True)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         return stream.record_event()

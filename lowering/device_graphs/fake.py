@@ -363,6 +363,9 @@ class FakeDevice(GraphDevice):
         self._written[_address(made)] = written
         return made
 
+    def from_pageable(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def record(self, stream: FakeStream) -> FakeEvent:
         return FakeEvent(stream, stream.time)
 

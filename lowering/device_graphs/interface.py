@@ -93,6 +93,10 @@ class GraphDevice(ABC):
     def default_stream(self) -> Any:
         """The stream of threads that chose none."""
 
+    def is_elsewhere(self) -> bool:
+        """Whether this thread is on another stream than that of runs. Asked at every run and copy."""
+        return bool(self.current_stream() != self.runs_stream)
+
     @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Within the block, `stream` is the one of this thread."""
@@ -100,6 +104,13 @@ class GraphDevice(ABC):
     @abstractmethod
     def from_pinned(self, pinned: torch.Tensor) -> torch.Tensor:
         """A copy on the device, on the current stream; the call does not wait for it."""
+
+    @abstractmethod
+    def from_pageable(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A copy on the device of a small tensor on the CPU, on the current stream; None if it is to be pinned first.
+
+        The call waits for nothing on the device, and the tensor may be written as soon as it returns.
+        """
 
     @abstractmethod
     def record(self, stream: Any) -> Any:

@@ -24,11 +24,9 @@ R = TypeVar("R")
 def with_runs(device: torch.device, call: Callable[[], R]) -> R:
     """Call `call`, whose work on `device` is in order with all runs, and with the caller's stream before and after."""
     graphs = graph_device(device)
-    if graphs is None:
+    if graphs is None or not graphs.is_elsewhere():
         return call()
     caller, runs = graphs.current_stream(), graphs.runs_stream
-    if caller == runs:
-        return call()
     graphs.wait(runs, graphs.record(caller))
     try:
         with graphs.on(runs):
@@ -43,5 +41,5 @@ def with_runs(device: torch.device, call: Callable[[], R]) -> R:
 def wait_for_runs(device: torch.device) -> None:
     """Let the caller's stream wait for all runs so far."""
     graphs = graph_device(device)
-    if graphs is not None and graphs.current_stream() != graphs.runs_stream:
+    if graphs is not None and graphs.is_elsewhere():
         graphs.wait(graphs.current_stream(), graphs.record(graphs.runs_stream))

@@ -3,6 +3,7 @@
 In: a tensor on the CPU. Out: a copy on the device, which what is given to the device from then on waits for.
 
 Note [Uploads overlap]
+Small tensors are copied as they are: the driver takes them at once, and copies them in the order of the stream of runs.
 A copy from memory that may be swapped out makes the program wait for the device, and on the stream of the runs it
 waits for them. So a tensor is first copied to pinned memory, by the CPU, and from there on a stream of its own. The
 caller may write its tensor as soon as the call returns. An event lets the runs' stream wait for the copy, and the
@@ -27,6 +28,9 @@ def upload_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     is_dense = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
     if graphs is None or tensor.device.type != "cpu" or not is_dense or not 0 < tensor.nbytes <= _LARGEST:
         return with_runs(device, lambda: tensor.to(device, copy=True))
+    small = with_runs(device, lambda: graphs.from_pageable(tensor))
+    if small is not None:
+        return small
     pinned = graphs.pinned_copy(tensor)
     with graphs.on(graphs.upload_stream):
         made = graphs.from_pinned(pinned)
