@@ -39,7 +39,7 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
     operands = [*map(_stand_in, args)]
     backend = SDPBackend(attention_choice(*operands, **kwargs))  # type: ignore[call-arg]
     if backend == SDPBackend.CUDNN_ATTENTION:  # whose results are partly ints: no such call can be recorded
-        params = torch.backends.cuda.SDPAParams(*operands[:6], kwargs["enable_gqa"])
+        params = torch.backends.cuda.SDPAParams(*operands[:6], kwargs["enable_gqa"])  # type: ignore[call-arg]
         if torch.backends.cuda.can_use_flash_attention(params):
             return SDPBackend.FLASH_ATTENTION
         if torch.backends.cuda.can_use_efficient_attention(params):

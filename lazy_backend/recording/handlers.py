@@ -21,7 +21,7 @@ from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.lowering.device_graphs.run_order import with_runs
 from lazy_backend.lowering.device_graphs.uploads import upload_to, uploaded
 from lazy_backend.lowering.ir import rng
-from lazy_backend.lowering.ir.graph import contiguous_stride, empty_of, extent, intern_meta
+from lazy_backend.lowering.ir.graph import contiguous_stride, extent, intern_meta
 from lazy_backend.ports.dispatcher import (
     BelowAutograd,
     DispatchKey,
@@ -145,7 +145,9 @@ def _to_copy(op: Op, args: Args, kwargs: Kwargs) -> Any:
     real = reads.read(source._data, f"copy to {device}")
     if device.type != "lazy":
         return run_clean(
-            counted_download, real.nbytes, lambda: with_runs(context.backing, lambda: aten._to_copy.default(real, **kwargs))
+            counted_download,
+            real.nbytes,
+            lambda: with_runs(context.backing, lambda: aten._to_copy.default(real, **kwargs)),
         )
     target = contexts.get_device_context(device.index)
     options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
@@ -183,9 +185,7 @@ def copy_from_outside(context: DeviceContext, target: LazyTensor, source: torch.
         step_ends.see_batch(context, target.nbytes)
     if storage.token is UNWRITTEN and storage.tensor is None and data is storage:
         nbytes = storage.meta.numel * storage.meta.dtype.itemsize
-        filled = run_clean(
-            counted_upload, nbytes, lambda: uploaded(context.backing, source.detach(), storage.meta)
-        )
+        filled = run_clean(counted_upload, nbytes, lambda: uploaded(context.backing, source.detach(), storage.meta))
         if storage.meta.numel:
             storage.tensor = filled
         return
