@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import speed_chart  # noqa: E402
+from tables import replace_block  # noqa: E402
 
 
 def run(threads: int) -> dict[str, Any]:
@@ -61,18 +62,18 @@ def test_the_picture_has_a_bar_for_each_figure() -> None:
 
 def test_the_block_of_a_page_is_replaced() -> None:
     page = "before\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nafter\n"
-    assert speed_chart.replace_block(page, r"new \1") == page.replace("old", r"new \1")
+    assert replace_block(page, "speed", r"new \1") == page.replace("old", r"new \1")
     with pytest.raises(ValueError, match="found 0"):
-        speed_chart.replace_block("before\nafter\n", "new")
+        replace_block("before\nafter\n", "speed", "new")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
 def test_a_page_has_the_block(page: str) -> None:
     text = (ROOT / page).read_text()
-    assert speed_chart.replace_block(text, "new") != text
+    assert replace_block(text, "speed", "new") != text
 
 
 def test_the_readme_has_no_figures_of_speed_but_those_of_the_block() -> None:
-    text = speed_chart.replace_block((ROOT / "README.md").read_text(), "")
+    text = replace_block((ROOT / "README.md").read_text(), "speed", "")
     prose = re.sub(r"```.*?```", "", text, flags=re.S)
     assert re.findall(r"\d[\d.,]* ?(?:times|x|ms|µs|s|%)\b", prose) == []

@@ -1,7 +1,8 @@
 """Serving speed: requests per second and their latency, from one thread and from several, next to other executors.
 
 In: models and executors. Out: `measure`, whose result `tables_of` shows: per model, rates and percentiles of each
-number of threads, and seconds until the first answer, imports aside. Run by `bench.py --serve`. Each executor has a
+number of threads, and seconds until the first answer, imports aside; `block`, which is that for docs/serving.md. Run by
+`bench.py --serve`. Each executor has a
 process of its own, with one OpenMP thread per operator; the processes of a model live side by side and take turns,
 round by round. An executor that is not installed is left out, with the reason (`pip install onnxruntime onnxscript`).
 """
@@ -48,11 +49,32 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
+class _Decoder(nn.Module):
+    """One token of a text: its keys and values join those of 127 others, in place."""
+
+    def __init__(self, width: int = 128, heads: int = 4, layers: int = 4, places: int = 128) -> None:
+        super().__init__()
+        self._heads = heads
+        self.mixes = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.register_buffer("kept", torch.randn(layers, 2, heads, places, width // heads), persistent=False)
+        self.register_buffer("position", torch.tensor([places - 1]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for mix, head, norm, kept in zip(self.mixes, self.heads, self.norms, self.kept, strict=True):
+            query, *given = mix(norm(x)).view(3, self._heads, 1, -1)
+            kept.index_copy_(2, self.position, torch.stack(given))
+            x = x + head(nn.functional.scaled_dot_product_attention(query, *kept).reshape(x.shape)).relu()
+        return x
+
+
 # Of each model: how it is made, and the shape of a request.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (_mlp, (8, 64)),
     "cnn": (_cnn, (4, 3, 32, 32)),
     "encoder": (_encoder, (4, 32, 128)),
+    "decoder": (_Decoder, (1, 128)),
 }
 
 
@@ -96,7 +118,16 @@ def _serve(module: nn.Module, x: torch.Tensor) -> Request:
     import lazy_backend
 
     served = lazy_backend.serve(module, x)
-    return lambda: served(x)
+    if not isinstance(module, _Decoder):
+        return lambda: served(x)
+    own = threading.local()
+
+    def request() -> object:
+        if not hasattr(own, "state"):
+            own.state = served.state()  # of this thread: requests without one take turns
+        return served(x, state=own.state)
+
+    return request
 
 
 EXECUTORS: dict[str, Callable[[nn.Module, torch.Tensor], Request]] = {
@@ -129,7 +160,7 @@ class _Server:
 
     def _start(self) -> Result:
         torch.manual_seed(0)
-        importlib.import_module(_PACKAGES.get(self._executor, "torch"))
+        package = importlib.import_module(_PACKAGES.get(self._executor, "torch"))
         make, shape = MODELS[self._model]
         module, x = make().eval(), torch.randn(shape)
         begin = perf_counter()
@@ -143,7 +174,7 @@ class _Server:
             for _ in range(_WARM_UP):
                 answer = self._request()
             torch.testing.assert_close(answer, module(x), rtol=1e-3, atol=1e-4)
-        return {"first": seconds}
+        return {"first": seconds, "version": getattr(package, "__version__", "")}
 
     def _window(self, threads: int, seconds: float) -> Result:
         """Rate and latencies of requests from so many threads, each of which asks again once it has an answer."""
@@ -224,13 +255,24 @@ def tables_of(result: Result) -> list[Table]:
     return [_table(name, executors) for name, executors in result["models"].items()]
 
 
+def block(result: Result) -> str:
+    """The tables in markdown, with where they come from."""
+    about, (executors, *_) = result["about"], result["models"].values()
+    version = executors.get("ONNX Runtime", {}).get("version", "not there")
+    heading = (
+        f"Medians of {about['rounds']} windows of {about['seconds']} s; {about['cores']} cores, "
+        f"one thread per operator; PyTorch {about['torch']},\nONNX Runtime {version}:"
+    )
+    return "\n\n".join([heading, *map(Table.markdown, tables_of(result))])
+
+
 def _table(model: str, executors: Result) -> Table:
     counts = list(next(iter(executors.values()))["windows"])
     threads = [f"{count} thread{'s' if count != '1' else ''}" for count in counts]
     rows, notes = [], []
     for executor, found in executors.items():
         if "error" in found:
-            notes.append(f"{executor}: {found['error']}")
+            notes.append(f"{executor}: {found['error'].split('. ')[0]}")
         else:
             cells = [_cell(found["windows"][count]) for count in counts]
             rows.append([executor, *cells, f"{found['first']:.2f}"])

@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from tables import replace_block
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "speed.svg"
@@ -159,15 +160,6 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 13) 
 # ----- the pages
 
 
-def replace_block(page: str, block: str) -> str:
-    """`page` with `block` between its two marks."""
-    marks = r"(<!-- speed: begin -->\n).*?(<!-- speed: end -->)"
-    found, count = re.subn(marks, lambda match: f"{match[1]}{block}\n{match[2]}", page, flags=re.S)
-    if count != 1:
-        raise ValueError(f"expected one pair of marks 'speed: begin' and 'speed: end', found {count}")
-    return found
-
-
 def write(runs: Sequence[Figures]) -> None:
     """The picture, and the blocks of README.md and docs/benchmarks.md."""
     PICTURE.write_text(picture(runs))
@@ -179,7 +171,7 @@ def write(runs: Sequence[Figures]) -> None:
         ROOT / "docs" / "benchmarks.md": f"![{alt}](images/speed.svg)\n\n{tables}",
     }
     for page, block in blocks.items():
-        page.write_text(replace_block(page.read_text(), block))
+        page.write_text(replace_block(page.read_text(), "speed", block))
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """The benchmark's results as text.
 
-In: the JSON-able results of `bench`. Out: aligned tables for a terminal, or markdown for `docs/benchmarks.md`.
+In: the JSON-able results of `bench`. Out: aligned tables for a terminal, or markdown, and pages that have it.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,15 @@ def _micro(seconds: float, digits: int = 2) -> str:
 
 def _mebi(count: float) -> str:
     return f"{count / 2**20:.1f}"
+
+
+def replace_block(page: str, name: str, block: str) -> str:
+    """`page` with `block` between its two marks of this name."""
+    marks = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
+    found, count = re.subn(marks, lambda match: f"{match[1]}{block}\n{match[2]}", page, flags=re.S)
+    if count != 1:
+        raise ValueError(f"expected one pair of marks '{name}: begin' and '{name}: end', found {count}")
+    return found
 
 
 render: dict[str, Callable[[Table], str]] = {"text": Table.aligned, "markdown": Table.markdown}
