@@ -48,7 +48,7 @@ from lazy_backend.api import (
     wait_for_compiles,
 )
 from lazy_backend.archives import transfer
-from lazy_backend.capturing import capture
+from lazy_backend.capturing import capture, captures, uncapture
 from lazy_backend.compat import torch_lazy
 from lazy_backend.compat.installation import install
 from lazy_backend.compat.lazy_core import redirect_torch_lazy
@@ -113,6 +113,7 @@ __all__ = [
     "allow_execution",
     "cache",
     "capture",
+    "captures",
     "computation",
     "config",
     "debug",
@@ -139,6 +140,7 @@ __all__ = [
     "sync",
     "sync_multi",
     "to_cpu",
+    "uncapture",
     "wait_device_ops",
     "wait_for_compiles",
 ]

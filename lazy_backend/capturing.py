@@ -14,8 +14,9 @@ import torch
 from lazy_backend.errors import CaptureError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
-from lazy_backend.regions.module import capture_module
-from lazy_backend.regions.optimizer import capture_optimizer
+from lazy_backend.regions.module import capture_module, uncapture_module
+from lazy_backend.regions.optimizer import capture_optimizer, uncapture_optimizer
+from lazy_backend.replay import accounts
 from lazy_backend.replay.capture import Captured, capture_function
 
 P = ParamSpec("P")
@@ -72,6 +73,7 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
     `max_different_graphs`: the first call that records one more program than this raises `TooManyGraphsError`.
 
     What cannot be replayed for another reason keeps running as written, with a `CaptureWarning` that says why.
+    `uncapture` undoes it, and `captures()` tells what became of the calls.
     """
     if step is not None and not isinstance(step, torch.optim.Optimizer) and not callable(step):
         raise CaptureError(
@@ -88,3 +90,36 @@ def capture(step: Any = None, *, verify_every: int | None = None, max_different_
     if isinstance(step, torch.nn.Module):
         return capture_module(step, verify_every is None)
     return capture_optimizer(step, verify_every is None)
+
+
+@overload
+def uncapture(step: Part) -> Part: ...  # type: ignore[overload-overlap]
+
+
+@overload
+def uncapture(step: Callable[P, R]) -> Callable[P, R]: ...
+
+
+def uncapture(step: Any) -> Any:
+    """Undo `capture`: return the function that was captured, or the module or optimizer itself, uncaptured.
+
+    Its calls run as written from the next one on; a backward of a call that was replayed is what it would have been.
+    What is not captured is returned as it is. Parts of a captured module that were captured by themselves stay so.
+    """
+    if isinstance(step, torch.nn.Module):
+        uncapture_module(step)
+    elif isinstance(step, torch.optim.Optimizer):
+        uncapture_optimizer(step)
+    elif isinstance(step, Captured):
+        return step.written()
+    return step
+
+
+def captures() -> list[dict[str, Any]]:
+    """A row for each captured module, optimizer and function that is alive: what became of its calls.
+
+    `name`; `kind`: "module", "optimizer" or "function"; `site`: the line of `capture`; `calls`, and of these `replays`;
+    `microseconds_per_replay`: of a forward or a step, None for functions; `as_written`: reasons why calls ran as
+    written, with their numbers, the most frequent first.
+    """
+    return accounts.describe()

@@ -51,7 +51,7 @@ from lazy_backend.recording.attention import install_attention
 from lazy_backend.recording.native import native_recorder
 from lazy_backend.recording.recurrent import install_recurrent
 from lazy_backend.recording.sparse_operators import install_sparse
-from lazy_backend.regions import accounts
+from lazy_backend.replay import accounts
 from lazy_backend.settings import config
 from lazy_backend.tensors import outside
 from lazy_backend.tensors.contexts import contexts

@@ -37,7 +37,6 @@ from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.ports.thread_modes import is_any_autocast_enabled
 from lazy_backend.precision.autocast import autocast_as
 from lazy_backend.precision.autocast_state import autocast_state
-from lazy_backend.regions.accounts import PATIENCE, RETRY, Account
 from lazy_backend.regions.autograd import (
     JumpedCall,
     Lesson,
@@ -62,6 +61,7 @@ from lazy_backend.regions.results import (
     why_not_made_anew,
 )
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
+from lazy_backend.replay.accounts import PATIENCE, RETRY, Account
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -94,6 +94,12 @@ def capture_module(
     # where `Module.compile` puts its function: copies and pickles of the module leave it out
     set_entry(module, _ModuleEntry(CapturedModule(module, verify, warns, knows_hook)))
     return module
+
+
+def uncapture_module(module: torch.nn.Module) -> None:
+    """Let the calls of `module` run as written, if it is captured. A call under way ends as it began."""
+    if isinstance(entry_of(module), _ModuleEntry):
+        set_entry(module, None)
 
 
 class _ModuleEntry:

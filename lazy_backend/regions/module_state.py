@@ -13,9 +13,9 @@ import torch
 
 from lazy_backend.ports.hooks import REGISTRIES, modules_within
 from lazy_backend.ports.tensor_types import version_of
-from lazy_backend.regions.accounts import FIRST_CHECK
 from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.programs import Program
+from lazy_backend.replay.accounts import FIRST_CHECK
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import StructureGuard
 from lazy_backend.replay.value_guard import ValueGuard

@@ -41,10 +41,10 @@ from lazy_backend.ports.hooks import (
 )
 from lazy_backend.ports.table import REGIONS
 from lazy_backend.ports.thread_modes import WithoutSubclasses
-from lazy_backend.regions.accounts import FIRST_CHECK, PATIENCE, RETRY, Account
 from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, key_of, learn_jump, make_jump, take_jump
 from lazy_backend.regions.stretch import NotReplayable, Stretch, StretchStart
+from lazy_backend.replay.accounts import FIRST_CHECK, PATIENCE, RETRY, Account
 from lazy_backend.replay.captured_state import Watch, watches
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.structure import StructureGuard
@@ -151,6 +151,19 @@ def capture_optimizer(
     return optimizer
 
 
+def uncapture_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let the steps of `optimizer` run as written, if it is captured."""
+    step: Any = optimizer.__dict__.get("step")
+    if isinstance(step, _StepEntry):
+        step._captured.put_back(optimizer)
+    while step is not None and not isinstance(step, _StepEntry):  # a scheduler's, made since, calls it
+        if isinstance(captured := getattr(step, "captured", None), CapturedOptimizer):
+            captured.is_off = True
+        step = getattr(step, "__wrapped__", None)
+    if isinstance(optimizer.__dict__.get("zero_grad"), _ZeroGradEntry):
+        del optimizer.zero_grad
+
+
 class _StepEntry:
     """Stands for the method `step` of a captured optimizer."""
 
@@ -174,6 +187,7 @@ class _StepEntry:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._captured.step(optimizer, args, kwargs)
 
+        step.captured = self._captured  # type: ignore[attr-defined]
         return step
 
 
@@ -206,7 +220,7 @@ class _ZeroGradEntry:
 class CapturedOptimizer:
     """Replays the steps of one optimizer."""
 
-    __slots__ = ("_name", "_verify", "_written", "_states", "_counts", "account", "_reference", "__weakref__")
+    __slots__ = ("_name", "_verify", "_written", "_states", "_counts", "account", "is_off", "_reference", "__weakref__")
 
     def __init__(self, optimizer: torch.optim.Optimizer, verify: bool, warns: bool) -> None:
         forget = weakref.WeakMethod(self._forget)
@@ -218,9 +232,17 @@ class CapturedOptimizer:
         self._states: dict[tuple[Any, ...], _StepState] = {}
         self._counts: frozenset[str] = frozenset()  # names of entries of groups that steps change
         self.account = Account(self._name, "optimizer", warns)
+        self.is_off = False  # it is captured no longer, and called by a scheduler's wrapper
 
     def _forget(self) -> None:
         self._states.clear()
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give `optimizer` the step that it had."""
+        if self._written is None:
+            del optimizer.step
+        else:
+            optimizer.step = self._written  # type: ignore[method-assign]
 
     def optimizer(self) -> torch.optim.Optimizer:
         found = self._reference()
@@ -230,6 +252,8 @@ class CapturedOptimizer:
 
     @hide_internals
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_off:
+            return self._run(optimizer, args, kwargs)
         closure = self._closure(optimizer, args, kwargs)
         loss = None
         if closure is not None:

@@ -41,6 +41,7 @@ from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.table import REPLAYS
 from lazy_backend.ports.tensor_types import device_of
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
+from lazy_backend.replay.accounts import Account
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import GradsAtStart, Watch, watches, young_objects_stay_young
 from lazy_backend.replay.methods import bound_to
@@ -224,9 +225,14 @@ class Captured(Generic[P, R]):
         self._name = getattr(function, "__qualname__", None) or f"a {name_of(type(function))}"
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._warned = False
+        self._account = Account(self._name, "function")
         self._unbound = 0  # signatures since a program was bound
         # the optimizers whose steps in a body a GradScaler may skip
         self._scaled: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def written(self) -> Callable[P, R]:
+        """The function that was captured."""
+        return self._function
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else bound_to(self, instance)
@@ -258,6 +264,7 @@ class Captured(Generic[P, R]):
                 signature = self._signature(key, objects, context)
                 if not counted:
                     signature.calls += 1
+                    self._account.calls += 1
                     counted = True
                 attempts += 1
                 replayed = self._replay_or_record(context, signature, arguments, args, kwargs, attempts)
@@ -273,6 +280,7 @@ class Captured(Generic[P, R]):
             if are_others_on_their_way():
                 let_others_through()
         result, run = replayed
+        self._account.replays += run is not None
         if run is not None and run.place is RunPlace.WITHIN_CALL:
             run.do()
         return result  # type: ignore[no-any-return]
@@ -303,6 +311,7 @@ class Captured(Generic[P, R]):
             except Stale as reason:
                 signature.stale += attempts == 1
                 signature.reason = str(reason)
+                self._account.ran_as_written(signature.reason)
             else:
                 signature.stale = 0
                 return prepared.commit() if is_idle else prepared
@@ -485,6 +494,7 @@ class Captured(Generic[P, R]):
             # without `held` something cannot be seen; that alone is no difference
             if verified and (held is not None or self._verify_every is not None):
                 raise no_longer_alike(self._name, str(reason)) from None
+            self._account.ran_as_written(str(reason))
             # the first steps with a scaler are often skipped, and each makes the state anew: patience begins after them
             if not any(step.makes_state() for step in unsettled):
                 self._give_up(signature, str(reason))

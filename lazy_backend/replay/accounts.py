@@ -1,4 +1,4 @@
-"""What became of the calls of each captured module and optimizer.
+"""What became of the calls of each captured module, optimizer and function.
 
 In: calls, counted as they happen. Out: rows for `explain`, reports and run logs.
 """
@@ -23,7 +23,7 @@ _MAX_REASONS = 32
 
 
 class Account:
-    """The calls of one captured object. `seconds`: in replays of its calls, without backwards.
+    """The calls of one captured object. `seconds`: in replays of a module's or an optimizer's calls, without backwards.
 
     `warns`: whether the user asked for the capture, and is warned of calls that cannot be replayed.
     """
@@ -70,5 +70,5 @@ _accounts: WeakTable[int, Account] = WeakTable()
 
 
 def describe() -> list[dict[str, Any]]:
-    """A row for each captured module and optimizer that is alive."""
+    """A row for each captured module, optimizer and function that is alive."""
     return [account.row() for account in _accounts]
