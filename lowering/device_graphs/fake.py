@@ -19,6 +19,7 @@ fake was asked to repeat whole calls, about which it then knows nothing.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -290,7 +291,8 @@ class FakeDevice(GraphDevice):
         self._repeats = repeats_calls
         self.num_launches = 0
         self.num_captures = 0
-        self._default = self._current = FakeStream()
+        self._default = FakeStream()
+        self._streams = threading.local()  # the current one of each thread
         self._written: dict[int, _Written] = {}
 
     def new_generator(self) -> torch.Generator:
@@ -341,23 +343,24 @@ class FakeDevice(GraphDevice):
         return FakeStream()
 
     def current_stream(self) -> FakeStream:
-        return self._current
+        current: FakeStream = getattr(self._streams, "current", self._default)
+        return current
 
     def default_stream(self) -> FakeStream:
         return self._default
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
-        before = self._current
+        before = self.current_stream()
         try:
-            self._current = stream
+            self._streams.current = stream
             yield
         finally:
-            self._current = before
+            self._streams.current = before
 
     def from_pinned(self, pinned: torch.Tensor) -> torch.Tensor:
         made = pinned.clone()
-        stream = self._current
+        stream = self.current_stream()
         stream.time += 1
         written = _Written(StorageWeakRef(made.untyped_storage()), FakeEvent(stream, stream.time), [stream])
         self._written[_address(made)] = written
@@ -379,7 +382,7 @@ class FakeDevice(GraphDevice):
 
     def follow(self, before: FakeEvent | None) -> FakeEvent:
         """A launch on the current stream, which must have waited for the one before."""
-        stream = self._current
+        stream = self.current_stream()
         if before is not None and before.stream is not stream and stream.seen.get(before.stream, 0) < before.time:
             raise RuleBroken("a graph is launched while its launch on another stream may still run")
         stream.time += 1
@@ -390,7 +393,7 @@ class FakeDevice(GraphDevice):
         written = self._written.get(_address(tensor))
         if written is None or written.reference.expired():
             return
-        event, stream = written.event, self._current
+        event, stream = written.event, self.current_stream()
         if event.stream is not stream and stream.seen.get(event.stream, 0) < event.time:
             raise RuleBroken("memory is used before the event of the stream that writes it")
         if not any(one is stream for one in written.users):
