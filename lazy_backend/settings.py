@@ -109,9 +109,9 @@ FLAGS: dict[str, Flag] = {
     "run_in_background": Flag(
         "auto",
         _choice("auto", "always", "never"),
-        "Whether runs happen on another thread, or within mark_step. 'auto': on CUDA, unless the step is launched as one "
-        "graph, and on the CPU, if nobody waits for the run, for compiled graphs that need no Python if there are more cores than threads in use, and for "
-        "others if they take more than 1.5 ms and operators use one thread.",
+        "Whether runs happen on another thread, or within mark_step. 'auto': on CUDA, unless the step is launched as "
+        "one graph, and on the CPU, if nobody waits for the run, for compiled graphs that need no Python if there are "
+        "more cores than threads in use, and for others if they take more than 1.5 ms and operators use one thread.",
         "LAZY_BACKEND_RUN_IN_BACKGROUND",
     ),
     "device_graphs": Flag(
