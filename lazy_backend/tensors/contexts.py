@@ -22,14 +22,30 @@ from lazy_backend.tensors.state import DeviceContext, new_queue
 Device = torch.device | str | int | None
 
 
+class _CurrentIndex(threading.local):
+    """The device that `"lazy"` without an index means in a thread, as for CUDA."""
+
+    def __init__(self) -> None:
+        self.index = 0
+
+
 class DeviceContextArena:
     """All device contexts, made at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._contexts: dict[int, DeviceContext] = {}
-        self.current = 0
+        self._current = _CurrentIndex()
         self.prepare: Callable[[], None] = lambda: None  # called once, before the first context is made
+
+    @property
+    def current(self) -> int:
+        """Index of this thread's current device."""
+        return self._current.index
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self._current.index = index
 
     def backing_type(self) -> str:
         """`cuda` or `cpu`: the setting, or else what this machine has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -577,6 +578,14 @@ def test_the_current_device_is_what_lazy_means(two_devices) -> None:
     torch.get_device_module("lazy").set_device("lazy:1")
     assert torch.zeros(2, device="lazy").device.index == 1
     assert torch.get_device_module("lazy").current_device() == 1
+
+
+def test_each_thread_has_a_current_device_of_its_own(two_devices) -> None:
+    lazy = torch.get_device_module("lazy")
+    with lazy.device(1), ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: torch.zeros(2, device="lazy").device.index).result() == 0
+        other.submit(lazy.set_device, 0).result()
+        assert torch.zeros(2, device="lazy").device.index == 1
 
 
 def test_mark_step_of_one_device_leaves_the_other(two_devices) -> None:
