@@ -6,11 +6,11 @@
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--compile-time`, `--blocks`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`, `--unmarked`, `--serve`,
-`--ranks` and `--simulated-ranks` measure something else: the first steps of a process, compiles of deep models, deep
-models whose blocks are compiled once, recording beside a run, what `config.explain` costs, the loops of other packages'
-trainers, documented programs of other packages, loops without `mark_step()`, served modules, several processes that
-train together, and what it costs many to agree.
+`--cold`, `--compile-time`, `--blocks`, `--recording`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`,
+`--unmarked`, `--serve`, `--ranks` and `--simulated-ranks` measure something else: first steps of a process, compiles
+of deep models, deep models whose blocks are compiled once, what recording a step costs, recording beside a run, what
+`config.explain` costs, the loops of other packages' trainers, documented programs of other packages, loops without
+`mark_step()`, served modules, several processes that train together, and what it costs many to agree.
 See docs/benchmarks.md and docs/scaling.md.
 """
 
@@ -32,6 +32,7 @@ import compile_time
 import diagnostics
 import rank_loops
 import rank_scaling
+import recording_costs
 import recording_overlap
 import serving_speed
 import torch
@@ -173,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
     parser.add_argument("--blocks", type=_lengths, help="comma-separated numbers of blocks of a GPT, nothing else")
+    parser.add_argument("--recording", action="store_true", help="what recording a step costs, nothing else")
     parser.add_argument("--overlap", action="store_true", help="recording while a graph runs, nothing else")
     parser.add_argument("--trainers", action="store_true", help="loops of lazy_backend.integrations, nothing else")
     parser.add_argument("--wild", type=names_among(PROGRAMS), nargs="?", const=list(PROGRAMS),
@@ -214,8 +216,9 @@ def main() -> None:
     if arguments.worker:
         serve(arguments.worker, arguments.workload)
         return
+    shown = render["markdown" if arguments.markdown else "text"]
     if arguments.cold:
-        cold.main(arguments.workloads or ["mlp", "cnn", "gpt-adamw"], arguments.threads)
+        cold.main(arguments.workloads or ["mlp", "cnn", "gpt-adamw"], arguments.threads, shown)
         return
     if arguments.compile_time:
         compile_time.main(arguments.threads, "markdown" if arguments.markdown else "text")
@@ -243,7 +246,6 @@ def main() -> None:
     if arguments.simulated_ranks:
         rank_scaling.main(rank_scaling.RANKS, "markdown" if arguments.markdown else "text")
         return
-    shown = render["markdown" if arguments.markdown else "text"]
     if arguments.unmarked:
         unmarked.main(arguments.unmarked, arguments.rounds or (2 if arguments.quick else 5), shown)
         return
@@ -257,6 +259,10 @@ def main() -> None:
     if arguments.diagnostics:
         names = arguments.workloads or ["mlp", "gpt-sgd", "gpt-adamw"]
         diagnostics.main(names, arguments.threads, 60 if arguments.quick else 300, shown)
+        return
+    if arguments.recording:
+        names = arguments.workloads or ["mlp", "cells", "branches"]
+        recording_costs.main(names, arguments.rounds or 15, shown)
         return
     results = measure(_plan(arguments))
     if arguments.json:

@@ -125,5 +125,5 @@ def main(threads: int, rounds: int, form: str, sizes: Sequence[int]) -> None:
             figures.append(f"{statistics.median(turns[kind]) * 1e3:.1f}")
             speed = f"{statistics.median(speeds):.3f} ({min(speeds):.3f} to {max(speeds):.3f})"
             rows.append([str(blocks), kind, *figures, speed if kind == "blocks" else "1"])
-    head = ["blocks", "compiled", "compile CPU s", "at 0.8 of its speed after s", "ms/step", "speed / whole's"]
+    head = ["blocks", "compiled", "compile CPU s", "at 0.8 of its speed after s", "step, ms", "speed / whole's"]
     print(render[form](Table("Blocks compiled once, beside the whole graph: GPT, foreach AdamW", head, rows)))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from tables import Table
 from workers import returned_by
 from workloads import WORKLOADS, Training, make_training
 
@@ -90,23 +91,18 @@ def _first_steps(name: str, threads: int) -> dict[str, float]:
     return {kind: statistics.median(seconds) for kind, seconds in found.items()}
 
 
-def _row(label: str, result: dict[str, Any], eager: dict[str, Any], first: float, eager_first: float) -> str:
+def _row(label: str, result: dict[str, Any], eager: dict[str, Any], first: float, eager_first: float) -> list[str]:
     steps: list[float] = result["steps"]
     usual = statistics.median(eager["steps"][-_STEADY_STEPS:])
     between = steps[1 : 1 - _STEADY_STEPS]  # up to the first that runs compiled, which loads what was compiled
-    figures = (
-        f"{first * 1e3:8.1f} {first / eager_first:6.2f} {steps[1] * 1e3:8.1f} "
-        f"{statistics.median(between) / usual:8.2f} {max(between) / usual:8.1f} {result['compiled_at'] or 0:9.1f} "
-        f"{statistics.median(steps[-_STEADY_STEPS:]) / usual:8.2f}"
-    )
-    return f"{label:34}{figures}"
+    later = [statistics.median(between), max(between), statistics.median(steps[-_STEADY_STEPS:])]
+    figures = [f"{first * 1e3:,.1f}", f"{first / eager_first:,.2f}", f"{steps[1] * 1e3:,.1f}"]
+    return [label, *figures, *(f"{seconds / usual:.2f}" for seconds in later), f"{result['compiled_at'] or 0:.1f}"]
 
 
-def main(names: Sequence[str], threads: int) -> None:
+def main(names: Sequence[str], threads: int, show: Callable[[Table], str]) -> None:
     """Print the table for these workloads."""
-    head = ("first ms", "/eager", "2nd ms", "median", "longest", "compiled s", "steady")
-    print(f"{'':34}{head[0]:>8} {head[1]:>6} {head[2]:>8} {head[3]:>8} {head[4]:>8} {head[5]:>9} {head[6]:>8}")
-    print("(median, longest: later steps while the compiler works, steady: after it; all in eager's usual steps)")
+    rows = []
     for name in names:
         firsts = _first_steps(name, threads)
         with tempfile.TemporaryDirectory(prefix="lazy_backend_cold_") as folder:
@@ -115,4 +111,8 @@ def main(names: Sequence[str], threads: int) -> None:
                 kind = label.split(",")[0]
                 result = eager if kind == "eager" else _run(kind, name, Path(folder) / kind, threads)
                 first = firsts.get(label, result["steps"][0])
-                print(_row(f"{name}, {label}", result, eager, first, firsts["eager"]), flush=True)
+                rows.append(_row(f"{name}, {label}", result, eager, first, firsts["eager"]))
+    head = ["", "first step, ms", "time / eager's", "second, ms"]
+    head += [f"{which}: time / eager's" for which in ("median", "longest", "steady")]
+    note = "median, longest: later steps while the compiler works; steady: after it; beside eager's usual steps"
+    print(show(Table("The first steps of a process", [*head, "compiled after, s"], rows, note)))

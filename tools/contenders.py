@@ -116,7 +116,7 @@ def _lazy_backend(backend: str, compile: str) -> Callable[[], Contender]:
             wait=lazy_backend.wait_device_ops,
             hold=hold_queue,
             compiles=lambda: lazy_backend.metrics.counter_value("Compile"),
-            operators=_recorded_calls,
+            operators=recorded_calls,
         )
 
     return make
@@ -150,7 +150,7 @@ def _captured_parts() -> Contender:
     return dataclasses.replace(plain, prepare=prepare, operators=None)
 
 
-def _recorded_calls() -> int:
+def recorded_calls() -> int:
     import lazy_backend
 
     found = lazy_backend.metrics.counters()

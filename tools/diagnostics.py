@@ -89,9 +89,9 @@ def main(names: Sequence[str], threads: int, steps: int, show: Callable[[Table],
         found = _in_a_process(name, threads, steps)
         whole = found["trace"] + found["sync"]["without"]
         cells = [f"{found['sync'][mode] * 1e6:.1f}" for mode in MODES]
-        shares = [f"{found['extra'][mode] * 1e6:+.1f} us, {found['extra'][mode] / whole:+.2%}" for mode in MODES[1:]]
+        shares = [f"{found['extra'][mode] * 1e6:+.1f} µs, {found['extra'][mode] / whole:+.2%}" for mode in MODES[1:]]
         rows.append([name, f"{found['trace'] * 1e6:.0f}", *cells, *shares])
-    head = ["workload", "recording us", *(f"sync {mode} us" for mode in MODES), "off costs", "on costs"]
+    head = ["workload", "recording, µs", *(f"sync {mode}, µs" for mode in MODES), "off costs", "on costs"]
     print(show(Table("Diagnostics: CPU time per step", head, rows)))
 
 

@@ -240,6 +240,6 @@ def main(count: int, rounds: int, form: str) -> None:
             print(
                 f"bench: {', '.join(rows[-1])}; late compiles and cuts: {result['late']}", file=sys.stderr, flush=True
             )
-    head = ["loop", *(f"{kind}, ms" for kind in _ALL_KINDS), *(f"eager / {kind}" for kind in _ALL_KINDS[1:])]
+    head = ["loop", *(f"{kind}, ms" for kind in _ALL_KINDS), *(f"{kind}: speed / eager's" for kind in _ALL_KINDS[1:])]
     head += ["compiles of all ranks", "eager calls", "lazy calls"]
     print(render[form](Table(f"{count} processes: a step", head, rows)))

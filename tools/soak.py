@@ -211,9 +211,9 @@ def describe_machine(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as markdown: a line about the run, a row per scenario, and what failed."""
+    """The results as markdown: a line about the run, a row per scenario, those that failed first, and what failed."""
     about = results["about"]
-    records = [Record.from_json(data) for data in results["scenarios"]]
+    records = sorted(map(Record.from_json, results["scenarios"]), key=lambda record: not record.failed)
     failed = sum(len(record.failed) for record in records)
     lines = [
         f"{len(records)} scenarios in {about['minutes']:g} minutes, {failed or 'no'} failed claims. Run on "

@@ -208,7 +208,7 @@ def _table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> Table:
         compiles = [max(one["compiles"] for one in by_kind[kind]) for kind in KINDS[1:]]
         times = [f"{statistics.median(milliseconds[kind]):.2f}" for kind in KINDS]
         rows.append([trainer, *times, *(f"{ratio:.2f}" for ratio in ratios), *map(str, compiles)])
-    head = ["trainer", *(f"{kind}, ms" for kind in KINDS), "eager / lazy", "torch.compile / lazy"]
+    head = ["trainer", *(f"{kind}, ms" for kind in KINDS), "speed / eager's", "speed / torch.compile's"]
     return Table("Trainers: a step", [*head, "compiles, torch.compile", "compiles, lazy"], rows)
 
 
