@@ -136,6 +136,16 @@ def test_a_recipe_runs_by_itself(page: Path, match: re.Match[str], tmp_path: Pat
     run_blocks(page, [f"{first}:{first + match['code'].count(chr(10))}:{len(match['indent'])}"], tmp_path)
 
 
+# Pages with tables of times, each with the command that measures it; the others link to them.
+MEASURED = ["benchmarks", "compatibility", "op_support", "reliability", "scaling", "serving", "settings"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in MEASURED], ids=lambda page: page.name)
+def test_times_stand_in_the_pages_that_say_how_they_were_measured(page: Path) -> None:
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    assert re.findall(r".*[0-9] ?(?:ns|[µu]s|ms)\b.*", prose) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_is_not_run_says_why(page: Path) -> None:
     assert all(match["reason"] for match in BLOCK.finditer(page.read_text()) if match["skip"])
