@@ -2,6 +2,11 @@
 
 In: a graph, what its inputs are (`GraphSignature`), its weights. Out: `Executor`, to be called from any thread.
 Seed: nativert Executor, whose names are kept.
+
+Note [Answers are dropped together]
+To free a tensor, PyTorch gives up the GIL, which wakes a thread that waits for it: among several threads this takes as
+long as a small request, once per answer. So small answers are held until there are many, and dropped one after another,
+which wakes few. Not held are large ones, views of large memory, and those of a thread that has asked alone for a while.
 """
 
 from __future__ import annotations
@@ -47,6 +52,10 @@ from lazy_backend.lowering.serving.weights import (
 )
 from lazy_backend.ports import trees
 from lazy_backend.ports.dispatcher import function_schema
+
+# How many answers are held at most, the bytes of one, and how many requests of one thread tell that it asks alone. See
+# Note [Answers are dropped together].
+_MAX_HELD, _MAX_BYTES, _ALONE = 128, 4096, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,8 @@ class Executor:
         )
         self._current = CurrentWeights(self._check_weights(weights))
         self._state_slots = self._find_state_slots()
+        self._held: list[list[torch.Tensor]] = []
+        self._caller, self._num_to_hold = threading.get_ident(), 0
 
     def _split_constants(self) -> ConstantFolder:
         is_compiled = self.config.policy is not None
@@ -265,10 +276,25 @@ class Executor:
         inputs = self._arguments.leaves(args, kwargs)
         executor = self._executor_for(inputs)
         outputs = executor._run(inputs, state)
+        self._hold(outputs)
         spec = executor.graph_signature.out_spec
         if spec is None:
             return outputs
         return outputs[0] if spec.is_leaf() else trees.tree_unflatten(outputs, spec)
+
+    def _hold(self, answer: list[torch.Tensor]) -> None:
+        """See Note [Answers are dropped together]."""
+        caller = threading.get_ident()
+        if caller != self._caller:
+            self._caller, self._num_to_hold = caller, _ALONE
+        if self._num_to_hold <= 0:
+            return
+        self._num_to_hold -= 1
+        if sum([one.untyped_storage().nbytes() for one in answer]) <= _MAX_BYTES:
+            held = self._held
+            held.append(answer)
+            if len(held) >= _MAX_HELD:
+                self._held = []  # the others are dropped on return
 
     def validate_inputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs that the graph uses, laid out for it. Raises `InputError` for the first that does not fit."""

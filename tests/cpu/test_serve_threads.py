@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from harness import run_python
 
 from lazy_backend import config, serve, wait_for_compiles
+from lazy_backend.lowering.serving import executor
 from lazy_backend.ports.native_code import set_own_threads
 
 
@@ -140,3 +142,20 @@ def test_a_forked_child_counts_its_own_requests(tmp_path: Path) -> None:
         print(request_threads.run(share_in_child))
     """
     assert run_python(dedent(code), tmp_path).split() == ["2", "4"]
+
+
+def test_answers_to_several_threads_are_held_only_if_they_are_small_and_few() -> None:
+    served = serve(product, SMALL)
+    answers: list[weakref.ref[torch.Tensor]] = []
+
+    def ask(x: torch.Tensor, count: int = 1) -> None:
+        for _ in range(count):
+            answers.append(weakref.ref(served(x)))
+
+    ask(SMALL, 3)
+    assert not any(answer() is not None for answer in answers), "this thread asks alone"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ask, LARGE).result()
+        assert answers[-1]() is None
+        pool.submit(ask, SMALL, 10_000).result()
+    assert sum(answer() is not None for answer in answers) <= executor._MAX_HELD
