@@ -276,7 +276,8 @@ class Executor:
         inputs = self._arguments.leaves(args, kwargs)
         executor = self._executor_for(inputs)
         outputs = executor._run(inputs, state)
-        self._hold(outputs)
+        if self.graph.device.type == "cpu":  # elsewhere the next launch of a graph copies what is held
+            self._hold(outputs)
         spec = executor.graph_signature.out_spec
         if spec is None:
             return outputs
