@@ -110,8 +110,8 @@ def uncapture(step: Any) -> Any:
         uncapture_module(step)
     elif isinstance(step, torch.optim.Optimizer):
         uncapture_optimizer(step)
-    elif isinstance(step, Captured):
-        return step.written()
+    while isinstance(step, Captured):  # once more, if it was captured twice
+        step = step.written()
     return step
 
 

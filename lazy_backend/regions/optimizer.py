@@ -232,13 +232,14 @@ class CapturedOptimizer:
         self._states: dict[tuple[Any, ...], _StepState] = {}
         self._counts: frozenset[str] = frozenset()  # names of entries of groups that steps change
         self.account = Account(self._name, "optimizer", warns)
-        self.is_off = False  # it is captured no longer, and called by a scheduler's wrapper
+        self.is_off = False  # it is captured no longer, and called by who holds it, as a scheduler's wrapper
 
     def _forget(self) -> None:
         self._states.clear()
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give `optimizer` the step that it had."""
+        """Give `optimizer` the step that it had. Who holds on to the captured one runs as written, too."""
+        self.is_off = True
         if self._written is None:
             del optimizer.step
         else:

@@ -61,7 +61,7 @@ class Account:
             "site": self.site,
             "calls": self.calls,
             "replays": self.replays,
-            "microseconds_per_replay": 1e6 * self.seconds / self.replays if self.replays else None,
+            "microseconds_per_replay": 1e6 * self.seconds / self.replays if self.seconds else None,
             "as_written": dict(self.reasons.most_common()),
         }
 

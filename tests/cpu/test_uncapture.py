@@ -118,6 +118,22 @@ def test_functions() -> None:
     assert "captured function" in str(lazy_backend.explain())
     assert lazy_backend.uncapture(captured) is double
     assert lazy_backend.uncapture(double) is double
+    assert lazy_backend.uncapture(lazy_backend.capture(captured)) is double
+    assert row["microseconds_per_replay"] is None
+
+
+def test_a_step_that_was_held_on_to() -> None:
+    loop = Loop()
+    lazy_backend.capture(loop.optimizer)
+    held = loop.optimizer.step
+    for number in range(12):
+        loop.step(number)
+    lazy_backend.uncapture(loop.optimizer)
+    replays = metrics.counter_value("RegionJump")
+    for _ in range(3):
+        held()
+        lazy_backend.mark_step()
+    assert metrics.counter_value("RegionJump") == replays
 
 
 def test_reasons_are_told() -> None:
