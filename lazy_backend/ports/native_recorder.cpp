@@ -42,6 +42,7 @@
 #include <c10/core/impl/PyInterpreterHooks.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -101,7 +102,7 @@ struct WithoutGil {
 // ----- what Python handed over: classes, the places of their slots, and objects that mark kinds of arguments
 
 struct Classes {
-  PyTypeObject *lazy_tensor, *storage, *view, *token, *fresh, *view_result, *same, *call, *lock;
+  PyTypeObject *lazy_tensor, *storage, *view, *token, *fresh, *view_result, *same, *call, *lock, *context;
 } classes;
 
 struct Markers {
@@ -111,7 +112,7 @@ struct Markers {
 } markers;
 
 struct Names {
-  PyObject *data, *trace, *dispatch, *backing, *device, *lock, *pace;
+  PyObject *data, *dispatch;
 } names;
 
 using Slot = Py_ssize_t;
@@ -126,6 +127,10 @@ struct {
   Slot epoch, cursor, inputs, groups, constants, seeds, pending, computed, unfinished, default_dtype, changes, longest;
   Slot at_once, room;
 } trace_slots;
+
+struct {
+  Slot trace, lock, backing, pace, device;
+} context_slots;
 
 struct {
   Slot latest, batches, over, came;
@@ -165,6 +170,17 @@ inline PyObject*& slot_of(PyObject* object, Slot place) {
 
 inline unsigned long owner_of(PyObject* lock, Slot place) {
   return *reinterpret_cast<unsigned long*>(reinterpret_cast<char*>(lock) + place);
+}
+
+// Of the context of a device, which keeps it until Python code runs; null where it has none yet.
+inline PyObject* in_context(PyObject* context, Slot place) {
+  return Py_TYPE(context) == classes.context ? slot_of(context, place) : nullptr;
+}
+
+inline std::optional<c10::Device> device_in(PyObject* context, Slot place) {
+  PyObject* found = in_context(context, place);
+  if (found == nullptr || !THPDevice_Check(found)) return std::nullopt;
+  return reinterpret_cast<THPDevice*>(found)->device;
 }
 
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
@@ -301,9 +317,8 @@ Ref new_data(PyTypeObject* type, PyObject* context, PyObject* epoch, PyObject* t
 
 // The list that notes storages, of a trace whose calls run at once; null where they do not.
 Ref storages_in(PyObject* context) {
-  const Ref trace = Ref::taking(PyObject_GetAttr(context, names.trace));
-  if (!trace) PyErr_Clear();
-  PyObject* list = trace ? slot_of(trace.get(), trace_slots.at_once) : nullptr;
+  PyObject* trace = in_context(context, context_slots.trace);
+  PyObject* list = trace != nullptr ? slot_of(trace, trace_slots.at_once) : nullptr;
   return Ref::to(is_none(list) ? nullptr : list);
 }
 
@@ -377,6 +392,7 @@ struct Known {  // a Python object, which the node keeps
     std::vector<Part> parts;  // by the arguments of the schema
     std::vector<Result> results;
     std::vector<size_t> written_lists;
+    long depth = 0;  // of the node
     bool returns_list = false, is_seeded = false;
 
     bool is_of(PyObject* op) const { return std::find(ops.begin(), ops.end(), op) != ops.end(); }
@@ -566,6 +582,7 @@ Ref known_after(PyObject* cursor, PyObject* node) {
     const Ref kept_key = Ref::to(key), kept_call = Ref::to(call);
     if (is_none(key) || is_none(call) || !read_node(key, call, *content)) content->ops.clear();
     PyErr_Clear();
+    content->depth = PyLong_AsLong(slot_of(node, node_slots.depth));
     auto* made = PyObject_New(Known, &known_type);
     if (made == nullptr) {
       PyErr_Clear();
@@ -592,11 +609,12 @@ struct Comparison {
   Py_ssize_t num_groups;
   std::vector<Entering> entering;
   std::vector<double> constants;
+  PyObject *first, *data_of_first;
 
   bool tensor(const Part& part, const at::Tensor& tensor) {
     PyObject* lazy = lazy_of(tensor);
     if (lazy == nullptr) return false;
-    Ref data = data_of(lazy);
+    Ref data = lazy == first ? Ref::to(data_of_first) : data_of(lazy);
     if (!data) return false;
     if (slot_of(data.get(), data_slots.epoch) == epoch)
       return part.kind == Kind::Token && slot_of(data.get(), data_slots.token) == part.token;
@@ -733,36 +751,28 @@ const at::Tensor* first_lazy(at::ArrayRef<IValue> args) {
 
 struct Place {  // of a trace
   PyObject *context, *trace, *cursor;
-  long changes;
+  Ref changes;  // kept, so that another number is another object
 
   // None where Python has to look at the call.
   static std::optional<Place> of(PyObject* context) {
-    Ref trace = Ref::taking(PyObject_GetAttr(context, names.trace));
-    if (!trace) {
-      PyErr_Clear();
+    PyObject* found = in_context(context, context_slots.trace);
+    if (found == nullptr || !is_none(slot_of(found, trace_slots.unfinished)) ||
+        slot_of(found, trace_slots.computed) != Py_False)
       return std::nullopt;
-    }
-    PyObject* found = trace.get();  // the context keeps it: nothing runs until it is looked at again
-    if (!is_none(slot_of(found, trace_slots.unfinished)) || slot_of(found, trace_slots.computed) != Py_False)
-      return std::nullopt;
-    return Place{context, found, slot_of(found, trace_slots.cursor),
-                 PyLong_AsLong(slot_of(found, trace_slots.changes))};
+    return Place{context, found, slot_of(found, trace_slots.cursor), Ref::to(slot_of(found, trace_slots.changes))};
   }
 
   long longest() const { return PyLong_AsLong(slot_of(trace, trace_slots.longest)); }
 
   bool still_holds() const {
     const auto now = of(context);
-    return now && now->trace == trace && now->cursor == cursor && now->changes == changes && !is_locked_elsewhere();
+    return now && now->trace == trace && now->cursor == cursor && now->changes.get() == changes.get() && !is_locked_elsewhere();
   }
 
   bool is_locked_elsewhere() const {
-    const Ref lock = Ref::taking(PyObject_GetAttr(context, names.lock));
-    if (!lock || Py_TYPE(lock.get()) != classes.lock) {
-      PyErr_Clear();
-      return true;
-    }
-    const unsigned long owner = owner_of(lock.get(), owner_slot);
+    PyObject* lock = in_context(context, context_slots.lock);
+    if (lock == nullptr || Py_TYPE(lock) != classes.lock) return true;
+    const unsigned long owner = owner_of(lock, owner_slot);
     return owner != 0 && owner != PyThread_get_thread_ident();
   }
 };
@@ -777,6 +787,7 @@ struct Arrival {  // a call
   const OperatorHandle& op;
   PyObject *python_op, *context;  // what Python has for the operator, which keeps it alive, and for the device
   c10::Device device;
+  PyObject *first = nullptr, *data_of_first = nullptr;  // a lazy tensor among the arguments, if there is one
 };
 
 // See Note [One commit].
@@ -788,7 +799,7 @@ bool record_known(const Arrival& arrival, torch::jit::Stack* stack) {
   const auto place = Place::of(context);
   if (!place || !has_usual_dtype(place->trace)) return false;
   PyObject* node = slot_of(place->cursor, node_slots.next);
-  if (is_none(node) || PyLong_AsLong(slot_of(node, node_slots.depth)) > place->longest()) return false;
+  if (is_none(node)) return false;
   const Ref kept_trace = Ref::to(place->trace), kept_node = Ref::to(node);
   const bool was_read = !is_none(slot_of(node, node_slots.known));
   const Ref kept_known = known_after(place->cursor, node);
@@ -796,11 +807,12 @@ bool record_known(const Arrival& arrival, torch::jit::Stack* stack) {
   const Known::Content* known = reinterpret_cast<Known*>(kept_known.get())->content;
   // not the handle: a program may unregister an operator, and another one then has the same address
   if (!known->is_of(arrival.python_op) || known->parts.size() != num_args) return false;
+  if (known->depth > place->longest()) return false;
 
   PyObject* epoch = slot_of(place->trace, trace_slots.epoch);
   PyObject* groups = slot_of(place->trace, trace_slots.groups);
   Comparison compared{context, epoch, slot_of(place->trace, trace_slots.inputs), groups, arrival.device,
-                      PyDict_GET_SIZE(groups)};
+                      PyDict_GET_SIZE(groups), {}, {}, arrival.first, arrival.data_of_first};
   for (size_t argument = 0; argument < num_args; ++argument)
     if (!compared.same(known->parts[argument], args[argument])) return false;
 
@@ -809,8 +821,10 @@ bool record_known(const Arrival& arrival, torch::jit::Stack* stack) {
       if (written.toTensor().is_inference() && !c10::InferenceMode::is_enabled()) return false;
 
   const size_t num_results = known->results.size();
-  std::vector<at::Tensor> tensors(num_results);
-  std::vector<Ref> made(num_results);
+  c10::SmallVector<at::Tensor, 4> tensors;
+  c10::SmallVector<Ref, 4> made;
+  tensors.resize(num_results);
+  made.resize(num_results);
   std::vector<Ref> constants;
   for (size_t number = 0; number < num_results; ++number) {
     const Result& result = known->results[number];
@@ -910,7 +924,7 @@ constexpr size_t kShortCopy = 1 << 16;  // bytes that are copied sooner than ano
 // Python is not asked for each batch of a step.
 bool is_usual(PyObject* context, PyObject* trace, size_t num_bytes) {
   PyObject* cursor = slot_of(trace, trace_slots.cursor);
-  const Ref pace = Ref::taking(PyObject_GetAttr(context, names.pace));
+  const Ref pace = Ref::to(in_context(context, context_slots.pace));
   if (!pace) return false;
   const Ref before = put(pace.get(), pace_slots.came, Py_True);
   if (PyLong_AsLong(slot_of(cursor, node_slots.depth)) == 0) return true;
@@ -957,20 +971,16 @@ bool upload(torch::jit::Stack* stack) {
   if (!storage || !is_unused()) return false;
   PyObject* context = slot_of(storage.get(), data_slots.context);
   if (target.numel() > 1) {
-    const Ref trace = Ref::taking(PyObject_GetAttr(context, names.trace));
+    const Ref trace = Ref::to(in_context(context, context_slots.trace));
     if (trace && !is_usual(context, trace.get(), target.nbytes())) {
       PyErr_Clear();
       called(see_batch, context, Ref::taking(PyLong_FromSize_t(target.nbytes())).get());
     }
     PyErr_Clear();
   }
-  const Ref backing = Ref::taking(PyObject_GetAttr(context, names.backing));
   if (!is_unused()) return false;
-  if (!backing || !THPDevice_Check(backing.get())) {
-    PyErr_Clear();
-    return false;
-  }
-  if (!reinterpret_cast<THPDevice*>(backing.get())->device.is_cpu()) return false;
+  const auto backing = device_in(context, context_slots.backing);
+  if (!backing || !backing->is_cpu()) return false;
 
   const auto begin = std::chrono::steady_clock::now();
   at::Tensor base;
@@ -1192,14 +1202,14 @@ bool run_at_once(const Arrival& arrival, torch::jit::Stack* stack) {
   if (!storages_in(context)) return false;
   if (arrival.python_op == nullptr || !has_usual_keys()) return false;
   const Running& known = running(op, arrival.python_op);
-  const Ref backing = Ref::taking(PyObject_GetAttr(context, names.backing));
+  const auto backing = device_in(context, context_slots.backing);
   if (!known.is_approved || !backing) return false;
-  if (const c10::Device device = reinterpret_cast<THPDevice*>(backing.get())->device; !device.is_cpu()) {
+  if (!backing->is_cpu()) {
     // Python puts a call into order with runs if its thread is on a stream of its own
-    const c10::impl::VirtualGuardImpl streams(device.type());
-    if (streams.getStream(device) != streams.getDefaultStream(device)) return false;
+    const c10::impl::VirtualGuardImpl streams(backing->type());
+    if (streams.getStream(*backing) != streams.getDefaultStream(*backing)) return false;
   }
-  RealCall call{context, arrival.device, reinterpret_cast<THPDevice*>(backing.get())->device, known.may_leave};
+  RealCall call{context, arrival.device, *backing, known.may_leave};
   Ref drawn;
   if (known.generator >= 0) {
     if (!call.backing.is_cpu() || !args[known.generator].isNone()) return false;
@@ -1275,10 +1285,11 @@ bool follow(const Arrival& arrival, torch::jit::Stack* stack) {
 
 bool follow(const OperatorHandle& op, torch::jit::Stack* stack) {
   const at::Tensor* first = first_lazy(torch::jit::last(*stack, op.schema().arguments().size()));
-  const Ref data = first == nullptr ? Ref() : data_of(lazy_of(*first));
+  const Ref lazy = Ref::to(first == nullptr ? nullptr : lazy_of(*first)), data = lazy ? data_of(lazy.get()) : Ref();
   if (!data) return false;
   const Ref context = Ref::to(slot_of(data.get(), data_slots.context));
-  return follow({op, op.getPythonOp([]() -> PyObject* { return nullptr; }), context.get(), first->device()}, stack);
+  return follow({op, op.getPythonOp([]() -> PyObject* { return nullptr; }), context.get(), first->device(), lazy.get(),
+                 data.get()}, stack);
 }
 
 // Whether nobody watches calls in Python.
@@ -1422,14 +1433,13 @@ struct Factory final : Before {
     const bool has_index = asked.isDevice() && asked.toDevice().has_index();
     const Ref index = has_index ? Ref::taking(PyLong_FromLong(asked.toDevice().index())) : Ref::to(Py_None);
     const Ref context = called(made_context, index.get());
-    const Ref own = context.get() == Py_None ? Ref() : Ref::taking(PyObject_GetAttr(context.get(), names.device));
-    if (!own) return false;
-    const c10::Device lazy = reinterpret_cast<THPDevice*>(own.get())->device;
+    const auto lazy = device_in(context.get(), context_slots.device);
+    if (!lazy) return false;
     if (!is_memory) {
-      asked = lazy;
-      return ::follow({recorded, python_op, context.get(), lazy}, stack);
+      asked = *lazy;
+      return ::follow({recorded, python_op, context.get(), *lazy}, stack);
     }
-    at::Tensor made = unwritten(context.get(), lazy, torch::jit::last(*stack, num_args), is_strided);
+    at::Tensor made = unwritten(context.get(), *lazy, torch::jit::last(*stack, num_args), is_strided);
     if (!made.defined()) return false;
     torch::jit::drop(*stack, num_args);
     torch::jit::push(*stack, std::move(made));
@@ -1530,6 +1540,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "View", classes.view_result);
   take(given, "Same", classes.same);
   take(given, "Call", classes.call);
+  take(given, "DeviceContext", classes.context);
   take(given, "true", markers.is_true);
   take(given, "false", markers.is_false);
   take(given, "float", markers.is_float);
@@ -1573,6 +1584,7 @@ PyObject* start(PyObject*, PyObject* given) {
     markers.formats[format] = PyTuple_GetItem(formats, static_cast<Py_ssize_t>(format));
   auto* storage = reinterpret_cast<PyObject*>(classes.storage);
   auto* view = reinterpret_cast<PyObject*>(classes.view);
+  auto* context = reinterpret_cast<PyObject*>(classes.context);
   data_slots = {slot_in(data, "context"), slot_in(data, "epoch"), slot_in(data, "token"), slot_in(data, "meta"),
                 slot_in(storage, "tensor"), slot_in(storage, "error"), slot_in(view, "_storage")};
   trace_slots = {slot_in(trace, "epoch"), slot_in(trace, "cursor"), slot_in(trace, "inputs"),
@@ -1583,10 +1595,9 @@ PyObject* start(PyObject*, PyObject* given) {
                 slot_in(pace, "came")};
   node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
                 slot_in(node, "known")};
-  names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("trace"),
-           PyUnicode_InternFromString("__torch_dispatch__"), PyUnicode_InternFromString("backing"),
-           PyUnicode_InternFromString("device"), PyUnicode_InternFromString("lock"),
-           PyUnicode_InternFromString("pace")};
+  context_slots = {slot_in(context, "trace"), slot_in(context, "lock"), slot_in(context, "backing"),
+                   slot_in(context, "pace"), slot_in(context, "device")};
+  names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("__torch_dispatch__")};
   classes.lock = Py_TYPE(lock);
   owner_slot = owner_in(lock);
   for (auto& [names_of, ops] : {std::pair{shares, &sharing}, std::pair{returns, &returning}})

@@ -46,7 +46,7 @@ from lazy_backend.recording.handlers import factory_operator
 from lazy_backend.settings import config
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import unwritten_storage
-from lazy_backend.tensors.state import UNWRITTEN, LazyStorage, Pace, TensorData, Trace, ViewData
+from lazy_backend.tensors.state import UNWRITTEN, DeviceContext, LazyStorage, Pace, TensorData, Trace, ViewData
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Steps after which a program is taken for one that goes on, so that building the recorder is worth it.
@@ -153,7 +153,8 @@ def _handed_over() -> dict[str, Any]:
     formats = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
     INPUTS.reserve(1)
     return {
-        **{kind.__name__: kind for kind in (LazyTensor, LazyStorage, ViewData, TensorData, Trace, Pace, TrieNode)},
+        **{kind.__name__: kind for kind in (LazyTensor, LazyStorage, ViewData, TensorData, TrieNode)},
+        **{kind.__name__: kind for kind in (DeviceContext, Trace, Pace)},
         **{kind.__name__: kind for kind in (Token, Fresh, View, Same, Call)},
         **{name: getattr(record, f"_{name.upper()}") for name in ("true", "false", "float", "complex", "enter")},
         "unwritten": UNWRITTEN,

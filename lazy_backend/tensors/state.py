@@ -455,6 +455,9 @@ def new_queue(index: int) -> DeviceQueue:
 class DeviceContext:
     """The state of one lazy device. `lock` guards the trace; a run never takes it."""
 
+    # slots for what every recorded call needs: the recorder in C++ reads them without a lookup
+    __slots__ = ("trace", "lock", "backing", "pace", "device", "__dict__", "__weakref__")
+
     def __init__(self, index: int, backing: torch.device) -> None:
         self.index = index
         self.device = torch.device("lazy", index)
