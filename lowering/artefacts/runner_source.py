@@ -713,7 +713,8 @@ def _returning_nothing(overload: OpOverload, called: ast.Call) -> tuple[OpOverlo
     Shims have only the latter.
     """
     base, name = base_name(overload), overload_name(overload)
-    packet = getattr(torch.ops.aten, base.rstrip("_"), None) if base.endswith("_") else None
+    is_aten = overload.namespace == "aten" and base.endswith("_")
+    packet = getattr(torch.ops.aten, base.rstrip("_"), None) if is_aten else None
     found = getattr(packet, "out" if name == "default" else f"{name}_out", None)
     if not isinstance(found, OpOverload) or not called.args or not isinstance(called.args[0], ast.Name):
         return overload, called
