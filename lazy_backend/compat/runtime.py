@@ -153,6 +153,7 @@ PARTS: tuple[Part, ...] = (
     Part("lowering.collectives.communication", ("_names",), Life.FACTS, "collectives by the names of their operators"),
     Part("lowering.collectives.under_way", ("under_way",), Life.USERS, "communication that was begun, not finished"),
     Part("lowering.collectives.communication", ("communicating",), Life.THREAD, "whether a collective is ours"),
+    Part("lowering.collectives.conversation", ("joined",), Life.THREAD, "what a trial hears in place of other ranks"),
     Part("lowering.compilation.cpp_units", ("_parsed",), Life.FACTS, "headers that are worth compiling"),
     Part("lowering.compilation.instructions", ("_refused", "try_instructions"), Life.FACTS, "the processor's"),
     Part("lowering.device_graphs.launcher", ("launches",), Life.USERS, "runs that are launched as one graph"),

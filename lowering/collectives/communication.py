@@ -29,6 +29,7 @@ from lazy_backend.lowering.collectives.agreement import (
     describe_collective,
     describe_exchange,
 )
+from lazy_backend.lowering.collectives.conversation import joined
 from lazy_backend.lowering.collectives.groups import group_numbers
 from lazy_backend.lowering.collectives.under_way import Flight, under_way
 from lazy_backend.ports.dispatcher import OpOverload, base_name
@@ -84,16 +85,26 @@ class _Communicating(threading.local):
 communicating = _Communicating()
 
 
-def _as_ours(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _as_ours(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        before = communicating.now
+        before, conversation = communicating.now, joined.now
         try:
             communicating.now = True
-            return kernel(*args)
+            if conversation is None:
+                return kernel(*args)
+            return conversation(name, functools.partial(_sends, name, args), kernel, args)
         finally:
             communicating.now = before  # a plain store, which nothing interrupts
 
     return run
+
+
+def _sends(name: str, args: Sequence[Any]) -> bool:
+    """Whether others hear of an operand of this call."""
+    if name in ("broadcast_", "begin_broadcast"):
+        *_, root, group = args
+        return bool(group_numbers.group_at(group).rank() == root)
+    return name not in ("begin_receive", "finish", "finish_send")
 
 
 @contextmanager
@@ -312,7 +323,7 @@ def collective(name: str) -> OpOverload:
             library = torch.library.Library("lazy_backend", "FRAGMENT")
             for each, (schema, kernel, fake) in _schemas().items():
                 library.define(f"{each}{schema}")
-                library.impl(each, _as_ours(kernel), "CompositeExplicitAutograd")
+                library.impl(each, _as_ours(each, kernel), "CompositeExplicitAutograd")
                 torch.library.register_fake(f"lazy_backend::{each}", fake, lib=library)
             _libraries.append(library)
     return getattr(torch.ops.lazy_backend, name).default  # type: ignore[no-any-return]

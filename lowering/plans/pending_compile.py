@@ -23,7 +23,6 @@ from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.artefacts.artefact import BadArtefact, marked, marks_of
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.checks.proof import PlanRefused, Proof
-from lazy_backend.lowering.collectives.communication import is_collective
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
@@ -210,11 +209,7 @@ class PendingCompile:
             self._fail(PlanRefused(marks["refused"]), seconds)
 
     def _verify(self) -> str:
-        """Ranks would have to try a plan at the same time, so plans that communicate are used without a trial."""
-        is_exempt = runs_module_as_is(self.policy.backend)
-        if is_exempt or any(is_collective(node.op) for node in self.request.stored.get().nodes):
-            return "off"
-        return self.policy.verify
+        return "off" if runs_module_as_is(self.policy.backend) else self.policy.verify
 
     def _keep_marks(self, marks: dict[str, Any]) -> None:
         """Put marks on the artefact on disk, on a thread of their own: no run waits for a disk or a lock."""

@@ -12,8 +12,8 @@ are suspected, the next run is a trial in which the interpreter also runs with m
 does not explain is refused, and repaired if that is possible (Note [A refused plan is repaired]). Otherwise the graph
 stays interpreted, users are warned, and the artefact says so too.
 
-A symbolic plan has a trial for each class of its sizes (`Proof`). Plans that communicate have none: all ranks would
-have to try theirs in the same step.
+A symbolic plan has a trial for each class of its sizes (`Proof`). A plan that communicates hears in its trial what the
+interpreter heard (Note [Trials do not communicate]).
 
 A trial that is interrupted has no verdict: the next run is another one. An error of the interpreter is the program's
 own, and no verdict either; an error of the plan alone counts like results that differ. A plan for whose trial the
@@ -35,6 +35,8 @@ from lazy_backend.lowering.checks.moved_roundings import MovedRoundings
 from lazy_backend.lowering.checks.proof import PlanRefused
 from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.checks.rounding import Discrepancy
+from lazy_backend.lowering.collectives.communication import is_collective
+from lazy_backend.lowering.collectives.conversation import Conversation, Heard, operand
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
@@ -59,20 +61,32 @@ class TriedRun:
     constants: Sequence[float]
     seeds: Sequence[int]
     sizes: Sequence[int]
+    heard: Sequence[Heard] = ()  # of other ranks
 
 
 class Trial:
-    """A run of `interpreter`, with a trial of `plan` beside it. See Note [A plan is tried before it is used]."""
+    """A run of `interpreter`, with a trial of `plan` beside it. See Note [A plan is tried before it is used].
+
+    `heard`: what to hear of other ranks in place of communication, also in the run of the interpreter.
+    """
 
     kind = PlanKind.ON_TRIAL
 
-    def __init__(self, plan: CompiledPlan, sizes: Sequence[int], interpreter: SerialGraphExecutor, tell: Tell) -> None:
+    def __init__(
+        self,
+        plan: CompiledPlan,
+        sizes: Sequence[int],
+        interpreter: SerialGraphExecutor,
+        tell: Tell,
+        heard: Sequence[Heard] | None = None,
+    ) -> None:
         self._plan = plan
         self._sizes = sizes
         self._interpreter = interpreter
         self._graph = interpreter.graph
         self._tell = tell
         self._copied = _copied_inputs(interpreter.graph)
+        self._heard = heard
         self.conforms = False
         self.num_runs = 0
         self.shortest_run = math.inf
@@ -89,9 +103,13 @@ class Trial:
             given = self._with_copies(inputs)
             originals = self._with_copies(given) if self._plan.proof.is_suspected else None
             written = [inputs[place] for place in self._copied]
-            outputs = self._interpreter.execute(inputs, constants, seeds)
+            conversation = Conversation(self._heard)
+            with conversation.joined() as sent:
+                outputs = self._interpreter.execute(inputs, constants, seeds)
             start = perf_counter()
-            verdict = self._try([*outputs, *written], given, originals, constants, seeds)
+            self._sent = tuple(sent)
+            ours = [*outputs, *written, *sent.values()]
+            verdict = self._try(ours, given, originals, conversation, constants, seeds)
             self._tell(verdict, perf_counter() - start)
             return outputs
 
@@ -104,6 +122,7 @@ class Trial:
         ours: list[torch.Tensor],
         given: list[torch.Tensor],
         originals: list[torch.Tensor] | None,
+        conversation: Conversation,
         constants: Sequence[float],
         seeds: Sequence[int],
     ) -> str:
@@ -112,10 +131,13 @@ class Trial:
         copies = [given[place] for place in self._copied]
         wrong = ""
         try:
-            theirs = [*self._plan.execute(given, constants, seeds, self._sizes, launches=False), *copies]
+            with conversation.joined() as sent:
+                theirs = [*self._plan.execute(given, constants, seeds, self._sizes, launches=False), *copies]
+            theirs += sent.values()
             suspects = self._suspects(ours, theirs)
             if suspects and originals is not None:
-                suspects = self._unexplained(suspects, ours, theirs, originals, constants, seeds)
+                run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
+                suspects = self._unexplained(suspects, ours, theirs, run)
             if suspects:
                 wrong = self._described(suspects)
         except (MemoryError, torch.OutOfMemoryError):
@@ -129,7 +151,8 @@ class Trial:
         if originals is None:
             proof.is_suspected = True
             return "suspected"
-        proof.refuse(PlanRefused(wrong), TriedRun(self._graph, originals, constants, seeds, self._sizes))
+        run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
+        proof.refuse(PlanRefused(wrong), run)
         return "refused"
 
     def _suspects(self, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> dict[int, Discrepancy]:
@@ -146,9 +169,7 @@ class Trial:
         suspects: dict[int, Discrepancy],
         ours: Sequence[torch.Tensor],
         theirs: Sequence[torch.Tensor],
-        originals: Sequence[torch.Tensor],
-        constants: Sequence[float],
-        seeds: Sequence[int],
+        run: TriedRun,
     ) -> dict[int, Discrepancy]:
         """The suspects that are further from the interpreter than rounding moves the interpreter."""
         eps = rounding.coarsest_eps(self._graph)
@@ -156,14 +177,15 @@ class Trial:
         interpreter = SerialGraphExecutor(self._graph, self._interpreter.kernels, self._interpreter.exec_info)
         spreads = {place: rounding.Spread(ours[place]) for place in suspects}
         for sample in range(rounding.SAMPLES):
-            moved = list(map(rounding.copy_of, originals))
+            moved = list(map(rounding.copy_of, run.inputs))
             written = [moved[place] for place in self._copied]
             mode = MovedRoundings(sample, eps)
             for one in moved:
                 mode.move(one, spares_counts=True)
             try:
-                with mode:
-                    further = [*interpreter.execute(moved, constants, seeds), *written]
+                with Conversation(run.heard).joined() as sent, mode:
+                    further = [*interpreter.execute(moved, run.constants, run.seeds), *written]
+                further += sent.values()
             except NodeError:  # a value that was moved out of an operator's domain
                 continue
             for place in suspects:
@@ -176,7 +198,9 @@ class Trial:
 
     def _described(self, suspects: dict[int, Discrepancy]) -> str:
         """The results that disagree, those that the program computes first ahead, with the operators that made them."""
+        calls = [node for node in self._graph.nodes if is_collective(node.op)]
         values = [*self._graph.outputs, *(self._graph.inputs[place] for place in self._copied)]
+        values += [operand(calls[place].args, Value) for place in self._sent]
         makers = {value.storage: place for place, node in enumerate(self._graph.nodes) for value in _results(node)}
         ordered = sorted(suspects, key=lambda place: makers.get(values[place].storage, -1))
         lines = []
