@@ -4,6 +4,7 @@ Exit status: 0; 1 if something is damaged, missing, or could not be kept; 2 if t
 
     python -m lazy_backend.cache list
     python -m lazy_backend.cache show 3fa9
+    python -m lazy_backend.cache repro 3fa9 > fault.py
     python -m lazy_backend.cache check --remove
     python -m lazy_backend.cache prune --max-bytes 1G --older-than 30d
     python -m lazy_backend.cache export graphs.lazycache
@@ -30,7 +31,7 @@ from lazy_backend.cache.entry import BrokenEntry
 from lazy_backend.cache.folder import VARIABLE, CacheRefused, default_directory
 from lazy_backend.cache.reports import bytes_text, count
 from lazy_backend.errors import CacheError, CacheWarning
-from lazy_backend.lowering.artefacts.artefact import kind_of
+from lazy_backend.lowering.artefacts.artefact import kind_of, text_in
 from lazy_backend.lowering.artefacts.environment import misfit
 from lazy_backend.settings import config
 
@@ -72,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help=f"the cache's directory (default: ${VARIABLE}, else that in the user's cache directory)",
     )
-    commands = top.add_subparsers(required=True, metavar="list|show|check|prune|export|load")
+    commands = top.add_subparsers(required=True, metavar="list|show|repro|check|prune|export|load")
 
     command = commands.add_parser("list", help="all graphs, the most recently used first; or those of a file")
     command.add_argument("file", type=Path, nargs="?", help="a file that was exported")
@@ -82,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("show", help="a graph's whole key, with its text")
     command.add_argument("hash", help="the first digits of its hash")
     command.set_defaults(run=show)
+
+    command = commands.add_parser(
+        "repro", help="a program that shows how a graph was compiled wrong; without hash, which were"
+    )
+    command.add_argument("hash", nargs="?", help="the first digits of its hash")
+    command.set_defaults(run=repro)
 
     command = commands.add_parser("check", help="read all graphs from end to end, in the cache or in a file")
     command.add_argument("file", type=Path, nargs="?", help="a file that was exported")
@@ -158,6 +165,21 @@ def show(arguments: argparse.Namespace) -> int:
     for name, text in entry.key.parts:
         print(f"{name}:\n{text}" if "\n" in text or len(text) > 2 * SHORT else f"{name}: {text}")
     return 0
+
+
+def repro(arguments: argparse.Namespace) -> int:
+    number = 0
+    for cache in [open_cache(readonly=True), *shared_caches()]:
+        for entry in cache:
+            start = cache.start_of_payload(entry.hash, START)
+            script = text_in(start, "script")
+            if script is None or not entry.hash.startswith((arguments.hash or "").lower()):
+                continue
+            number += 1
+            print(script if arguments.hash else f"{entry.hash[:HASH_DIGITS]}  {text_in(start, 'refused')}")
+    if not number:
+        print("no such graph was refused", file=sys.stderr)
+    return 0 if number else 1
 
 
 def check(arguments: argparse.Namespace) -> int:

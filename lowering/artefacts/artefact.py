@@ -72,20 +72,26 @@ def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     return header, blobs
 
 
-def kind_of(start: bytes) -> str | None:
-    """The kind of an artefact, from its first bytes; None if these are too few, or no artefact's."""
+def text_in(start: bytes, name: str) -> str | None:
+    """A text of an artefact's header, from its first bytes; None if these are too few, or no artefact's."""
     try:
         (length,) = struct.unpack_from("<Q", start)
-        kind = json.loads(start[8 : 8 + length])["kind"]
+        text = json.loads(start[8 : 8 + length])[name]
     except (struct.error, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return kind if isinstance(kind, str) else None
+    return text if isinstance(text, str) else None
+
+
+def kind_of(start: bytes) -> str | None:
+    """The kind of an artefact, as `text_in`."""
+    return text_in(start, "kind")
 
 
 def marked(data: bytes, marks: dict[str, Any]) -> bytes:
     """The artefact with marks in its header, which say what runs have shown. Raises `BadArtefact`.
 
-    `is_faster`: of a graph in blocks, than the whole graph. `agreed`, `refused`: see `Proof`.
+    `is_faster`: of a graph in blocks, than the whole graph. `agreed`, `refused`: see `Proof`. `script`: that of
+    `reproducer`.
     """
     header, blobs = unpack(data)
     return pack({**header, **marks}, blobs)

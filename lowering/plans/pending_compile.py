@@ -23,6 +23,7 @@ from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.artefacts.artefact import BadArtefact, marked, marks_of
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.checks.proof import PlanRefused, Proof
+from lazy_backend.lowering.checks.reproducer import reproducer
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
@@ -219,6 +220,15 @@ class PendingCompile:
             with contextlib.suppress(RuntimeError):  # the interpreter is exiting, or there are too many threads
                 threading.Thread(target=_mark, args=(place, key, marks), name="lazy_backend marks").start()
 
+    def _keep_refusal(
+        self, refusal: Exception | None, found: dict[str, Any] | None = None, alone: int | None = None
+    ) -> None:
+        """Keep it with what a search has found, and a program that shows it: of one node, if that is wrong `alone`."""
+        marks, request = {"refused": str(refusal), **(found or {})}, self.request
+        with contextlib.suppress(Exception):  # the refusal is kept whatever a program cannot be written of
+            marks["script"] = reproducer(request.stored.get(), request.constants, str(refusal), alone)
+        self._keep_marks(marks)
+
     def _succeed(self, plan: CompiledPlan, stage: str, seconds: float, seen: Sequence[str] = ()) -> None:
         plan.proof = Proof(self._verify(), seen, self._keep_marks, self._note_refusal, self._left_because)
         self.plan, self.stage, self.seconds = plan, stage, seconds
@@ -237,7 +247,7 @@ class PendingCompile:
         """Begin the search for what made the plan wrong, if that is possible. Otherwise keep the refusal."""
         refusal = None if self.plan is None else self.plan.proof.refusal
         if self._evidence is None or refusal is None or not may_search:
-            self._keep_marks({"refused": str(refusal)})
+            self._keep_refusal(refusal)
             return False
         self._repair, self._job, self.state = Repair(self.request, refusal), None, CompileState.SEARCHING
         return True
@@ -269,14 +279,15 @@ class PendingCompile:
         """Done again if it is interrupted: the state changes last."""
         refusal = repair.refusal
         if not repair.left:
-            self._keep_marks({"refused": str(refusal)})
+            self._keep_refusal(refusal)
             self.plan = None
             self._fail(refusal, 0.0)
             self.stage = "refused"
             return
         because = f"{refusal}\n  the fault is in " + "\n  and in ".join(repair.found)
         patterns = sorted(repair.patterns)
-        self._keep_marks({"refused": str(refusal), "left": repair.left, "because": because, "patterns": patterns})
+        found = {"left": repair.left, "because": because, "patterns": patterns}
+        self._keep_refusal(refusal, found, repair.alone)
         known.add(self.policy.backend, patterns)
         self._leave(repair.left, because)
 

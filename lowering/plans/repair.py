@@ -71,7 +71,7 @@ class Repair:
     """One search. `asked`: the nodes left in the form to be tried next; None once it is over.
 
     `left`: those that were found, if the form that leaves only them agrees. `found`: their descriptions. `patterns`:
-    of operators that are wrong by themselves.
+    of operators that are wrong by themselves, of which `alone` is the first one's place.
     """
 
     def __init__(self, request: CompileRequest, refusal: PlanRefused) -> None:
@@ -79,6 +79,7 @@ class Repair:
         self.left: Left = ()
         self.found: list[str] = []
         self.patterns: set[str] = set()
+        self.alone: int | None = None
         self._nodes = request.stored.get().nodes
         self._before = request.left
         self._places = [
@@ -123,6 +124,7 @@ class Repair:
     def _like(self, found: int) -> list[int]:
         pattern = pattern_of(self._nodes[found])
         self.patterns.add(pattern)
+        self.alone = found if self.alone is None else self.alone
         return [place for place in self._places if pattern_of(self._nodes[place]) == pattern]
 
     def _note(self, node: Node, alone: str) -> None:

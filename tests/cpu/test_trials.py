@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import warnings
 from collections import Counter
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_python
 from torch import fx, nn
 from torch.nn import functional as F
 
 import lazy_backend
 from lazy_backend import CompileWarning, config, metrics
+from lazy_backend.archives import commands
 from lazy_backend.lowering.checks import rounding
 from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.checks.rounding import Spread, difference, is_suspect
@@ -260,6 +263,25 @@ def test_the_next_process_knows_what_was_repaired(kept: dict[str, Any]) -> None:
         assert (metrics.metric_data("TrialTime") is not None) == tries
         assert lazy_backend.explain().records[-1].plan == "compiled"
         as_another_process()
+
+
+def test_a_refused_plan_leaves_a_program_that_shows_it(kept: dict[str, Any], capsys: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore", category=CompileWarning):
+        for _ in range(4):
+            x = torch.arange(24.0).reshape(1, 2, 12).to("lazy").requires_grad_()
+            F.avg_pool1d(x, 3, 2, ceil_mode=True).square().sum().backward()
+            lazy_backend.mark_step()
+            lazy_backend.wait_for_compiles()
+    settle_marks()
+    assert commands.main(["--dir", kept["cache_dir"], "repro"]) == 0
+    (listed,) = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+    assert "differs by" in listed
+    assert commands.main(["--dir", kept["cache_dir"], "repro", listed.split()[0]]) == 0
+    script = capsys.readouterr().out
+    assert "lazy_backend" not in script
+    assert script.count("torch.ops.") == 1
+    assert re.search(r"float32\[1, 2, 1, 12\] differs by [\d.]+ of", run_python(script, tmp_path))
+    assert commands.main(["--dir", str(tmp_path / "other"), "repro"]) == 1
 
 
 def test_each_class_of_sizes_has_a_trial() -> None:
