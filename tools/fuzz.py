@@ -5,7 +5,10 @@
     python tools/fuzz.py --programs 3000 --backend aot_eager --kind chains
     python tools/fuzz.py --programs 500 --replay
     python tools/fuzz.py --programs 500 --replay functions
+    python tools/fuzz.py --programs 500 --trials 20
 
+`--trials` compiles programs with Inductor, so many in one graph, or training loops (`--kind loops`), and counts
+what came of the trials of their plans: a plan that is refused is a fault of the compiler or a false alarm.
 `--replay` runs random training loops instead, with captured modules and optimizers, or with captured functions whose
 state changes between calls, and compares them with the same loops as written.
 
@@ -29,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from harness import NoSync, assert_same, reset_state, settle
 from random_functions import random_function
-from random_loops import KNOWN, NOT_COMPARED, RandomLoop, random_loop
+from random_loops import KNOWN, NOT_COMPARED, RandomLoop, as_it_is, random_loop
+from random_loops import _run as run_loop
 from random_loops import failure as replay_failure
 from random_loops import minimize as minimize_loop
 from random_programs import RandomProgram, minimize, random_chains, random_program
@@ -37,7 +41,9 @@ from random_programs import RandomProgram, minimize, random_chains, random_progr
 import lazy_backend
 from lazy_backend import config, metrics
 
-_COUNTERS = ("GraphCut", "UncachedCompile", "Compile", "CompileFailed", "CompileDeclined")
+_COMPILES = ("Compile", "CompileFailed", "CompileDeclined")
+_COUNTERS = ("GraphCut", "UncachedCompile", *_COMPILES)
+_VERDICTS = (*_COMPILES, "PlanAgreed", "PlanSuspected", "PlanRefused", "PlanRepaired")
 
 # What `--replay` runs, and the counter of what is replayed.
 _REPLAYED = {"loops": "RegionJump", "functions": "CapturedCall"}
@@ -50,7 +56,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=1000, help="how many (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the next ones follow (default 0)")
     parser.add_argument("--backend", default="interpreted", help="'interpreted' (default), or a torch.compile backend")
-    parser.add_argument("--kind", choices=("all", "chains"), default="all", help="'chains': of views and writes only")
+    parser.add_argument(
+        "--kind", choices=("all", "chains", "loops"), default="all", help="'chains': of views and writes only"
+    )
     parser.add_argument("--steps", type=int, default=24, help="statements tried per program (default 24)")
     parser.add_argument("--failures", type=int, default=10, help="stop after so many (default 10)")
     parser.add_argument(
@@ -60,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
         choices=tuple(_REPLAYED),
         help="loops: with captured modules and optimizers (default); functions: captured ones with state",
     )
+    parser.add_argument("--trials", type=int, default=0, help="compile so many together, and count verdicts of trials")
     parser.add_argument(
         "--known", action="append", choices=tuple(KNOWN), default=[], help="loops may have defects of this known class"
     )
@@ -155,9 +164,47 @@ def replay_loops(arguments: argparse.Namespace) -> int:
     return min(len(found), 1)
 
 
+def count_verdicts(arguments: argparse.Namespace) -> int:
+    """Have plans tried; the exit status is 1 if any was refused."""
+    start, totals = time.perf_counter(), Counter[str]()
+    for first in range(arguments.seed, arguments.seed + arguments.programs, arguments.trials):
+        seeds = range(first, first + arguments.trials)
+        reset_state()
+        config.backend, config.verify_compiled = "inductor", "once"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", lazy_backend.CompileWarning)
+            try:
+                tried_together(arguments, seeds)
+            except Exception as error:
+                totals["errors"] += 1
+                print(f"{seeds}: {type(error).__name__}: {error}", flush=True)
+        settle()
+        totals.update({"programs": len(seeds), **{name: metrics.counter_value(name) for name in _VERDICTS}})
+        for one in told if metrics.counter_value("PlanRefused") else ():
+            print(f"{seeds}: {one.message}", flush=True)
+    counts = ", ".join(f"{count} {name}" for name, count in totals.items())
+    print(f"{counts}, {time.perf_counter() - start:.0f} s")
+    return min(totals["PlanRefused"], 1)
+
+
+def tried_together(arguments: argparse.Namespace, seeds: range) -> None:
+    """Run programs in one trace until what was compiled of it has been tried."""
+    if arguments.kind == "loops":
+        for seed in seeds:
+            run_loop(random_loop(seed).program(), "lazy", as_it_is)
+        return
+    programs = [random_chains(one) if arguments.kind == "chains" else random_program(one) for one in seeds]
+    for _ in range(4):  # the second compiles, the third may be the trial with moved roundings
+        found = [program.run("lazy", NoSync()) for program in programs]
+        lazy_backend.mark_step()
+        del found
+
+
 def main() -> int:
     arguments = parse_arguments()
     warnings.simplefilter("ignore")  # of compilers that refuse a graph: it is interpreted, and counted below
+    if arguments.trials:
+        return count_verdicts(arguments)
     if arguments.replay:
         return replay_loops(arguments)
     start, failures, totals = time.perf_counter(), 0, Counter[str]()
