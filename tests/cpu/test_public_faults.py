@@ -291,3 +291,30 @@ def test_what_the_compiler_gets_wrong_is_refused(name: str, captured: bool) -> N
         warnings.simplefilter("ignore", CompileWarning)
         assert_compiled_agree([name], compute)
     assert metrics.counter_value("PlanRefused") + metrics.counter_value("PlanAgreed") > 0  # mended ones agree
+
+
+@pytest.mark.parametrize("name", ["gradient of avg_pool1d", "gradient of avg_pool2d"])
+def test_what_the_compiler_gets_wrong_for_many_shapes_is_refused(name: str) -> None:
+    config.max_static_shapes = 0
+    run, (x,) = PROGRAMS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompileWarning)
+        for rows in (3, 4, 5, 6) * 3:
+            given = normal(rows, *x.shape[1:])
+            found = run(given.to("lazy"))
+            lazy_backend.mark_step()
+            assert_agree([name], found, run(given))
+            assert lazy_backend.wait_for_compiles(300)
+    assert metrics.counter_value("PlanRefused") + metrics.counter_value("PlanAgreed") > 0
+    assert lazy_backend.explain().records[-1].plan == "compiled for many shapes"
+
+
+def test_what_the_compiler_gets_wrong_is_refused_where_it_is_served() -> None:
+    _, inputs = PROGRAMS["multilabel_margin_loss"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompileWarning)
+        served = lazy_backend.serve(F.multilabel_margin_loss, inputs)
+        for _ in range(6):
+            assert_agree(["served"], [served(*inputs)], [F.multilabel_margin_loss(*inputs)])
+            assert lazy_backend.wait_for_compiles(300)
+    assert metrics.counter_value("PlanRefused") + metrics.counter_value("PlanAgreed") > 0
