@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -160,6 +161,26 @@ def test_an_example_is_shown_as_it_is_and_is_short(example: str) -> None:
     code = (ROOT / example).read_text()
     assert f"{example}, which the tests run -->\n```python\n{code}```" in TRAINERS
     assert len(code.splitlines()) <= 40
+
+
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+
+
+def test_the_notebook_prints_what_it_shows_but_for_its_figures(tmp_path: Path) -> None:
+    code = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+from notebook import code_cells, printed, run
+notebook = json.load(open({str(NOTEBOOK)!r}))
+shown = "".join(map(printed, code_cells(notebook)))
+run(notebook)
+print(json.dumps([shown, "".join(map(printed, code_cells(notebook)))]))
+"""
+    done = run_fork(code, tmp_path, environment(), timeout=300, is_dismantled=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown, now = (re.sub(r"PyTorch .*|[0-9.]+", "0", text) for text in json.loads(done.stdout))
+    assert shown
+    assert now == shown
 
 
 # ----- docs/migrating.md
