@@ -38,6 +38,7 @@ from lazy_backend.api import (
     manual_seed,
     mark_step,
     memory_stats,
+    register_device,
     save,
     step,
     strict,
@@ -74,6 +75,7 @@ from lazy_backend.errors import (
     TooManyGraphsError,
     TooManyRequestsError,
 )
+from lazy_backend.lowering.devices.interface import BackingDevice
 from lazy_backend.lowering.plans.profiling import GraphExecutorState
 from lazy_backend.lowering.serving.executor import ProfileMetrics
 from lazy_backend.lowering.serving.weights import InputError
@@ -85,6 +87,7 @@ from lazy_backend.tiers import get_bailout_depth, get_fusion_strategy, set_bailo
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackingDevice",
     "CacheError",
     "CacheWarning",
     "CaptureError",
@@ -130,6 +133,7 @@ __all__ = [
     "memory_stats",
     "metrics",
     "progress",
+    "register_device",
     "report",
     "save",
     "serve",

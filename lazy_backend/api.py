@@ -13,14 +13,15 @@ from lazy_backend import metrics
 from lazy_backend.computation import what_it_is
 from lazy_backend.diagnostics.history import history
 from lazy_backend.diagnostics.progress import line_while_compiling
-from lazy_backend.errors import LazyBackendError
+from lazy_backend.errors import DeviceError, LazyBackendError
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import closures, reads
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
-from lazy_backend.lowering.device_graphs.devices import graph_device
 from lazy_backend.lowering.device_graphs.launcher import launches
+from lazy_backend.lowering.devices.interface import BackingDevice
+from lazy_backend.lowering.devices.registration import backing_of, register
 from lazy_backend.lowering.plans import profiling
 from lazy_backend.ports.trees import tree_map_only
 from lazy_backend.settings import config
@@ -68,6 +69,30 @@ def wait_for_compiles(timeout: float | None = None) -> bool:
 
 
 @hide_internals
+def register_device(device: BackingDevice | str) -> BackingDevice:
+    """Let an accelerator run what is recorded, as "cpu" and "cuda" do. Returns what says how.
+
+    device: the name of its type, if the defaults of `BackingDevice` are right for it, or an instance of a subclass. Its
+    package must have told PyTorch of it before, by `torch.utils.rename_privateuse1_backend` and
+    `torch._register_device_module`. Unless `config.device` names another, it backs "lazy" from then on.
+
+    Raises `DeviceError` if PyTorch does not know the type, or if there are lazy tensors already.
+    """
+    found = BackingDevice(device) if isinstance(device, str) else device
+    try:
+        torch.get_device_module(found.name)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"PyTorch has no device module for {found.name!r}\n  Fix: import the device's package first, which calls "
+            "torch.utils.rename_privateuse1_backend() and torch._register_device_module()"
+        ) from error
+    if contexts.get_active_devices():
+        raise DeviceError("there are lazy tensors already, on another device\n  Fix: register before the first of them")
+    register(found)
+    return found
+
+
+@hide_internals
 def memory_stats(device: Device = None) -> dict[str, int]:
     """Bytes in use on the backing device of `device`.
 
@@ -77,10 +102,9 @@ def memory_stats(device: Device = None) -> dict[str, int]:
     live lazy tensors.
     """
     context = context_of(device)
-    graphs = graph_device(context.backing)
-    if context.backing.type == "cpu" or graphs is None:
+    memory = backing_of(context.backing).memory(context.backing)
+    if memory is None:
         return {"allocated": context.alive().bytes}
-    memory = graphs.memory()
     return {
         "allocated": memory.allocated,
         "reserved": memory.reserved,

@@ -19,6 +19,7 @@ from lazy_backend.cache.folder import CacheRefused, default_directory
 from lazy_backend.ports.port import VERSIONS, Port, check_all, version
 from lazy_backend.recording.native import native_recorder
 from lazy_backend.settings import config
+from lazy_backend.tensors.contexts import contexts
 
 _STEPS = 12
 
@@ -43,7 +44,8 @@ def _versions() -> Iterator[str]:
     yield f"PyTorch        {torch.__version__}{known}"
     yield f"Python         {platform.python_implementation()} {platform.python_version()}"
     yield f"system         {platform.system()} {platform.machine()}"
-    backing = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    found = contexts.backing_type()
+    backing = f"cpu, {torch.get_num_threads()} threads" if found == "cpu" else found
     yield f"device         lazy, on {backing}"
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     yield f"C++ compiler   {compiler or 'none: graphs are interpreted'}"

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lazy_backend.lowering.devices.registration import backing_devices
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -78,8 +80,8 @@ def _folders(value: Any) -> tuple[str, ...]:
 def _device_type(value: Any) -> str | None:
     if value in (None, ""):
         return None
-    if value not in ("cpu", "cuda"):
-        raise ValueError("expected 'cpu', 'cuda' or None (cuda if there is one, else cpu)")
+    if value not in backing_devices:
+        raise ValueError(f"expected one of {', '.join(map(repr, backing_devices))}, or None for the last one there is")
     return str(value)
 
 
@@ -97,13 +99,14 @@ FLAGS: dict[str, Flag] = {
     "device": Flag(
         None,
         _device_type,
-        "Backing device type, 'cpu' or 'cuda'; None takes cuda if there is one. Fixed at the first lazy tensor.",
+        "Backing device type: 'cpu', 'cuda' or one that `register_device` registered. None takes the last of these "
+        "that there is. Fixed at the first lazy tensor.",
         "LAZY_BACKEND_DEVICE",
     ),
     "num_devices": Flag(
         1,
         _positive,
-        "Number of logical lazy devices when the backing device is the CPU. On CUDA there is one per GPU.",
+        "Number of logical lazy devices when the backing device is the CPU. Of others there is one per device.",
         "LAZY_BACKEND_NUM_DEVICES",
     ),
     "run_in_background": Flag(

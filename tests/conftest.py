@@ -19,8 +19,8 @@ from harness import UNSEEN, Unseen, reset_state, settle, thread_state
 import lazy_backend
 from lazy_backend import metrics
 from lazy_backend.cache.disk import DiskCache
-from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice
+from lazy_backend.lowering.devices.registration import use_device
 from lazy_backend.lowering.ir.passes import check_passes
 from lazy_backend.metrics.names import entry_of
 from lazy_backend.ports.table import NATIVE_RECORDER

@@ -21,12 +21,12 @@ from lazy_backend.diagnostics import page
 ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = """
-CacheError CacheWarning CaptureError CaptureWarning CompileRecord CompileWarning DeviceError Difference ExecutionError
-ExecutionNotAllowedError Explanation GraphCutWarning GraphExecutorState InputError LazyBackendError
-LazyBackendWarning LazyTensor PoisonedTensorError ProfileMetrics Served StrictModeError SyncRecord
-TooManyGraphsError TooManyRequestsError add_step_closure allow_execution cache capture captures computation config debug
-eager_mode explain get_bailout_depth get_fusion_strategy get_tensor_id ir_cache is_lazy load_served manual_seed
-mark_step memory_stats metrics progress report save serve set_bailout_depth set_fusion_strategy step strict sync
+BackingDevice CacheError CacheWarning CaptureError CaptureWarning CompileRecord CompileWarning DeviceError Difference
+ExecutionError ExecutionNotAllowedError Explanation GraphCutWarning GraphExecutorState InputError LazyBackendError
+LazyBackendWarning LazyTensor PoisonedTensorError ProfileMetrics Served StrictModeError SyncRecord TooManyGraphsError
+TooManyRequestsError add_step_closure allow_execution cache capture captures computation config debug eager_mode
+explain get_bailout_depth get_fusion_strategy get_tensor_id ir_cache is_lazy load_served manual_seed mark_step
+memory_stats metrics progress register_device report save serve set_bailout_depth set_fusion_strategy step strict sync
 sync_multi to_cpu uncapture wait_device_ops wait_for_compiles
 """
 

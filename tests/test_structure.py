@@ -87,6 +87,24 @@ def test_an_import_registers_nothing() -> None:
     assert found == []
 
 
+# Beside it, names of other packages: of PyTorch's that are private, and of a trainer's that makes autocast for CUDA.
+ROOMS_THAT_NAME_CUDA = ("lazy_backend.lowering.devices.", "lazy_backend.ports.", "lazy_backend.integrations.")
+TABLE_OF_STATE = "lazy_backend.compat.runtime"  # the name of a variable
+
+
+def test_one_room_names_cuda() -> None:
+    """What differs between devices is in the protocol, which accelerators implement as CUDA does."""
+    found = set()
+    for name, file in MODULES.items():
+        if name.startswith(ROOMS_THAT_NAME_CUDA) or name == TABLE_OF_STATE:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            named = (getattr(node, "value", None), getattr(node, "attr", None), getattr(node, "id", None))
+            if {"cuda", "CUDA"}.intersection(one for one in named if isinstance(one, str)):
+                found.add(f"{name}:{getattr(node, 'lineno', 0)}")
+    assert found == set()
+
+
 def test_no_folder_has_more_than_15_modules() -> None:
     counts = Counter(file.parent for file in MODULES.values())
     assert {folder.name: count for folder, count in counts.items() if count > 15} == {}

@@ -327,7 +327,7 @@ def graphs_on(device: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     try:
         fake = importlib.import_module("lazy_backend.lowering.device_graphs.fake")
-        devices = importlib.import_module("lazy_backend.lowering.device_graphs.devices")
+        devices = importlib.import_module("lazy_backend.lowering.devices.registration")
     except ModuleNotFoundError:
         return contextlib.nullcontext()
     found: contextlib.AbstractContextManager[Any] = devices.use_device(fake.FakeDevice())

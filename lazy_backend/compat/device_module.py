@@ -10,6 +10,7 @@ from lazy_backend.compat import device_streams as streams
 from lazy_backend.compat.device_memory import HardwareQuestions, MemoryQuestions
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.tensors.contexts import Device, context_of, contexts
 
 
@@ -42,7 +43,7 @@ class DeviceModule(MemoryQuestions, HardwareQuestions):
 
     @staticmethod
     def is_available() -> bool:
-        """Always True: without CUDA the backing device is the CPU."""
+        """Always True: without an accelerator the backing device is the CPU."""
         return True
 
     @staticmethod
@@ -55,7 +56,7 @@ class DeviceModule(MemoryQuestions, HardwareQuestions):
 
     @staticmethod
     def device_count() -> int:
-        """Number of lazy devices: one per CUDA device, or `config.num_devices` on the CPU."""
+        """Number of lazy devices: one per backing device, or `config.num_devices` on the CPU."""
         return contexts.device_count()
 
     @staticmethod
@@ -77,8 +78,7 @@ class DeviceModule(MemoryQuestions, HardwareQuestions):
         """Run what is pending on `device` and wait until its work is done. Raises `ExecutionError` if a run failed."""
         context = context_of(device)
         executor.sync_live_tensors_graph([context], wait=True, cause="synchronize")
-        if context.backing.type == "cuda":
-            torch.cuda.synchronize(context.backing)
+        backing_of(context.backing).synchronize(context.backing)
 
     @staticmethod
     def manual_seed(seed: int) -> None:

@@ -40,6 +40,7 @@ from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.compiler import CompiledRun
 from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.device_graphs.run_order import with_runs
+from lazy_backend.lowering.devices.registration import graph_device
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
@@ -397,6 +398,7 @@ def place_of_run(
     is_long = torch.get_num_threads() == 1 and _SHORT_RUN < plan.shortest_run < math.inf
     if plan.kind.is_launched and not is_forced:
         return RunPlace.WITHIN_CALL, None
-    if is_forced or is_long or context.backing.type != "cpu":
+    # without streams of its own a device is in order on that of the caller's thread alone
+    if is_forced or is_long or (context.backing.type != "cpu" and graph_device(context.backing) is not None):
         return RunPlace.DEVICE_THREAD, None
     return RunPlace.WITHIN_CALL, None

@@ -39,7 +39,8 @@ decompositions: dict[OpOverload, Callable[..., Any]] | None = optional("torch._d
 # The number of the attention kernel that a device takes for its operands.
 attention_choice: Any = optional("torch._fused_sdp_choice")
 
-_key_of_device: Any = optional("torch._C._dispatch_key_for_device")
+# The key of the kernels of a type of device: "PrivateUse1" for one that another package added.
+key_of_device: Any = optional("torch._C._dispatch_key_for_device")
 _registered: Any = optional("torch.library._impls")  # where `Library.impl` notes what it registered
 
 
@@ -47,14 +48,14 @@ def runs_python(op: OpOverload, device_type: str) -> bool:
     """Whether a kernel of `op` was registered from Python, as `torch.library.custom_op` does."""
     schema = function_schema(op)
     name = schema.name.replace("::", "/") + (f".{schema.overload_name}" if schema.overload_name else "")
-    keys = (_key_of_device(device_type), "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
+    keys = (key_of_device(device_type), "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
     return any(f"{name}/{key}" in _registered for key in keys)
 
 
 def no_kernel_text(op: OpOverload, device_type: str) -> str:
     """The error of PyTorch's dispatcher for an operator that has no kernel for a device, as far as it is the same."""
     return (
-        f"Could not run '{op.name()}' with arguments from the '{_key_of_device(device_type)}' backend. This could be "
+        f"Could not run '{op.name()}' with arguments from the '{key_of_device(device_type)}' backend. This could be "
         "because the operator doesn't exist for this backend, or was omitted during the selective/custom build process "
         "(if using custom build). If you are a Facebook employee using PyTorch on mobile, please visit "
         "https://fburl.com/ptmfixes for possible resolutions."

@@ -136,6 +136,7 @@ AUTOCAST = Port(
     "torch._C.clear_autocast_cache",
     "torch._C._dispatch_tls_set_dispatch_key_included",
     "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C._dispatch_get_registrations_for_dispatch_key",
     "torch._C.DispatchKey.AutocastIPU",
     Probe(
         "no kernel of PyTorch on the key AutocastIPU",

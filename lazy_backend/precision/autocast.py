@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.devices.registration import backing_devices
 from lazy_backend.ports.replacements.mixed_precision import (
     clear_cache,
     dtype_on,
@@ -144,9 +145,9 @@ def restored_by_checkpoint(original: Callable[[str], Any]) -> Callable[[str], An
     """What `torch.utils.checkpoint` keeps of the blocks around it, to enter them again."""
 
     @functools.wraps(original)
-    def _get_autocast_kwargs(device_type: str = "cuda") -> Any:
-        of_device, of_cpu = original(device_type)
-        if device_type == LAZY:
+    def _get_autocast_kwargs(*args: Any, **kwargs: Any) -> Any:
+        of_device, of_cpu = original(*args, **kwargs)
+        if _device_type(args, kwargs) == LAZY:
             of_cpu["enabled"] = _Restored(of_cpu["enabled"])
         return of_device, of_cpu
 
@@ -207,7 +208,9 @@ def autocast_as(described: tuple[Any, ...] | None) -> Iterator[None]:
     cache_enabled, *kinds = (True,) if described is None else described
     dtypes = dict(kinds)
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda", LAZY):  # the last block counts for lazy tensors
+        for kind in (*backing_devices, LAZY):  # the last block counts for lazy tensors
+            if kind not in dtypes and kind != LAZY and not is_enabled_on(kind):
+                continue
             block = torch.autocast(kind, dtypes.get(kind), enabled=kind in dtypes, cache_enabled=cache_enabled)
             stack.enter_context(block)
         stack.enter_context(autocast_state.own_casts())

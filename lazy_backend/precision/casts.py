@@ -13,11 +13,12 @@ import torch
 
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.lowering.devices.cast_lists import CastRule
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.ports.replacements.mixed_precision import AUTOCAST_KEY, without_autocast_key
 from lazy_backend.ports.tensor_types import is_view
 from lazy_backend.precision.autocast_state import autocast_state
-from lazy_backend.precision.cast_rules import Rule, rules_for
+from lazy_backend.precision.cast_rules import rules_for
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.sparse_tensor import LazySparseTensor
 from lazy_backend.tensors.tensor import LazyTensor
@@ -217,11 +218,11 @@ def _refused(op: OpOverload) -> Kernel:
     return kernel
 
 
-_MAKERS: dict[Rule, Callable[[OpOverload], Kernel]] = {
-    Rule.LOWER: _lower,
-    Rule.FLOAT32: _float32,
-    Rule.FLOAT32_RESULT: _float32_result,
-    Rule.FLOAT32_NORM: _float32_norm,
-    Rule.WIDEST: _widest_of,
-    Rule.REFUSED: _refused,
+_MAKERS: dict[CastRule, Callable[[OpOverload], Kernel]] = {
+    CastRule.LOWER: _lower,
+    CastRule.FLOAT32: _float32,
+    CastRule.FLOAT32_RESULT: _float32_result,
+    CastRule.FLOAT32_NORM: _float32_norm,
+    CastRule.WIDEST: _widest_of,
+    CastRule.REFUSED: _refused,
 }

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import empty_of
-from lazy_backend.ports.dispatcher import attention_choice
 from lazy_backend.ports.table import ATTENTION
 from lazy_backend.recording.record import add_handler, record
+from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.tensor import LazyTensor
 
 aten = torch.ops.aten
@@ -36,15 +36,7 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
     if not ATTENTION.fits():
         return SDPBackend.MATH
     # about 8 µs; torch.nn.attention can only restrict the choice
-    operands = [*map(_stand_in, args)]
-    backend = SDPBackend(attention_choice(*operands, **kwargs))  # type: ignore[call-arg]
-    if backend == SDPBackend.CUDNN_ATTENTION:  # whose results are partly ints: no such call can be recorded
-        params = torch.backends.cuda.SDPAParams(*operands[:6], kwargs["enable_gqa"])  # type: ignore[call-arg]
-        if torch.backends.cuda.can_use_flash_attention(params):
-            return SDPBackend.FLASH_ATTENTION
-        if torch.backends.cuda.can_use_efficient_attention(params):
-            return SDPBackend.EFFICIENT_ATTENTION
-    return backend
+    return contexts.backing().attention([*map(_stand_in, args)], kwargs)
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

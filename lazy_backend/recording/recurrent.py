@@ -24,7 +24,7 @@ from torch.nn import functional
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.recurrent.layer_operators import recurrent_operator, workspace_size
 from lazy_backend.ports.autograd_engine import forward_level, plain_apply
-from lazy_backend.ports.dispatcher import OpOverload
+from lazy_backend.ports.dispatcher import OpOverload, has_kernel
 from lazy_backend.ports.thread_modes import active_transform
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.precision.casts import cast_to_lower
@@ -319,7 +319,7 @@ def _call(stack: _Stack, input: torch.Tensor, states: Sequence[Any], params: Seq
     onednn = not stack.batch_sizes and _onednn_takes(stack.kind, input, states)
     casts = autocast_state.is_casting()
     if not (input.numel() and _are_plain(operands)):
-        if casts and (onednn or contexts.backing_type() == "cuda"):  # fused kernels take one dtype
+        if casts and (onednn or has_kernel("aten::_cudnn_rnn", contexts.backing().key)):  # fused kernels take one dtype
             input, states, params = cast_to_lower([input, states, params])
         return _run_layers(stack, _composed_layer, input, states, params)
     if onednn and (stack.dropout or casts or _tracks(operands)):

@@ -14,8 +14,11 @@ import torch
 
 from lazy_backend.diagnostics.memory import Alive
 from lazy_backend.errors import DeviceError
+from lazy_backend.lowering.devices.cpu import CPU
+from lazy_backend.lowering.devices.interface import BackingDevice
+from lazy_backend.lowering.devices.registration import backing_devices, default_backing
 from lazy_backend.lowering.ir import rng
-from lazy_backend.settings import config
+from lazy_backend.settings import FLAGS, config
 from lazy_backend.tensors.locks import DeviceLocker
 from lazy_backend.tensors.state import DeviceContext, new_queue
 
@@ -48,14 +51,16 @@ class DeviceContextArena:
         self._current.index = index
 
     def backing_type(self) -> str:
-        """`cuda` or `cpu`: the setting, or else what this machine has."""
+        """Name of the type of device behind this one: the setting, or else what this machine has."""
         chosen = config.device
-        if chosen is not None:
-            return str(chosen)
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return default_backing() if chosen is None else str(chosen)
+
+    def backing(self) -> BackingDevice:
+        return backing_devices[self.backing_type()]
 
     def device_count(self) -> int:
-        return torch.cuda.device_count() if self.backing_type() == "cuda" else int(config.num_devices)
+        backing = self.backing()
+        return int(config.num_devices) if backing is CPU else backing.device_count()
 
     def get_device_context(self, index: int | None) -> DeviceContext:
         """The context of `lazy:index`, or of the current device. Raises `DeviceError` for an index out of range."""
@@ -68,19 +73,20 @@ class DeviceContextArena:
         return self._contexts.get(self.current if index is None else index)
 
     def _make_context(self, index: int) -> DeviceContext:
-        count = self.device_count()
+        count, found = self.device_count(), self.backing()
         if not 0 <= index < count:
             advice = (
-                "one lazy device stands for each CUDA device"
-                if self.backing_type() == "cuda"
-                else "lazy_backend.config.num_devices sets how many there are on the CPU"
+                "lazy_backend.config.num_devices sets how many there are on the CPU"
+                if found is CPU
+                else f"one lazy device stands for each {found.name} device"
             )
             raise DeviceError(f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})")
-        backing = torch.device("cuda", index) if self.backing_type() == "cuda" else torch.device("cpu")
+        if config.backend == FLAGS["backend"].default:
+            config.backend = found.compile_backend
         prepare, self.prepare = self.prepare, lambda: None
         prepare()
         with self._lock:
-            return self._contexts.setdefault(index, DeviceContext(index, backing))
+            return self._contexts.setdefault(index, DeviceContext(index, found.device(index)))
 
     def default_device(self) -> torch.device:
         """What `"lazy"` without an index means now."""

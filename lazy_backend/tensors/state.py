@@ -46,6 +46,7 @@ from lazy_backend import metrics
 from lazy_backend.cache.trie import Trie, TrieNode
 from lazy_backend.diagnostics.history import history
 from lazy_backend.diagnostics.memory import Alive
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.ir.canonical import storage_of_tokens
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
@@ -595,8 +596,8 @@ class DeviceContext:
     def alive(self) -> Alive:
         """How much is alive on this device."""
         sizes = [storage.meta.nbytes for storage in self._each_live()]
-        allocated = torch.cuda.memory_allocated(self.backing) if self.backing.type == "cuda" else None
-        return Alive(len(sizes), sum(sizes), allocated)
+        memory = backing_of(self.backing).memory(self.backing)
+        return Alive(len(sizes), sum(sizes), None if memory is None else memory.allocated)
 
     def _each_live(self) -> Iterator[LazyStorage]:
         """Every live storage that has memory or will have it.

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from lazy_backend.lowering.devices.registration import backing_devices
 from lazy_backend.ports.dispatcher import BelowViewTracking
 from lazy_backend.ports.thread_modes import (
     DeviceMode,
@@ -80,7 +81,7 @@ def describe_autocast() -> tuple[Any, ...] | None:
     """A key for what autocast does on the thread, or None where it is off."""
     if not is_any_autocast_enabled():
         return None
-    kinds = [kind for kind in ("lazy", "cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    kinds = [kind for kind in ("lazy", *backing_devices) if torch.is_autocast_enabled(kind)]
     return torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 

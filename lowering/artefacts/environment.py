@@ -18,7 +18,6 @@ compiler's code is right, and what was compiled is also for machines that have n
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import importlib.machinery
@@ -26,37 +25,19 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lazy_backend.cache.computation_cache import Key
+from lazy_backend.lowering.devices.dependencies import SWITCHED, Dependency, Scope, attribute, precisions
+from lazy_backend.lowering.devices.registration import backing_devices
 from lazy_backend.ports.port import VARIABLE
 from lazy_backend.ports.replacements import inductor
 
 # Raise it when the contents of artefacts change.
 FORMAT = 6
-
-
-class Scope(enum.Flag):
-    """Where a dependency counts. See Note [What a key depends on]."""
-
-    PROCESS = enum.auto()
-    COMPILE = enum.auto()
-    ARTEFACT = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Dependency:
-    """`name`: as explanations print it. `read`: gets the value, JSON or a dtype. `follow`: sets it, where possible."""
-
-    name: str
-    scope: Scope
-    read: Callable[[], Any]
-    follow: Callable[[Any], object] | None = None
 
 
 def _deterministic() -> list[bool]:
@@ -88,32 +69,6 @@ def _follow_legacy_precision(value: str | None) -> None:
         torch.set_float32_matmul_precision(value)
 
 
-def _precision(backend: str, operator: str, scope: Scope) -> Dependency:
-    """The precision of a library's float32 operators. `set_float32_matmul_precision` and `allow_tf32` set it too."""
-    assert inductor.get_precision is not None
-    read = functools.partial(inductor.get_precision, backend, operator)
-
-    def follow(value: str) -> None:
-        if read() != value and inductor.set_precision is not None:
-            inductor.set_precision(backend, operator, value)
-
-    return Dependency(f"{backend} {operator} precision", scope, read, follow)
-
-
-def _precisions(backend: str, scope: Scope) -> tuple[Dependency, ...]:
-    """The precisions that this PyTorch has for a library."""
-    return tuple(
-        _precision(backend, operator, scope)
-        for operator in ("matmul", "conv", "rnn")
-        if inductor.has_precision(backend, operator)
-    )
-
-
-def _attribute(name: str, of: Any, attribute: str, read: Callable[[], Any], scope: Scope) -> Dependency:
-    """A switch of `torch.backends`, read by the function behind it: 0.1 µs instead of 0.6 µs."""
-    return Dependency(name, scope, read, functools.partial(setattr, of, attribute))
-
-
 @functools.cache
 def processor() -> str:
     """Identifies the CPU. Kernels are built with -march=native, which uses more than `get_cpu_capability` reports."""
@@ -125,18 +80,16 @@ def processor() -> str:
     return hashlib.blake2b("\n".join(wanted).encode(), digest_size=8).hexdigest()
 
 
-_SWITCHED = Scope.PROCESS | Scope.COMPILE
-
 _GENERAL = (
     Dependency("deterministic algorithms", Scope.PROCESS, torch.are_deterministic_algorithms_enabled),
     Dependency("deterministic algorithms, or a warning", Scope.COMPILE, _deterministic, _follow_deterministic),
     Dependency("default dtype", Scope.PROCESS, torch.get_default_dtype),
     Dependency("default dtype by name", Scope.COMPILE, _default_dtype, _follow_default_dtype),
     # compiled kernels have arrays with one element per thread
-    Dependency("threads", _SWITCHED | Scope.ARTEFACT, torch.get_num_threads, torch.set_num_threads),
-    _attribute("mkldnn", torch.backends.mkldnn, "enabled", inductor.is_mkldnn_enabled, _SWITCHED),
+    Dependency("threads", SWITCHED | Scope.ARTEFACT, torch.get_num_threads, torch.set_num_threads),
+    attribute("mkldnn", torch.backends.mkldnn, "enabled", inductor.is_mkldnn_enabled, SWITCHED),
     Dependency("float32 matmul precision", Scope.COMPILE, _legacy_precision, _follow_legacy_precision),
-    *_precisions("mkldnn", _SWITCHED),
+    *precisions("mkldnn", SWITCHED),
     Dependency("format", Scope.ARTEFACT, lambda: FORMAT),
     Dependency("torch", Scope.ARTEFACT, lambda: torch.__version__),
     Dependency("python", Scope.ARTEFACT, importlib.util.MAGIC_NUMBER.hex),
@@ -145,16 +98,10 @@ _GENERAL = (
 )
 
 
-_CUDA = (
-    Dependency("cuda driver", Scope.ARTEFACT, inductor.cuda_driver),
-    *_precisions("cuda", _SWITCHED),
-    _attribute("cudnn", torch.backends.cudnn, "enabled", inductor.is_cudnn_enabled, _SWITCHED),
-    _attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", inductor.benchmarks_cudnn, _SWITCHED),
-    _attribute(
-        "cudnn deterministic", torch.backends.cudnn, "deterministic", inductor.is_cudnn_deterministic, _SWITCHED
-    ),
+TABLE: tuple[Dependency, ...] = (
+    *_GENERAL,
+    *(one for device in backing_devices.values() for one in device.dependencies),
 )
-TABLE: tuple[Dependency, ...] = _GENERAL + (_CUDA if torch.backends.cuda.is_built() else ())
 
 
 # ----- in the process: what a computation's key depends on

@@ -41,7 +41,7 @@ from lazy_backend.lowering.checks.kernel_calls import original
 from lazy_backend.lowering.checks.refusals import printed_call, require
 from lazy_backend.lowering.checks.value_rules import ConditionArguments, checked, written_condition
 from lazy_backend.lowering.compilation.scalars import can_promote, emit_promoted
-from lazy_backend.lowering.device_graphs.devices import graph_device
+from lazy_backend.lowering.devices.registration import graph_device
 from lazy_backend.lowering.ir.functional import are_pieces
 from lazy_backend.lowering.ir.graph import (
     Arg,

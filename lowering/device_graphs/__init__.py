@@ -1,7 +1,7 @@
-"""Whole runs launched as one graph of the device, and what that needs of a device: streams, events, pools, generators.
+"""Whole runs launched as one graph of the device, and the order of what is given to its streams.
 
 In: a plan, and the inputs of its runs. Out: the plan's outputs, computed by one launch once its runs recur; uploads
-that overlap with runs. `interface.py` says what a device must offer; `cuda.py` is CUDA, `fake.py` a CPU with its rules.
+that overlap with runs. `fake.py` is a CPU with the rules of CUDA.
 
-Imports `collectives`, `ir` and `cache`.
+Imports `devices`, `collectives`, `ir` and `cache`.
 """

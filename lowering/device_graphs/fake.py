@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lazy_backend.lowering.device_graphs.interface import DeviceGraph, DeviceMemory, GraphDevice
+from lazy_backend.lowering.devices.interface import DeviceGraph, GraphDevice
 from lazy_backend.lowering.ir.rng import drawing_from
 from lazy_backend.ports import trees
 from lazy_backend.ports.dispatcher import DispatchKey, DispatchKeySet, OpOverload
@@ -295,9 +295,6 @@ class FakeDevice(GraphDevice):
         self._streams = threading.local()  # the current one of each thread
         self._written: dict[int, _Written] = {}
 
-    def new_generator(self) -> torch.Generator:
-        return torch.Generator()
-
     def captured(
         self, call: Callable[[], R], generators: Sequence[torch.Generator], reads: Sequence[torch.Tensor]
     ) -> tuple[DeviceGraph, R]:
@@ -329,12 +326,6 @@ class FakeDevice(GraphDevice):
         is_written = any(not torch.equal(_values(tensor), values) for tensor, values in zip(reads, before, strict=True))
         if is_written or not all(capture.has(tensor) for tensor in _tensors(result) if _address(tensor)):
             raise RuleBroken("a kernel ran in the capture that is no operator of PyTorch")
-
-    def release_cached(self) -> None:
-        pass
-
-    def memory(self) -> DeviceMemory:
-        return DeviceMemory(0, 0, 0)
 
     def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

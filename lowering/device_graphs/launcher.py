@@ -34,8 +34,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lazy_backend.cache.process_locks import process_lock
 from lazy_backend.cache.weak_table import WeakTable
 from lazy_backend.lowering.collectives.communication import is_collective
-from lazy_backend.lowering.device_graphs.devices import graph_device
-from lazy_backend.lowering.device_graphs.interface import DeviceGraph, GraphDevice
+from lazy_backend.lowering.devices.interface import DeviceGraph, GraphDevice
+from lazy_backend.lowering.devices.registration import backing_of, graph_device
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.rng import drawing_from
@@ -118,7 +118,7 @@ class GraphLauncher:
     """Launches the runs of one plan. Thread-safe: a run that finds another under way is computed without a graph."""
 
     def __init__(self, device: GraphDevice, graph: Graph) -> None:
-        self._device = device
+        self._device, self._placed = device, graph.device
         self._num_seeds = graph.num_seeds
         self._written = _written_inputs(graph)
         self._recurring: OrderedDict[Hashable, _Recurring] = OrderedDict()
@@ -232,7 +232,7 @@ class GraphLauncher:
             self.refused = re.sub(r" at 0x[0-9a-f]+", "", reason)  # equal reasons are counted under one name
             if isinstance(error, torch.OutOfMemoryError):
                 launches.release()
-                self._device.release_cached()
+                backing_of(self._placed).empty_cache()
             launches.count("DeviceGraphRefused", f"DeviceGraphRefused: {self.refused}")
             for one in list(self._recurring.values()):
                 self._drop(one)
@@ -245,7 +245,7 @@ class GraphLauncher:
         moves = recurring.moves
         _check_shared_memory(tensors, moves, self._written)
         inputs = [_memory_like(one) if place in moves else one for place, one in enumerate(tensors)]
-        generators = [self._device.new_generator() for _ in range(self._num_seeds)]
+        generators = [backing_of(self._placed).new_generator(self._placed) for _ in range(self._num_seeds)]
         with drawing_from(generators):
             graph, outputs = self._device.captured(
                 lambda: compute(list(inputs), range(self._num_seeds)), generators, inputs

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from lazy_backend.lowering.device_graphs.devices import graph_device
+from lazy_backend.lowering.devices.registration import graph_device
 
 R = TypeVar("R")
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from lazy_backend.lowering.device_graphs.devices import graph_device
 from lazy_backend.lowering.device_graphs.run_order import with_runs
+from lazy_backend.lowering.devices.registration import graph_device
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 
 # Larger tensors are copied in pieces by the driver: as much pinned memory would be taken from other programs.

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Step, Value, extent, with_values
 from lazy_backend.lowering.ir.passes import graph_pass
 from lazy_backend.ports.dispatcher import OpOverload, function_schema, has_kernel
@@ -224,7 +225,7 @@ def out_variant(node: Node, device: torch.device) -> OpOverload | None:
     """The `out=` variant of the node's operator, if that variant has a kernel of its own on `device`."""
     if node.mutates or node.seed is not None or len(node.outputs) != 1 or node.returns_list:
         return None
-    return _out_variant(node.op, "CUDA" if device.type == "cuda" else "CPU")
+    return _out_variant(node.op, backing_of(device).key)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""CUDA streams of one run.
+"""Streams of one run.
 
 In: the caller's current stream. Out: every thread launches kernels on that stream, and at the end the stream waits for
 work that kernels left on streams of their own.
@@ -8,33 +8,31 @@ no events. Seed: graph_task (`leaf_streams`, `caller_current_streams_`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
-import torch
+from lazy_backend.lowering.devices.interface import GraphDevice
 
 
 class LeafStreams:
-    """The caller's stream on `device`, and the other streams on which kernels without users may still run."""
+    """The caller's stream on a device, and the other streams on which kernels without users may still run."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: GraphDevice) -> None:
         self._device = device
-        self._caller = torch.cuda.current_stream(device)
-        self._leaves: set[torch.cuda.Stream] = set()
+        self._caller = device.current_stream()
+        self._leaves: list[Any] = []
 
-    @contextmanager
-    def caller_current(self) -> Iterator[None]:
+    def caller_current(self) -> AbstractContextManager[Any]:
         """Make the caller's stream current on this thread."""
-        with torch.cuda.stream(self._caller):
-            yield
+        return self._device.on(self._caller)
 
     def note_leaf(self) -> None:
         """Remember this thread's current stream after a kernel without users, which may have switched streams."""
-        stream = torch.cuda.current_stream(self._device)
-        if stream != self._caller:
-            self._leaves.add(stream)
+        stream = self._device.current_stream()
+        if stream != self._caller and stream not in self._leaves:
+            self._leaves.append(stream)
 
     def join(self) -> None:
         """Make the caller's stream wait for all leaf streams."""
         for stream in self._leaves:
-            self._caller.wait_stream(stream)
+            self._device.wait(self._caller, self._device.record(stream))

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.devices.registration import graph_device
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.kernels import KernelGraph
 from lazy_backend.lowering.interpreter.streams import LeafStreams
@@ -238,7 +239,8 @@ class GraphTask:
         self.captured_vars: list[torch.Tensor | None] = [None] * len(exec_info.captures)
         self.final_callbacks: list[Callable[[], None]] = []
         device = kernels.graph.device
-        self.leaf_streams = LeafStreams(device) if device.type == "cuda" else None
+        graphs = graph_device(device)
+        self.leaf_streams = None if graphs is None else LeafStreams(graphs)
         self._error: BaseException | None = None
         self._future: Future[list[torch.Tensor]] | None = None
 

@@ -2,5 +2,5 @@
 
 In: the calls on one path through the trie. Out: a canonical `Graph`, as text, as bytes, or with symbols for its sizes.
 
-Imports `cache`, and from `collectives` and `recurrent` the operators that graphs name.
+Imports `devices` and `cache`, and from `collectives` and `recurrent` the operators that graphs name.
 """

@@ -31,6 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from lazy_backend.cache.process_locks import process_lock
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.ir.schema import Positional
 from lazy_backend.ports.dispatcher import OpOverload, function_schema, overload_name
 
@@ -58,7 +59,7 @@ class _Generators(threading.local):
             return self.captured[place]
         generator = self.by_device.get(device)
         if generator is None:
-            generator = self.by_device[device] = torch.Generator(device)
+            generator = self.by_device[device] = backing_of(device).new_generator(device)
         return generator.manual_seed(int(seeds[place]))
 
 

@@ -21,6 +21,7 @@ from lazy_backend.lowering.collectives.agreement import (
 )
 from lazy_backend.lowering.collectives.communication import collective_of, is_exchange, place_of_common
 from lazy_backend.lowering.compilation.compiler import backend_name
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.ir.canonical import Parameter
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.plans.families import Family
@@ -104,14 +105,6 @@ def make_key(graph: Graph, settings: Environment) -> Key:
         ("torch", torch.__version__),
         ("backend", "interpreted" if backend is None else backend_name(backend)),
         ("device", str(graph.device)),
-        ("capability", _capability(graph.device)),
+        ("capability", backing_of(graph.device).capability(graph.device)),
     )
     return Key((*parts, *key_parts(settings), ("graph", graph.text())))
-
-
-def _capability(device: torch.device) -> str:
-    """The device's capability; queried only when a graph is new."""
-    if device.type != "cuda":
-        return torch.backends.cpu.get_cpu_capability()
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name} {properties.major}.{properties.minor}"

@@ -20,6 +20,7 @@ from lazy_backend.lowering.checks import rounding
 from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.collectives.conversation import Heard
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Graph, empty_of
 from lazy_backend.lowering.ir.portable import from_bytes, to_bytes
@@ -71,7 +72,7 @@ def _inputs(graph: Graph, kept: Mapping[int, Any]) -> list[torch.Tensor]:
         if isinstance(one, list):
             mean, std = one
             like = empty_of(value.meta, graph.device)
-            generator = torch.Generator(graph.device).manual_seed(place)
+            generator = backing_of(graph.device).new_generator(graph.device).manual_seed(place)
             rounding.memory_of(like).normal_(mean, std, generator=generator)
             made.append(like)
         else:

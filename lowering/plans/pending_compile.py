@@ -27,6 +27,7 @@ from lazy_backend.lowering.checks.reproducer import reproducer
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.ir.portable import NotPortable
 from lazy_backend.lowering.ir.ranges import profiled
 from lazy_backend.lowering.plans.evidence import Evidence, disagreement
@@ -37,7 +38,7 @@ from lazy_backend.lowering.plans.trial import TriedRun
 
 def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
     """Whether the worker process compiles for this backend: only inductor's results can be sent."""
-    return backend == "inductor" and device.type in ("cpu", "cuda") and hasattr(os, "register_at_fork")
+    return backend == "inductor" and backing_of(device).compiles_elsewhere and hasattr(os, "register_at_fork")
 
 
 class CompileState(Enum):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.compilation.request import runs_module_as_is
+from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame, FramePool, FrameTemplate
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
 from lazy_backend.lowering.interpreter.kernels import Kernel, KernelGraph, make_kernels
@@ -404,7 +405,7 @@ class Executor:
             for place, kernel in enumerate(kernels.kernels):
                 start = time.perf_counter()
                 kernel.compute(frame)
-                _synchronize(self.graph.device)
+                backing_of(self.graph.device).synchronize(self.graph.device)
                 seconds[place] += time.perf_counter() - start
                 for value in kernel.outputs:
                     if value is not None:
@@ -422,8 +423,3 @@ def _new_frame(layout: LayoutPlan | None) -> ExecutionFrame:
 
 def _name(kernel: Kernel) -> str:
     return "delegate" if isinstance(kernel, DelegateKernel) else kernel.nodes[0].name
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

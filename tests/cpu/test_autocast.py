@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lazy_backend
 from lazy_backend import config, metrics
-from lazy_backend.precision.cast_rules import Rule, rules_for
+from lazy_backend.lowering.devices.cast_lists import CastRule
+from lazy_backend.precision.cast_rules import rules_for
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -81,10 +82,10 @@ def test_every_rule_of_pytorch_is_known(backing: str, key: str) -> None:
 
 
 LISTS = {
-    "LOWER_PRECISION_FP": Rule.LOWER,
-    "FP32": Rule.FLOAT32,
-    "FP32_SET_OPT_DTYPE": Rule.FLOAT32_RESULT,
-    "PROMOTE": Rule.WIDEST,
+    "LOWER_PRECISION_FP": CastRule.LOWER,
+    "FP32": CastRule.FLOAT32,
+    "FP32_SET_OPT_DTYPE": CastRule.FLOAT32_RESULT,
+    "PROMOTE": CastRule.WIDEST,
 }
 
 

@@ -15,11 +15,11 @@ from lazy_backend import metrics
 from lazy_backend.compat.runtime import reset
 from lazy_backend.computation import get_debug_states
 from lazy_backend.lowering.device_graphs import launcher
-from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice, FakeGraph, RuleBroken
 from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.device_graphs.run_order import wait_for_runs, with_runs
 from lazy_backend.lowering.device_graphs.uploads import upload_to
+from lazy_backend.lowering.devices.registration import use_device
 from lazy_backend.lowering.ir.graph import Graph
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 import lazy_backend
 from lazy_backend import config, metrics
 from lazy_backend.execution.sync import executor
-from lazy_backend.lowering.device_graphs.devices import use_device
 from lazy_backend.lowering.device_graphs.fake import FakeDevice
+from lazy_backend.lowering.devices.registration import use_device
 from lazy_backend.settings import FLAGS
 
 BACKING = "cuda" if torch.cuda.is_available() else "cpu"

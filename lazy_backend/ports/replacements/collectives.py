@@ -76,7 +76,7 @@ def order_collectives(
     if FUNCTIONAL_COLLECTIVES.fits():
         for name in _FUNCTIONAL:
             op = getattr(torch.ops._c10d_functional, name).default
-            for key in ("CPU", "CUDA"):
+            for key in ("CPU", "CUDA", "PrivateUse1"):
                 _functional.impl(name, in_order(functools.partial(op._op_dk, _ANY_DEVICE)), key)
     original = dist.destroy_process_group
 

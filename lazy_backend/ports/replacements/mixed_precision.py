@@ -112,7 +112,7 @@ def overload_of(definition: Any) -> Any:
     return definition._opoverload
 
 
-def has_cast_kernel(name: str, key: str) -> bool:
-    """Whether PyTorch casts the operator `aten::name` on a key, as "AutocastCPU"; False without the operator."""
-    qualified = f"aten::{name}"  # asked for a kernel of an operator that this version lacks, PyTorch raises
-    return torch._C._dispatch_has_kernel(qualified) and torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key)
+def cast_kernels(key: str) -> set[str]:
+    """The operators, as "add.Tensor", that PyTorch or a device's package casts on a key, as "AutocastCPU". 0.4 ms."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}

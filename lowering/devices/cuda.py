@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import SDPBackend
 
-from lazy_backend.lowering.device_graphs.interface import DeviceGraph, DeviceMemory, GraphDevice
+from lazy_backend.lowering.devices.dependencies import SWITCHED, Dependency, Scope, attribute, precisions
+from lazy_backend.lowering.devices.interface import BackingDevice, DeviceGraph, GraphDevice
+from lazy_backend.ports.dispatcher import attention_choice
 from lazy_backend.ports.port import version
+from lazy_backend.ports.replacements import inductor
 from lazy_backend.ports.tensor_types import free_cublas_workspaces, raw_stream
 
 R = TypeVar("R")
@@ -64,7 +68,7 @@ class CudaGraph(DeviceGraph):
         self._graph.reset()
 
 
-class CudaDevice(GraphDevice):
+class CudaGraphDevice(GraphDevice):
     """One GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -74,9 +78,6 @@ class CudaDevice(GraphDevice):
     def _captures(self) -> torch.cuda.Stream:
         """Made by the first capture: the compiler's process asks what captures, and needs no context of CUDA for it."""
         return torch.cuda.Stream(self._device)
-
-    def new_generator(self) -> torch.Generator:
-        return torch.Generator(self._device)
 
     def captured(
         self, call: Callable[[], R], generators: Sequence[torch.Generator], reads: Sequence[torch.Tensor]
@@ -97,17 +98,6 @@ class CudaDevice(GraphDevice):
             caller.wait_stream(self._captures)
             graph.nbytes = max(0, torch.cuda.memory_reserved() - before)
         return graph, result
-
-    def release_cached(self) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.empty_cache()
-
-    def memory(self) -> DeviceMemory:
-        return DeviceMemory(
-            torch.cuda.memory_allocated(self._device),
-            torch.cuda.memory_reserved(self._device),
-            torch.cuda.max_memory_allocated(self._device),
-        )
 
     def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         # never the caller's own memory, even if pinned: it may be written as soon as the upload returns
@@ -145,3 +135,51 @@ class CudaDevice(GraphDevice):
 
     def will_use(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
         tensor.record_stream(stream)
+
+
+class CudaDevice(BackingDevice):
+    """All GPUs."""
+
+    compile_backend = "inductor"
+    compiles_elsewhere = True
+    dependencies = (
+        (
+            Dependency("cuda driver", Scope.ARTEFACT, inductor.cuda_driver),
+            *precisions("cuda", SWITCHED),
+            attribute("cudnn", torch.backends.cudnn, "enabled", inductor.is_cudnn_enabled, SWITCHED),
+            attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", inductor.benchmarks_cudnn, SWITCHED),
+            attribute(
+                "cudnn deterministic", torch.backends.cudnn, "deterministic", inductor.is_cudnn_deterministic, SWITCHED
+            ),
+        )
+        if torch.backends.cuda.is_built()
+        else ()
+    )
+
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def capability(self, device: torch.device) -> str:
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name} {properties.major}.{properties.minor}"
+
+    def attention(self, operands: Sequence[Any], options: Mapping[str, Any]) -> SDPBackend:
+        chosen = SDPBackend(attention_choice(*operands, **options))
+        if chosen == SDPBackend.CUDNN_ATTENTION:  # whose results are partly ints: no such call can be recorded
+            params = torch.backends.cuda.SDPAParams(*operands[:6], options["enable_gqa"])  # type: ignore[call-arg]
+            if torch.backends.cuda.can_use_flash_attention(params):
+                return SDPBackend.FLASH_ATTENTION
+            if torch.backends.cuda.can_use_efficient_attention(params):
+                return SDPBackend.EFFICIENT_ATTENTION
+        return chosen
+
+    def graph_device(self, device: torch.device) -> GraphDevice:
+        return _graph_device(device)
+
+
+@functools.cache
+def _graph_device(device: torch.device) -> GraphDevice:
+    return CudaGraphDevice(device)
+
+
+CUDA = CudaDevice("cuda")
