@@ -137,24 +137,21 @@ class CudaGraphDevice(GraphDevice):
         tensor.record_stream(stream)
 
 
+_DEPENDENCIES = (
+    Dependency("cuda driver", Scope.ARTEFACT, inductor.cuda_driver),
+    *precisions("cuda", SWITCHED),
+    attribute("cudnn", torch.backends.cudnn, "enabled", inductor.is_cudnn_enabled, SWITCHED),
+    attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", inductor.benchmarks_cudnn, SWITCHED),
+    attribute("cudnn deterministic", torch.backends.cudnn, "deterministic", inductor.is_cudnn_deterministic, SWITCHED),
+)
+
+
 class CudaDevice(BackingDevice):
     """All GPUs."""
 
     compile_backend = "inductor"
     compiles_elsewhere = True
-    dependencies = (
-        (
-            Dependency("cuda driver", Scope.ARTEFACT, inductor.cuda_driver),
-            *precisions("cuda", SWITCHED),
-            attribute("cudnn", torch.backends.cudnn, "enabled", inductor.is_cudnn_enabled, SWITCHED),
-            attribute("cudnn benchmark", torch.backends.cudnn, "benchmark", inductor.benchmarks_cudnn, SWITCHED),
-            attribute(
-                "cudnn deterministic", torch.backends.cudnn, "deterministic", inductor.is_cudnn_deterministic, SWITCHED
-            ),
-        )
-        if torch.backends.cuda.is_built()
-        else ()
-    )
+    dependencies = _DEPENDENCIES if torch.backends.cuda.is_built() else ()
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()

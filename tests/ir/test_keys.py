@@ -24,6 +24,7 @@ from lazy_backend.lowering.artefacts.environment import (
     lowering_code,
     process_state,
 )
+from lazy_backend.lowering.devices import cuda
 from lazy_backend.lowering.plans.cached_computation import make_key
 from lazy_backend.lowering.plans.profiling import CompilePolicy
 from lazy_backend.ports.replacements import inductor
@@ -135,10 +136,10 @@ def test_the_compilers_process_follows_what_a_program_switched() -> None:
 
 def test_the_switches_of_cuda_can_be_read() -> None:
     """Those of a PyTorch without CUDA too: a name that another version lacks is found here."""
-    assert all(one.read() is not None for one in lowering_environment._CUDA)
-    assert len({one.name for one in (*lowering_environment._GENERAL, *lowering_environment._CUDA)}) == len(
+    assert all(one.read() is not None for one in cuda._DEPENDENCIES)
+    assert len({one.name for one in (*lowering_environment._GENERAL, *cuda._DEPENDENCIES)}) == len(
         lowering_environment._GENERAL
-    ) + len(lowering_environment._CUDA)
+    ) + len(cuda._DEPENDENCIES)
 
 
 def test_which_cpp_compiler_there_is_is_not_in_the_key_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +248,6 @@ class Driver:
 def test_keys_for_cuda_name_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver)
     inductor.cuda_driver.cache_clear()
-    dependency = lowering_environment._CUDA[0]
+    dependency = cuda._DEPENDENCIES[0]
     assert (dependency.name, dependency.read()) == ("cuda driver", 13020)
     inductor.cuda_driver.cache_clear()

@@ -13,6 +13,7 @@ from builder import VISIT, Built, Program, aten, built, random_graph, visiting, 
 from harness import assert_same
 
 from lazy_backend.lowering.checks.refusals import NodeError
+from lazy_backend.lowering.device_graphs.fake import FakeDevice
 from lazy_backend.lowering.interpreter.frame import ExecutionFrame
 from lazy_backend.lowering.interpreter.graph_executor import GraphExecutor
 from lazy_backend.lowering.interpreter.kernels import make_kernels
@@ -389,25 +390,17 @@ def test_autocast_does_not_reach_into_a_run(executor: type[GraphExecutor]) -> No
         assert_same(executor(product.graph).execute(product.fresh(), [], []), product.outputs)
 
 
-class FakeStream:
-    def __init__(self) -> None:
-        self.awaited: list[FakeStream] = []
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.awaited.append(other)
-
-
-def test_the_callers_stream_waits_for_the_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    caller, other = FakeStream(), FakeStream()
-    current = [caller]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
-    streams = LeafStreams(torch.device("cuda"))
+def test_the_callers_stream_waits_for_the_leaves() -> None:
+    device = FakeDevice()
+    other, idle = device.new_stream(), device.new_stream()
+    streams = LeafStreams(device)
     streams.note_leaf()
-    current[0] = other
-    streams.note_leaf()
-    streams.note_leaf()
+    with device.on(other):
+        streams.note_leaf()
+        streams.note_leaf()
+    other.time = idle.time = 1
     streams.join()
-    assert caller.awaited == [other]
+    assert device.current_stream().seen == {other: 1}
 
 
 def test_an_idle_run_can_be_waited_for_from_another_thread() -> None:
