@@ -1,7 +1,8 @@
 """The computation cache: level two of a program's identity.
 
 In: a canonical key (a list of named parts). Out: the computation made for exactly that key, or None.
-The hash is for lookup and display; a hit compares the whole key. Seed: lazy_graph_executor, `ComputationCache`.
+The hash is for lookup and display; a hit compares the whole key.
+Source: torch/csrc/lazy/core/lazy_graph_executor.h, `ComputationCache`.
 """
 
 from __future__ import annotations

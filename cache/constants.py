@@ -3,7 +3,7 @@
 In: a host value as bytes with its type, and a function that uploads it. Out: the uploaded buffer.
 Entries are read-only and never donated; keys compare bit by bit, so NaNs match themselves and 0.0 is not -0.0.
 Which slot of a program a constant fills is decided elsewhere: this cache cannot change a program's key.
-Seed: lazy_graph_executor, `DataCacheArena` (TensorHasher, TensorComparer, max_cache_size).
+Source: torch/csrc/lazy/core/lazy_graph_executor.h, `DataCacheArena` (TensorHasher, TensorComparer, max_cache_size).
 """
 
 from __future__ import annotations

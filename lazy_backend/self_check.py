@@ -5,6 +5,7 @@ In: the process's versions, ports and settings; a small training loop, compiled 
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sys
@@ -104,5 +105,8 @@ def _trial() -> tuple[list[str], int]:
 def main() -> int:
     """The command. Exit status 1 if something is off."""
     text, is_whole = self_check(compiled="--no-compile" not in sys.argv)
-    print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough: nothing is left to say at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if is_whole else 1

@@ -1,8 +1,8 @@
-"""How many plans a program's shapes get before the program is interpreted, in the seed's terms.
+"""How many plans a program's shapes get before the program is interpreted, in TorchScript's terms.
 
 In: a strategy, in the form that `torch.jit.set_fusion_strategy` takes, or a depth. Out: the settings
 `max_static_shapes` and `max_dynamic_shapes`, the only place that stores the numbers.
-Seed: profiling_graph_executor_impl.
+Source: torch/csrc/jit/runtime/profiling_graph_executor_impl.h.
 """
 
 from __future__ import annotations

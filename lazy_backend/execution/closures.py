@@ -1,8 +1,8 @@
 """Functions that run after a step.
 
 In: closures added while a step is recorded. Out: their calls, after the sync that computed what they read.
-Seed: torch/_lazy/closure.py. Unlike there, an error of an asynchronous closure is never lost: it is raised at the next
-`mark_step`, `add_step_closure` or `wait_device_ops`, and one that is left at interpreter exit is printed.
+Source: torch/_lazy/closure.py. Unlike there, an error of an asynchronous closure is never lost: it is raised at the
+next `mark_step`, `add_step_closure` or `wait_device_ops`, and one that is left at interpreter exit is printed.
 """
 
 from __future__ import annotations

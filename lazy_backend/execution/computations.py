@@ -1,6 +1,6 @@
 """From a path to its computation: canonical graphs, their cache, and how to compile them now.
 
-Method names follow the seed document lazy_graph_executor, in snake_case.
+Method names follow torch/csrc/lazy/core/lazy_graph_executor.h, in snake_case.
 """
 
 from __future__ import annotations

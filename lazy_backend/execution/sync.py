@@ -3,7 +3,7 @@
 In: what a device recorded. Out: real tensors in the storages that are still alive.
 `LazyGraphExecutor` drives the sync; each stage has a module of its own: `bindings` (what the path was bound to before),
 `computations` (from path to graph to computation), `run` (the scheduled run), `records` and `compile_reports` (what
-users are told), `rules` (whether a sync is allowed). Method names follow the seed document lazy_graph_executor, in
+users are told), `rules` (whether a sync is allowed). Method names follow torch/csrc/lazy/core/lazy_graph_executor.h, in
 snake_case.
 """
 

@@ -1,6 +1,6 @@
 """One context per lazy device, made at first use.
 
-Seed: lazy_graph_executor, `DeviceContextArena`.
+Source: torch/csrc/lazy/core/lazy_graph_executor.h, `DeviceContextArena`.
 """
 
 from __future__ import annotations

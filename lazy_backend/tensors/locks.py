@@ -5,9 +5,9 @@ In: runs, in program order. Out: the same order on each device; exceptions carri
 Note [The device lock]
 At most one run is under way per device, while Python records the next step. A run holds its device's lock from when it
 is scheduled until it has finished; scheduling the next run waits for that. An exception of the run stays with the lock
-and is raised once, to the next caller that waits. Seed: lazy_graph_executor, `DeviceLocker`. The seed's `LockDevices`
-and `MultiWait` are not needed here: a sync concerns one device, and waiting for a run means doing the run, or waiting
-until the thread that does it has finished.
+and is raised once, to the next caller that waits. Source: torch/csrc/lazy/core/lazy_graph_executor.h, `DeviceLocker`.
+Its `LockDevices` and `MultiWait` are not needed here: a sync concerns one device, and waiting for a run means doing the
+run, or waiting until the thread that does it has finished.
 
 Note [Interruption]
 An exception can arrive at any line: Ctrl-C, a signal handler that raises, MemoryError, a timeout that another thread

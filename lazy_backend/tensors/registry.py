@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Weak references to everything that was registered and may be alive.
 
-    Seed: lazy_graph_executor, `RegisterTensor`, `UnregisterTensor`. Dead objects are unregistered only when the list
-    has doubled, so that registering costs a constant.
+    Dead objects are unregistered only when the list has doubled, so that registering costs a constant.
+    Source: torch/csrc/lazy/core/lazy_graph_executor.h, `RegisterTensor`, `UnregisterTensor`.
     """
 
     def __init__(self) -> None:

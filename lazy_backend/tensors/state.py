@@ -1,7 +1,7 @@
 """The state of one device: data that tensors stand for, the trace that makes it, the context around both.
 
 In one module because they refer to each other: data to its device, a device to its trace, a trace to its data.
-Seed: lazy_graph_executor, `DeviceContextArena`.
+Source: torch/csrc/lazy/core/lazy_graph_executor.h, `DeviceContextArena`.
 
 Note [Traced ranges]
 Under a profiler, each trace is shown as a range, from its first call to its sync. The recorder must not check at every

@@ -2,7 +2,7 @@
 
 In: a template, and the inputs, constants and seeds of one run. Out: `ExecutionFrame`; `FramePool`, with one frame per
 run in flight.
-Seed: nativert Executor (`ExecutionFrame`, `getExecutorFrameFromPool`, `clearStaleExecutionFrames`).
+Source: torch/nativert/executor (`ExecutionFrame`, `getExecutorFrameFromPool`, `clearStaleExecutionFrames`).
 
 Note [Slots]
 A frame is one list. Its first slots hold the graph's values by number, then come the constants, then the literal

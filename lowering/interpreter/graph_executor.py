@@ -1,7 +1,7 @@
 """What the serial and the parallel executor share.
 
 In: the kernels of a graph, and what a run must compute (`ExecInfo`). Out: `GraphExecutor`, an `ExecutionPlan`.
-Seed: nativert `GraphExecutorBase`.
+Source: torch/nativert/executor/GraphExecutorBase.h.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a graph. Out: `KernelGraph`: its kernels in an order that may run, and what a frame holds before a run.
 A kernel is one aten call (`OpKernel`), or a region of the graph for which the caller supplies a kernel
-(`serving/regions.py`). Seed: nativert Executor (`OpKernel`, `KernelFactory`).
+(`serving/regions.py`). Source: torch/nativert/executor (`OpKernel`, `KernelFactory`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a graph. Out: `last_uses` (which values die at which step), `plan_layout` (a graph whose results share a few
 buffers), and the bytes that results take with and without such a plan, planned and measured.
-Seed: nativert Executor (`LayoutPlanner`).
+Source: torch/nativert/executor (`LayoutPlanner`).
 
 Note [Planned buffers]
 A node whose operator has an `out=` variant can write its result to given memory. The planner rewrites such a node:

@@ -1,7 +1,8 @@
 """Run the kernels of a graph on several threads, each kernel as soon as its dependencies have run.
 
 In: the kernels of a checked graph. Out: a plan with the same results as the serial plan, bit for bit.
-Seed: parallel_graph_executor. Its concurrent queue is a `SimpleQueue` here, its atomic counts are lists under a lock.
+Source: torch/nativert/executor/ParallelGraphExecutor.h. Its concurrent queue is a `SimpleQueue` here, its atomic counts
+are lists under a lock.
 
 Note [Order of a parallel run]
 A kernel runs once the makers of its operands and its predecessors by effect edges (Note [Program order and effects])
@@ -28,7 +29,7 @@ from lazy_backend.lowering.ir.graph import Graph, Value, dependencies
 
 @dataclass(slots=True, eq=False, repr=False)
 class WorkUnit:
-    """A kernel (with the `node` of the seed's work unit), and the units that wait for it. Shared by all runs."""
+    """A kernel (with the `node` of its work unit), and the units that wait for it. Shared by all runs."""
 
     place: int
     kernel: Kernel

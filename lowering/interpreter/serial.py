@@ -1,8 +1,8 @@
 """Run a graph kernel by kernel, in program order, on the calling thread.
 
 In: the kernels of a checked graph. Out: a plan that runs the graph exactly as eager mode would and frees every value
-after its last use. This is the interpreted plan: it needs no compiler and starts at once. Seed: nativert
-`SerialGraphExecutor`.
+after its last use. This is the interpreted plan: it needs no compiler and starts at once.
+Source: torch/nativert/executor/SerialGraphExecutor.h.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: the caller's current stream. Out: every thread launches kernels on that stream, and at the end the stream waits for
 work that kernels left on streams of their own.
 All threads share one stream, so the device runs kernels in the order of their launches, and the edges of a graph need
-no events. Seed: graph_task (`leaf_streams`, `caller_current_streams_`).
+no events. Source: torch/csrc/autograd/graph_task.h (`leaf_streams`, `caller_current_streams_`).
 """
 
 from __future__ import annotations

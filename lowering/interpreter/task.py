@@ -1,7 +1,7 @@
 """The bookkeeping of one run.
 
 In: what a run must compute (`ExecInfo`) and the run's frame. Out: `GraphTask`, which executors drive.
-Seed: graph_task (autograd's `GraphTask`), whose names are kept.
+Source: torch/csrc/autograd/graph_task.h (autograd's `GraphTask`), whose names are kept.
 
 Note [Exec info]
 A caller may request only some outputs, and copies of intermediate values. Then only the kernels run that these need, in
@@ -233,7 +233,7 @@ class GraphTask:
         self.owner = threading.get_ident()
         self.reentrant_depth: int = 0 if _current.task is None else _current.task.reentrant_depth + 1
         self.exit_on_error = exit_on_error
-        # as in the seed: taken from this thread, except for the grad mode, which the caller chooses
+        # as there: taken from this thread, except for the grad mode, which the caller chooses
         self.thread_locals = ThreadLocalState(grad_mode, torch.is_inference_mode_enabled(), torch.get_num_threads())
         self.has_error = False
         self.captured_vars: list[torch.Tensor | None] = [None] * len(exec_info.captures)

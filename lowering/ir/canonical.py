@@ -2,7 +2,8 @@
 
 In: the calls on one path through the trie, and the fresh slots still wanted. Out: `PostOrderData`: the pruned, numbered
 graph and, for each of its inputs, constants and seeds, the origin in the trace.
-Programs that differ only in dead code give equal graphs. Seed: lazy_graph_executor, `PostOrderData`, `RunPostOrder`.
+Programs that differ only in dead code give equal graphs.
+Source: torch/csrc/lazy/core/lazy_graph_executor.h, `PostOrderData`, `RunPostOrder`.
 
 Note [Inputs own their storage]
 No two inputs of a graph share memory. Where a trace uses several views of one external storage, the graph takes the

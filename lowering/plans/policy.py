@@ -28,10 +28,11 @@ class ArtefactStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FusionStrategy:
-    """How many plans the shapes of one program get. Seed: profiling_graph_executor_impl, `FusionStrategy`.
+    """How many plans the shapes of one program get.
 
     `static`: plans for one shape each, before a symbolic plan is tried; `dynamic`: symbolic plans, wrong guesses
     included; `symbols`: sizes that may vary independently.
+    Source: torch/csrc/jit/runtime/profiling_graph_executor_impl.h, `FusionStrategy`.
     """
 
     static: int = 1

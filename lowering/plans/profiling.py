@@ -4,8 +4,9 @@ In: a graph and the constants of one run. Out: an `ExecutionPlan`.
 A graph's first run is interpreted, so that nothing waits for a compiler. From the second sight on it is compiled, since
 only what recurs is worth a compile: in another process, while runs go on being interpreted, or not at all if the disk
 has it, or if one symbolic plan serves all shapes of the program. A compile that fails leaves the graph interpreted for
-good. What is kept of a graph only to compile it again is set aside when it has been optimized for a while. Seed:
-profiling_graph_executor_impl (profiling, optimized and fallback plan, release of the profiling graph after a delay).
+good. What is kept of a graph only to compile it again is set aside when it has been optimized for a while.
+Source: torch/csrc/jit/runtime/profiling_graph_executor_impl.h (profiling, optimized and fallback plan, release of the
+profiling graph after a delay).
 
 Note [No step pays twice]
 A step in which a graph is made is slow as it is: the program is canonicalised, printed for its key and planned, 13 ms
@@ -288,7 +289,7 @@ class ProfilingGraphExecutor:
         return GraphExecutorState(self.runs, plan, self.compiles, len(promoted), len(plans), text, released, launched)
 
     def debug_flush_compilation_cache(self) -> None:
-        """Forget every plan and error: the next runs profile and compile anew. Seed: `debugFlushCompilationCache`."""
+        """Forget every plan and error: the next runs profile and compile anew. Source: `debugFlushCompilationCache`."""
         with self._lock:
             self._compiler = GraphCompiler(self.stored, self._report, self._key)
             if self._membership is not None:

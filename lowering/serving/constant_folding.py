@@ -1,7 +1,7 @@
 """Compute everything that depends only on weights once, when the weights are loaded.
 
 In: a graph and which of its inputs are weights. Out: `ConstantFolder`: the graph that remains for each run, and `fold`,
-which computes the rest from a set of weights. Seed: nativert Executor (`ConstantFolder`).
+which computes the rest from a set of weights. Source: torch/nativert/executor (`ConstantFolder`).
 
 Note [What is folded]
 A node is folded if all its operands are weights or folded values, and running the node once is as good as each time:

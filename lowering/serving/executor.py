@@ -1,7 +1,7 @@
 """Serve one graph: fixed weights, many callers.
 
 In: a graph, what its inputs are (`GraphSignature`), its weights. Out: `Executor`, to be called from any thread.
-Seed: nativert Executor, whose names are kept.
+Source: torch/nativert/executor/Executor.h, whose names are kept.
 
 Note [Answers are dropped together]
 To free a tensor, PyTorch gives up the GIL, which wakes a thread that waits for it: among several threads this takes as

@@ -2,7 +2,7 @@
 
 In: a region, which is a graph of its own, and when and with what graphs are compiled. Out: `DelegateKernel`, and
 `Families`, in which the regions of graphs for several shapes find each other.
-Seed: nativert `DelegateExecutor`.
+Source: torch/nativert/executor/DelegateExecutor.h.
 
 Note [Regions compile as steps do]
 The plans of a region are a `ProfilingGraphExecutor`'s, as a step's are: from disk, if a process compiled the region

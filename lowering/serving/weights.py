@@ -1,7 +1,7 @@
 """The weights of a served graph.
 
 In: tensors by name. Out: `Weights`: the checked tensors and all that depends only on them, ready for runs.
-Seed: nativert Executor (`Weights`, `processWeights`, `atomicSwapWeights`).
+Source: torch/nativert/executor (`Weights`, `processWeights`, `atomicSwapWeights`).
 
 Note [Weights are swapped whole]
 The tensors of a `Weights` object never change once it is made, and a run reads the current one exactly once, when it

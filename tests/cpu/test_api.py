@@ -349,7 +349,7 @@ print(lazy_backend.metrics.counter_value("MarkStep"))
     assert run_program(code, tmp_path) == "1\n"
 
 
-# ----- which plan runs: the seed's words
+# ----- which plan runs: TorchScript's words
 
 
 def doubled() -> torch.Tensor:
