@@ -76,9 +76,12 @@ def register_device(device: BackingDevice | str) -> BackingDevice:
     package must have told PyTorch of it before, by `torch.utils.rename_privateuse1_backend` and
     `torch._register_device_module`. Unless `config.device` names another, it backs "lazy" from then on.
 
-    Raises `DeviceError` if PyTorch does not know the type, or if there are lazy tensors already.
+    Raises `TypeError` for anything else, `ValueError` for a device of PyTorch's own, and `DeviceError` if PyTorch does
+    not know the type, or if there are lazy tensors already.
     """
     found = BackingDevice(device) if isinstance(device, str) else device
+    if not isinstance(found, BackingDevice):
+        raise TypeError(f"expected the name of a device type or a BackingDevice, got {type(found).__name__}")
     try:
         torch.get_device_module(found.name)
     except RuntimeError as error:

@@ -114,11 +114,12 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
 def error_of(device):
     try:
         lazy_backend.register_device(device)
-    except (lazy_backend.DeviceError, ValueError) as error:
+    except (lazy_backend.DeviceError, TypeError, ValueError) as error:
         return str(error)
 
 assert "before the first" in error_of("small")
 assert "import the device's package first" in error_of("absent")
+assert "or a BackingDevice, got int" in error_of(3)
 """,
         tmp_path,
     )
