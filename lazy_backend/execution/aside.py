@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lazy_backend.execution.rules import Rules, is_one_of_several_ranks
+from lazy_backend.execution.rules import Rules
+from lazy_backend.lowering.collectives.groups import is_one_of_several_ranks
 from lazy_backend.lowering.ir.ranges import is_profiling
 from lazy_backend.lowering.plans.profiling import pending_compiles
 from lazy_backend.metrics.recording_costs import Aside

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-import torch
-
 from lazy_backend.diagnostics.history import SyncRecord
 from lazy_backend.diagnostics.limits import GraphLimit
 from lazy_backend.errors import ExecutionNotAllowedError, LazyBackendError, StrictModeError
@@ -33,12 +31,6 @@ class PerThread(threading.local):
 
 
 per_thread = PerThread()
-
-
-def is_one_of_several_ranks() -> bool:
-    """Whether this process is one of several that must record alike."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class Rules:

@@ -46,8 +46,9 @@ from lazy_backend.errors.sites import user_place, user_site, warn_user
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import closures
 from lazy_backend.execution.bindings import bindings_of
-from lazy_backend.execution.rules import is_one_of_several_ranks, per_thread
+from lazy_backend.execution.rules import per_thread
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.collectives.groups import is_one_of_several_ranks
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.ports.autograd_engine import current_node
 from lazy_backend.settings import config

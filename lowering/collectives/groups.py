@@ -18,6 +18,11 @@ from lazy_backend.ports import process_groups
 WORLD = 0
 
 
+def is_one_of_several_ranks() -> bool:
+    """Whether this process is one of several that must record alike."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def group_named(name: str) -> dist.ProcessGroup:
     """The group with this name. Raises if there is none."""
     return process_groups.group_named(name)

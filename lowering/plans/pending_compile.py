@@ -24,6 +24,7 @@ from lazy_backend.lowering.artefacts.artefact import BadArtefact, marked, marks_
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.checks.proof import PlanRefused, Proof
 from lazy_backend.lowering.checks.reproducer import reproducer
+from lazy_backend.lowering.collectives.groups import is_one_of_several_ranks
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
@@ -211,7 +212,12 @@ class PendingCompile:
             self._fail(PlanRefused(marks["refused"]), seconds)
 
     def _verify(self) -> str:
-        return "off" if runs_module_as_is(self.policy.backend) else self.policy.verify
+        """Operators of the program's own may communicate inside, which a trial would do twice: none among ranks."""
+        is_exempt = runs_module_as_is(self.policy.backend)
+        if not is_exempt and is_one_of_several_ranks():
+            known_namespaces = ("aten", "prims", "lazy_backend")
+            is_exempt = any(node.op.namespace not in known_namespaces for node in self.request.stored.get().nodes)
+        return "off" if is_exempt else self.policy.verify
 
     def _keep_marks(self, marks: dict[str, Any]) -> None:
         """Put marks on the artefact on disk, on a thread of their own: no run waits for a disk or a lock."""

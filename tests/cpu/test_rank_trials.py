@@ -83,3 +83,32 @@ def test_without_memory_for_what_was_heard_the_program_goes_on(monkeypatch: pyte
 def test_a_fault_in_a_plan_that_communicates_reaches_no_rank(kind: str, tmp_path: Path) -> None:
     for done in run_ranks(_FAULTY, tmp_path, 2, ["aot_eager", kind, "1"]):
         assert done.returncode == 0, done.stderr[-3000:]
+
+
+_OWN_OPERATOR = (
+    RANK_PROGRAM
+    + """
+config.compile = "foreground"
+config.compile_after_operators = 0 if rank == 0 else 10**9  # so that only one of them would have a trial
+
+
+@torch.library.custom_op("program::total", mutates_args=())
+def total(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+
+total.register_fake(torch.empty_like)
+for step in range(12):
+    y = torch.ops.program.total(torch.full((2,), float(step), device="lazy") * 2) + 1
+    lazy_backend.mark_step()
+    assert y.tolist() == [4.0 * step + 1] * 2, (step, y)
+dist.destroy_process_group()
+"""
+)
+
+
+def test_what_an_operator_of_the_program_sends_is_sent_once(tmp_path: Path) -> None:
+    for done in run_ranks(_OWN_OPERATOR, tmp_path, 2, ["aot_eager"]):
+        assert done.returncode == 0, done.stderr[-3000:]

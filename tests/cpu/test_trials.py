@@ -486,3 +486,17 @@ def test_planted_faults_are_found(block: int) -> None:
 
 def test_the_setting_has_a_help() -> None:
     assert "interpreter" in FLAGS["verify_compiled"].help
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn], ids=["e5m2", "e4m3fn"])
+def test_floats_of_eight_bits_do_not_hide_a_fault(dtype: torch.dtype) -> None:
+    config.compile, config.compile_after_operators = "foreground", 0
+    config.backend = lambda module, examples: lambda *args: tuple(one * 1.5 for one in module(*args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompileWarning)
+        for step in range(5):
+            x = torch.full((4,), 1.0 + step, device="lazy")
+            y = x.to(dtype).float() * 0 + x * 3
+            lazy_backend.mark_step(wait=True)
+            assert y.tolist() == [3 * (1.0 + step)] * 4
+    assert counts() == (0, 1)
