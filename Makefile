@@ -96,11 +96,11 @@ wild: $(WILD)/wild.installed
 	mkdir -p build
 	$(WILD)/bin/python tools/bench.py --wild --markdown --json build/wild.json $(ARGS)
 
-$(WILD)/wild.installed: pyproject.toml constraints.txt tools/wild_requirements.txt
+$(WILD)/wild.installed: pyproject.toml constraints.txt tools/benchmarks/wild_requirements.txt
 	$(PYTHON) -m venv $(WILD)
 	sed '/^pandas==/d; s/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt > $(WILD)/constraints.txt
 	$(WILD)/bin/python -m pip install --no-compile --constraint $(WILD)/constraints.txt \
-		--requirement tools/wild_requirements.txt --editable '.[trainers]'
+		--requirement tools/benchmarks/wild_requirements.txt --editable '.[trainers]'
 	touch $@
 
 conformance: $(VENV)/test.installed

@@ -170,7 +170,7 @@ def test_the_notebook_prints_what_it_shows_but_for_its_figures(tmp_path: Path) -
     code = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
-from notebook import code_cells, printed, run
+from pages.notebook import code_cells, printed, run
 notebook = json.load(open({str(NOTEBOOK)!r}))
 shown = "".join(map(printed, code_cells(notebook)))
 run(notebook)

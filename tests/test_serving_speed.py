@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-import serving_speed  # noqa: E402
-from tables import replace_block  # noqa: E402
+from benchmarks import serving_speed  # noqa: E402
+from shared.tables import replace_block  # noqa: E402
 
 
 @pytest.mark.scenario

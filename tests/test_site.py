@@ -18,8 +18,8 @@ pytest.importorskip("mkdocs", reason="the documentation is not built without `pi
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import docs_hooks  # noqa: E402
 from mkdocs.exceptions import PluginError  # noqa: E402
+from pages import docs_hooks  # noqa: E402
 
 MODULES = ("cache", "computation", "debug", "ir_cache", "metrics")
 

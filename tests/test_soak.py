@@ -23,9 +23,9 @@ def tools_path(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTED = '''
 import os, signal, threading, time
 import torch
-from soak_run import Flatness
-from soak_scenarios import check_losses, keep_little_history, scenario
-from soak_training import PROGRAMS, Training, Twin
+from soak_test.run import Flatness
+from soak_test.scenarios import check_losses, keep_little_history, scenario
+from soak_test.training import PROGRAMS, Training, Twin
 import lazy_backend
 
 lazy_backend.config.backend = "eager"
@@ -200,7 +200,7 @@ def test_every_scenario_runs(tmp_path: Path) -> None:
 
 
 def test_growth_is_that_of_the_trend() -> None:
-    from soak_run import growth
+    from soak_test.run import growth
 
     assert growth([5.0] * 40) == 0.0
     assert growth([5.0, 9.0] * 20) == pytest.approx(0.0)
@@ -210,7 +210,7 @@ def test_growth_is_that_of_the_trend() -> None:
 
 
 def test_a_line_that_was_cut_off_is_no_loss(tmp_path: Path) -> None:
-    from soak_scenarios import read_losses
+    from soak_test.scenarios import read_losses
 
     file = tmp_path / "losses"
     assert read_losses(file) == {}
@@ -229,7 +229,7 @@ def test_a_page_without_markers_is_not_written(tmp_path: Path) -> None:
 
 
 def test_every_scenario_says_what_it_does() -> None:
-    from soak_scenarios import SCENARIOS
+    from soak_test.scenarios import SCENARIOS
 
     for scenario in SCENARIOS.values():
         assert scenario.injected

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import speed_chart  # noqa: E402
-from tables import replace_block  # noqa: E402
+from shared.tables import replace_block  # noqa: E402
 
 
 def run(threads: int) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import wild
-import wild_programs
+from benchmarks import wild, wild_programs
 
 
 @pytest.mark.scenario

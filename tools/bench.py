@@ -26,25 +26,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import block_plans
-import cold
-import compile_time
-import diagnostics
-import rank_loops
-import rank_scaling
-import recording_costs
-import recording_overlap
-import serving_speed
 import torch
-import trainer_loops
-import unmarked
-import wild
-from command_line import names_among
-from contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
-from tables import Result, make_tables, render
-from wild_programs import PROGRAMS
-from workers import Worker, WorkerFailed
-from workloads import WORKLOADS
+from benchmarks import (
+    block_plans,
+    cold,
+    compile_time,
+    diagnostics,
+    rank_loops,
+    rank_scaling,
+    recording_costs,
+    recording_overlap,
+    serving_speed,
+    trainer_loops,
+    unmarked,
+    wild,
+)
+from benchmarks.wild_programs import PROGRAMS
+from shared.command_line import names_among
+from shared.contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
+from shared.tables import Result, make_tables, render
+from shared.workers import Worker, WorkerFailed
+from shared.workloads import WORKLOADS
 
 FIRST_STEPS = 60
 GROWTH_LENGTHS = [100, 1_000, 10_000]

@@ -22,9 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "ir"))
 
-from bench import Worker
+import bench
 from builder import Built, branches, chain
-from contenders import MEMORY_ENVIRONMENT
+from shared.contenders import MEMORY_ENVIRONMENT
+from shared.workers import Worker
 
 from lazy_backend.lowering.interpreter.parallel import ParallelGraphExecutor
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
@@ -116,12 +117,10 @@ def memory_of_a_step() -> Figure:
 
 
 def _peak_bytes(contender: str) -> float:
-    worker = Worker(contender, "gpt-sgd", 1, MEMORY_ENVIRONMENT)
-    try:
+    command = [sys.executable, bench.__file__, "--worker", contender, "--workload", "gpt-sgd"]
+    with Worker(contender, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **MEMORY_ENVIRONMENT}) as worker:
         worker.ask("start", steps=5)
         found = worker.ask("memory", steps=5)
-    finally:
-        worker.close()
     return float(found["live"] + found["rise"])
 
 

@@ -33,12 +33,12 @@ from typing import Any
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
-from checkout import ROOT, commit
-from command_line import names_among
-from conformance_cases import DATABASES, MODES, VARIANTS, Case, baseline_of, list_cases, parse_case
-from conformance_checks import Result, run_case
-from conformance_tables import Record, summary, write_document
-from conformance_targets import TARGETS
+from conformance_suite.cases import DATABASES, MODES, VARIANTS, Case, baseline_of, list_cases, parse_case
+from conformance_suite.checks import Result, run_case
+from conformance_suite.tables import Record, summary, write_document
+from conformance_suite.targets import TARGETS
+from shared.checkout import ROOT, commit
+from shared.command_line import names_among
 from tqdm import tqdm
 
 DEFAULT_RESULTS = ROOT / "build" / "conformance.jsonl"

@@ -3,9 +3,9 @@
     make test-cuda-compile
     python tools/cuda_compile.py --steps mlp,lstm
 
-In: a CUDA build of PyTorch, no GPU. Out: a row for each step of `gpu_training.py`; exit status 0 if all is well: every
+In: a CUDA build of PyTorch, no GPU. Out: a row for each step of `gpu/training.py`; exit status 0 if all is well: every
 kernel that Inductor wrote was compiled to machine code, keys name capability and driver, the artefact was loaded up to
-the driver (`absent_gpu.py`), and, found again by its key in a second process and loaded with `TRITON_INTERPRET=1`, it
+the driver (`gpu/absent.py`), and, found again by its key in a second process and loaded with `TRITON_INTERPRET=1`, it
 agrees with the graph's operators by the trial that every compiled step has to pass (`lowering/plans/trial.py`).
 """
 
@@ -17,14 +17,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checkout import ROOT
-from command_line import names_among
-from gpu_training import GPU_WORKLOADS
-from tables import Result, Table
-from workers import WorkerFailed, returned_by
+from gpu.training import GPU_WORKLOADS
+from shared.checkout import ROOT
+from shared.command_line import names_among
+from shared.tables import Result, Table
+from shared.workers import WorkerFailed, returned_by
 
 try:
-    from absent_gpu import TARGETS
+    from gpu.absent import TARGETS
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -54,7 +54,9 @@ def _measure(step: str, target: str, folder: Path) -> tuple[Result, Result]:
     results = []
     for call, further in (("compiled", {}), ("interpreted", {"TRITON_INTERPRET": "1"})):
         own = {"TORCHINDUCTOR_CACHE_DIR": str(folder / call), "TRITON_CACHE_DIR": str(folder / f"{call}-triton")}
-        results.append(returned_by(f"cuda_steps.{call}({step!r}, {target!r})", {**environment, **own, **further}, 1))
+        results.append(
+            returned_by(f"gpu.compiled_steps.{call}({step!r}, {target!r})", {**environment, **own, **further}, 1)
+        )
     return results[0], results[1]
 
 

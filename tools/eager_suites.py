@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkout import ROOT
-from command_line import names_among
+from shared.checkout import ROOT
+from shared.command_line import names_among
 
 sys.path.insert(0, str(ROOT / "tests" / "ground"))
 

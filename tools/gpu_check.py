@@ -31,13 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkout import ROOT, commit, sources
-from command_line import names_among
-from gpu_contenders import GPU_CONTENDERS, LAZY_CONTENDERS, serve
-from gpu_results import TESTS_KEY, GpuResults, bench_key, failures, make_gpu_tables, smoke_key
-from gpu_smoke import CHECKS
-from gpu_training import GPU_WORKLOADS, Scale, fitting_batch
-from workers import Reply, Worker, WorkerFailed, limited
+from gpu.contenders import GPU_CONTENDERS, LAZY_CONTENDERS, serve
+from gpu.results import TESTS_KEY, GpuResults, bench_key, failures, make_gpu_tables, smoke_key
+from gpu.smoke import CHECKS
+from gpu.training import GPU_WORKLOADS, Scale, fitting_batch
+from shared.checkout import ROOT, commit, sources
+from shared.command_line import names_among
+from shared.workers import Reply, Worker, WorkerFailed, limited
 
 # Contenders that start side by side. The first ones have the goals; the last one tries kernels on the GPU to choose
 # the fastest, and would choose wrongly beside others.
@@ -113,7 +113,7 @@ def missing() -> list[str]:
 
 def paths() -> dict[str, str]:
     """Where programs find lazy_backend without its installation."""
-    stand_ins = [str(ROOT / "tools" / "stand_ins")] if missing() else []
+    stand_ins = [str(ROOT / "tools" / "gpu" / "stand_ins")] if missing() else []
     before = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), *before, *stand_ins])}
 

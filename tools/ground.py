@@ -28,9 +28,9 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from checkout import ROOT, commit
-from tables import Table
-from workers import Reply, Worker, WorkerFailed, answer_commands
+from shared.checkout import ROOT, commit
+from shared.tables import Table
+from shared.workers import Reply, Worker, WorkerFailed, answer_commands
 
 Rows = dict[str, str]
 
@@ -274,7 +274,7 @@ def _gpt_steps() -> Reply:
 
     The latter also of the graphs of two other trainings.
     """
-    from workloads import WORKLOADS, make_training
+    from shared.workloads import WORKLOADS, make_training
 
     import lazy_backend
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import serving_speed
-from tables import replace_block
+from benchmarks import serving_speed
+from shared.tables import replace_block
 
 import lazy_backend  # noqa: F401 - its ports are declared as it is imported
 from lazy_backend.ports.port import ports

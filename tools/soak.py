@@ -5,8 +5,9 @@
     python tools/soak.py --only interrupt,fork --minutes 5 --seed 7
 
 In: flags. Out: a table on stdout, or between the markers of a page; all figures as JSON, written as the soak goes on.
-The exit status is 1 if anything failed. Each scenario of soak_scenarios.py runs in a process of its own, with its own
-folders for temporary files and compiled graphs. One that gives no sign of life counts as hung, and its stacks are kept.
+The exit status is 1 if anything failed. Each scenario of soak_test/scenarios.py runs in a process of its own, with its
+own folders for temporary files and compiled graphs. One that gives no sign of life counts as hung, and its stacks are
+kept.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import soak_run
 import torch
-from soak_run import MARK, Record, Run, show_stacks_on_signal, tail
-from soak_scenarios import SCENARIOS, Scenario
+from shared.workers import finding_tools, give_recorder
+from soak_test import run as soak_run
+from soak_test.run import MARK, Record, Run, show_stacks_on_signal, tail
+from soak_test.scenarios import SCENARIOS, Scenario
 from tqdm import tqdm
-from workers import give_recorder
 
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 
@@ -65,7 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def load_scenarios(file: Path | None) -> dict[str, Scenario]:
-    """The scenarios of `file`, which fills `soak_scenarios.SCENARIOS`; all usual ones without it."""
+    """The scenarios of `file`, which fills `soak_test.scenarios.SCENARIOS`; all usual ones without it."""
     if file is not None:
         SCENARIOS.clear()
         spec = importlib.util.spec_from_file_location("own_scenarios", file)
@@ -121,7 +122,7 @@ def start_scenario(name: str, seconds: float, chosen: argparse.Namespace, folder
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, __file__, "--run-one", name, *options, *own],
-            env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
+            env=finding_tools({"OMP_NUM_THREADS": "1", **os.environ, **variables}),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

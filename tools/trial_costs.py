@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from tables import Table
-from workloads import WORKLOADS, make_training
+from shared.tables import Table
+from shared.workloads import WORKLOADS, make_training
 
 import lazy_backend
 from lazy_backend import config, metrics

@@ -63,11 +63,11 @@ def test_a_sample_of_operators_does_what_eager_does(tmp_path: Path) -> None:
         """
 import warnings, zlib
 warnings.simplefilter("ignore")
-from conformance_cases import list_cases, operators
-from conformance_checks import Mismatch, compare_targets, make_programs
-from conformance_programs import spread
-from conformance_reasons import UNINITIALIZED
-from conformance_targets import Lazy, Target
+from conformance_suite.cases import list_cases, operators
+from conformance_suite.checks import Mismatch, compare_targets, make_programs
+from conformance_suite.programs import spread
+from conformance_suite.reasons import UNINITIALIZED
+from conformance_suite.targets import Lazy, Target
 
 class Behind(Target):
     device = "small"

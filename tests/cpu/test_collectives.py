@@ -727,7 +727,7 @@ def test_ranks_after_a_failure(case: str, is_told: bool, tmp_path: Path) -> None
 @pytest.mark.parametrize("count", [2, 100])
 def test_the_rank_that_goes_astray_finds_it_out(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tools"))
-    from rank_scaling import simulate
+    from benchmarks.rank_scaling import simulate
 
     result = simulate(count)
     ((rank, error),) = result["found"].items()

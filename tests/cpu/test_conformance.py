@@ -107,7 +107,7 @@ def test_the_published_page_says_of_which_commit_and_databases_it_is() -> None:
 
 def test_the_published_page_has_what_the_tool_says_of_values_that_operators_refuse() -> None:
     section = PAGE.read_text().partition("### Values that operators refuse")[2].partition("## Every entry")[0]
-    assert section.strip() in (TOOLS / "conformance_tables.py").read_text()
+    assert section.strip() in (TOOLS / "conformance_suite" / "tables.py").read_text()
 
 
 def databases_of_page() -> str:
@@ -146,7 +146,7 @@ def test_differences_are_noticed() -> None:
     run_program(
         """
 import torch
-from conformance_checks import same_bits
+from conformance_suite.checks import same_bits
 nan, zero = float("nan"), 0.0
 assert same_bits(torch.tensor([nan, 1.0]), torch.tensor([-nan, 1.0]))
 assert not same_bits(torch.tensor([nan, 1.0]), torch.tensor([1.0, nan]))
@@ -161,10 +161,10 @@ def test_a_program_that_does_something_else_is_noticed() -> None:
     run_program(
         """
 import torch
-from conformance_checks import Mismatch, Tolerance, _check_program
-from conformance_cases import parse_case
-from conformance_programs import Program
-from conformance_targets import TARGETS
+from conformance_suite.checks import Mismatch, Tolerance, _check_program
+from conformance_suite.cases import parse_case
+from conformance_suite.programs import Program
+from conformance_suite.targets import TARGETS
 from collections import Counter
 
 case, lazy = parse_case("op/add/forward/float32/interpreted"), TARGETS["lazy"]()

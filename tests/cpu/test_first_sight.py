@@ -815,11 +815,11 @@ def test_an_operator_without_a_fake_gets_its_operands_values() -> None:
 
 
 def tool(name: str) -> ModuleType:
-    """A module of the folder `tools`, which is no package."""
+    """A module of `tools/shared`."""
     found = sys.modules.get(f"tools_{name}")
     if found is None:
         spec = importlib.util.spec_from_file_location(
-            f"tools_{name}", Path(__file__).resolve().parents[2] / "tools" / f"{name}.py"
+            f"tools_{name}", Path(__file__).resolve().parents[2] / "tools" / "shared" / f"{name}.py"
         )
         assert spec is not None
         assert spec.loader is not None

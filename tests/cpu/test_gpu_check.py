@@ -15,17 +15,17 @@ import pytest
 TOOLS = Path(__file__).resolve().parent.parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 
+from gpu.contenders import slow_steps  # noqa: E402
+from gpu.results import GpuResults, failures, make_gpu_tables  # noqa: E402
+from gpu.training import GPT2, Scale, fitting_batch, gpt2_size  # noqa: E402
 from gpu_check import Budget, GpuCheck, GpuPlan  # noqa: E402
-from gpu_contenders import slow_steps  # noqa: E402
-from gpu_results import GpuResults, failures, make_gpu_tables  # noqa: E402
-from gpu_training import GPT2, Scale, fitting_batch, gpt2_size  # noqa: E402
-from workers import Worker, WorkerFailed  # noqa: E402
+from shared.workers import Worker, WorkerFailed  # noqa: E402
 
 # What answers in place of a contender: one that works, and ways to fail. Imports no torch.
 PRETENDER = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(TOOLS)!r})
-from workers import answer_commands
+from shared.workers import answer_commands
 
 name, speed = sys.argv[1], {{"captured": 1.0, "lazy": 1.5, "reduce-overhead": 2.0}}.get(sys.argv[1], 3.0)
 losses = [2.0, 1.5, float("nan") if name == "compile" else 1.0]
@@ -232,7 +232,7 @@ def test_a_worker_that_did_not_answer_is_gone() -> None:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The imitations in place of the packages, as on a machine that has neither."""
     names = ("cachetools", "platformdirs")
-    monkeypatch.syspath_prepend(TOOLS / "stand_ins")
+    monkeypatch.syspath_prepend(TOOLS / "gpu" / "stand_ins")
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     yield
     for name in names:
@@ -272,7 +272,7 @@ def test_the_package_works_with_stand_ins(tmp_path: Path) -> None:
     """
     import os
 
-    paths = os.pathsep.join([str(TOOLS / "stand_ins"), str(TOOLS.parent)])
+    paths = os.pathsep.join([str(TOOLS / "gpu" / "stand_ins"), str(TOOLS.parent)])
     environment = {**os.environ, "PYTHONPATH": paths, "LAZY_BACKEND_CACHE_DIR": str(tmp_path / "cache")}
     (tmp_path / "cache").mkdir(mode=0o700)
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True, timeout=120)

@@ -17,7 +17,7 @@ from lazy_backend import metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from workloads import GPT, WORKLOADS, GPTSize, Training, Workload, make_training
+from shared.workloads import GPT, WORKLOADS, GPTSize, Training, Workload, make_training
 
 SIZE = GPTSize(layers=2, width=16, heads=2, vocabulary=32, length=8, batch=2)
 

@@ -29,11 +29,11 @@ def test_operators_do_what_eager_does(mode: str, variant: str, monkeypatch: pyte
     pytest.importorskip("expecttest", reason="torch.testing's databases need expecttest")
     # which they do when they are imported, for the whole process: other tests set these flags
     monkeypatch.setattr(torch.backends, "disable_global_flags", lambda: None)
-    from conformance_cases import Case, list_cases, operators
-    from conformance_checks import Mismatch, compare_targets, make_programs
-    from conformance_programs import spread
-    from conformance_reasons import UNINITIALIZED
-    from conformance_targets import Lazy, Target
+    from conformance_suite.cases import Case, list_cases, operators
+    from conformance_suite.checks import Mismatch, compare_targets, make_programs
+    from conformance_suite.programs import spread
+    from conformance_suite.reasons import UNINITIALIZED
+    from conformance_suite.targets import Lazy, Target
 
     class Behind(Target):
         """Eager on the device behind the lazy one."""

@@ -1,0 +1,1 @@
+"""Measurements of `bench.py` beside its workloads: a module for each option."""

@@ -1,0 +1,1 @@
+"""Parts of `gpu_check.py` and `cuda_compile.py`: trainings, contenders, results, and a GPU that is not there."""

@@ -1,0 +1,1 @@
+"""Parts of the documentation: hooks of MkDocs and the notebook's outputs."""

@@ -1,0 +1,1 @@
+"""Parts that several tools use: trainings, contenders, processes that measure, tables."""

@@ -1,0 +1,1 @@
+"""Parts of `soak.py`: scenarios, each in a process of its own, and the trainings within them."""
