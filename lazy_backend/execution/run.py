@@ -24,6 +24,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -46,6 +47,7 @@ from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.ir.ranges import is_profiling, profiled
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.lowering.plans.profiling import ExecutionPlan
+from lazy_backend.lowering.plans.trial import Trial
 from lazy_backend.settings import config
 from lazy_backend.tensors.locks import DeviceRun, Work
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
@@ -248,9 +250,17 @@ class Async(Work):
             with_runs(backing, self._execute)
 
     def _execute(self) -> None:
-        plan = self.plan
         beside = self.beside
-        outputs = self._computed() if beside is None or not beside.has_begun else self._results(beside)
+        if beside is not None and beside.has_begun:
+            self._deliver(self._results(beside))
+        elif isinstance(self.plan, Trial):
+            self._computed(partial(self.plan.execute, deliver=self._deliver))
+        else:
+            self._deliver(self._computed(self.plan.execute))
+
+    def _deliver(self, outputs: list[torch.Tensor]) -> None:
+        """Give the results to the storages that wait for them. Empties the list."""
+        plan = self.plan
         if plan.num_runs:
             plan.shortest_run = min(plan.shortest_run, self.seconds)
         plan.num_runs += 1
@@ -277,16 +287,16 @@ class Async(Work):
         self.plan.overlap.note(self.seconds, self.waited)
         return outputs
 
-    def _computed(self) -> list[torch.Tensor]:
+    def _computed(self, execute: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
         inputs = self._plain_inputs() or self._inputs()
         self.parameters_data.clear()
         self.began = perf_counter()
         collectives = self.cached_computation.computation.collectives
         if collectives is None:
-            outputs = self.plan.execute(inputs, self.constants, self.seeds)
+            outputs = execute(inputs, self.constants, self.seeds)
         else:
             with agreements.announced(collectives) as announcement:
-                outputs = self.plan.execute(inputs, self.constants, self.seeds)
+                outputs = execute(inputs, self.constants, self.seeds)
             self.collective_seconds = announcement.seconds
         self.seconds = perf_counter() - self.began
         return outputs

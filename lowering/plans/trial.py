@@ -15,14 +15,18 @@ stays interpreted, users are warned, and the artefact says so too.
 A symbolic plan has a trial for each class of its sizes (`Proof`). A plan that communicates hears in its trial what the
 interpreter heard (Note [Trials do not communicate]).
 
-A trial that is interrupted has no verdict: the next run is another one. An error of the interpreter is the program's
-own, and no verdict either; an error of the plan alone counts like results that differ. A plan for whose trial the
-device has no memory is used untried, and counted.
+A trial that is interrupted has no verdict: the next run is another one. The interpreter has written the step's tensors
+by then, so its results are delivered before the plan runs: an interruption of what only the comparison needs loses
+none. An error of the interpreter is the program's own, and no verdict either; an error of the plan alone counts like
+results that differ, unless a signal handler raised it. A plan for whose trial the device has no memory is used untried,
+and counted.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -96,16 +100,20 @@ class Trial:
         """None: the interpreter needs Python."""
 
     def execute(
-        self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]
+        self,
+        inputs: list[torch.Tensor],
+        constants: Sequence[float],
+        seeds: Sequence[int],
+        deliver: Callable[[list[torch.Tensor]], None] = lambda outputs: None,
     ) -> list[torch.Tensor]:
-        """TriedRun once. Takes ownership of `inputs`."""
+        """Run once. Takes ownership of `inputs`. `deliver` gets the outputs before the plan is tried."""
         with torch.no_grad():
             given = self._with_copies(inputs)
             originals = self._with_copies(given) if self._plan.proof.is_suspected else None
             written = [inputs[place] for place in self._copied]
             conversation = Conversation(self._heard)
             with conversation.joined() as sent:
-                outputs = self._interpreter.execute(inputs, constants, seeds)
+                deliver((outputs := self._interpreter.execute(inputs, constants, seeds)).copy())
             start = perf_counter()
             self._sent = tuple(sent)
             ours = [*outputs, *written, *sent.values()]
@@ -144,6 +152,8 @@ class Trial:
             proof.mode = "off"
             return "unverified"
         except Exception as error:
+            if _is_from_signal_handler(error):
+                raise
             wrong = f"{type(error).__name__}: {error}"
         if not wrong:
             proof.agree(self._sizes)
@@ -186,8 +196,10 @@ class Trial:
                 with Conversation(run.heard).joined() as sent, mode:
                     further = [*interpreter.execute(moved, run.constants, run.seeds), *written]
                 further += sent.values()
-            except NodeError:  # a value that was moved out of an operator's domain
-                continue
+            except NodeError as error:
+                if _is_from_signal_handler(error):
+                    raise
+                continue  # a value was moved out of an operator's domain
             for place in suspects:
                 spreads[place].add(further[place])
             found = {place: spreads[place].unexplained(theirs[place], eps) for place in suspects}
@@ -211,6 +223,14 @@ class Trial:
             lines.append(f"{values[place].meta} differs{apart}: {maker}")
         further = len(ordered) - len(lines)
         return "\n  ".join([*lines, f"and {further} more"] if further else lines)
+
+
+def _is_from_signal_handler(error: Exception) -> bool:
+    """Whether a signal handler of the program raised an error or its cause, in the midst of a call."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = [getattr(getattr(one, "__func__", one), "__code__", None) for one in handlers]
+    tracebacks = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
+    return any(frame.f_code in codes for one in tracebacks for frame, _ in traceback.walk_tb(one))
 
 
 def _copied_inputs(graph: Graph) -> tuple[int, ...]:

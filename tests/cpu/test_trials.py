@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import re
+import signal
 import threading
 import warnings
 from collections import Counter
@@ -13,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_python
+from harness import count, run_python
+from interruption import Interrupted, interrupt, places_of, raise_interrupted
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -165,6 +169,85 @@ def test_an_interrupted_trial_has_no_verdict(monkeypatch: pytest.MonkeyPatch) ->
             step(x)
     step(x)
     assert counts() == (1, 0)
+
+
+def lines_that_lose_results() -> set[str]:
+    """The lines at which an exception leaves a step's write done and its result lost."""
+    weight = torch.ones(()).to("lazy")
+    made: list[torch.Tensor] = []
+
+    def step() -> None:
+        made[:] = [weight * 3]
+        weight.add_(1)
+        lazy_backend.mark_step()
+
+    for _ in range(4):
+        step()
+    found = set()
+    for place, number in places_of(step).items():
+        for time in {1, number}:
+            made.clear()
+            before = weight.cpu()
+            with contextlib.suppress(Interrupted):
+                interrupt(step, place, time, raise_interrupted)
+            with contextlib.suppress(lazy_backend.LazyBackendError):
+                lazy_backend.wait_device_ops()
+            if is_written := not torch.equal(weight.cpu(), before):
+                assert torch.equal(weight.cpu(), before + 1), place
+            try:
+                assert all(torch.equal(one.cpu(), before * 3) for one in made), place
+            except lazy_backend.LazyBackendError:
+                if is_written:
+                    found.add(f"{place[0]}:{place[1]}")
+    return found
+
+
+def test_an_exception_at_any_line_of_a_trial_loses_no_result_of_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config.run_in_background = "never"
+    config.compile = "off"
+    interpreted = lines_that_lose_results()
+    assert interpreted  # a run that is interrupted after a write
+    config.compile, config.verify_compiled = "foreground", "always"
+    monkeypatch.setattr(rounding, "is_suspect", lambda *found: True)  # runs with moved roundings, too
+    agreed = Proof.agree
+
+    def still_suspected(proof: Proof, sizes: Sequence[int]) -> None:
+        agreed(proof, sizes)
+        proof.is_suspected = True
+
+    monkeypatch.setattr(Proof, "agree", still_suspected)
+    with count("PlanAgreed") as agreements:
+        lost = lines_that_lose_results()
+    assert agreements() > 100
+    assert lost <= interpreted
+
+
+def test_an_error_of_a_signal_handler_is_no_fault_of_the_plan() -> None:
+    def interrupted(node: fx.Node, made: Any, args: Sequence[Any]) -> Any:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        return made
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeoutError("out of time")
+
+    config.run_in_background = "never"
+    config.backend = with_fault(interrupted)
+    signals = [signal.SIGUSR1]
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        x = torch.ones(2).to("lazy")
+        result = x * 2 + 1
+        with pytest.raises(lazy_backend.ExecutionError, match="out of time"):
+            lazy_backend.mark_step(wait=True)
+        assert result.tolist() == [3.0, 3.0]
+        assert not signals
+        assert [metrics.counter_value(name) for name in ("PlanAgreed", "PlanSuspected")] == [0, 0]
+        step(x)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_bias_before_a_batch_norm_is_not_the_compilers_fault() -> None:
