@@ -31,7 +31,7 @@ from lazy_backend.cache.entry import BrokenEntry
 from lazy_backend.cache.folder import VARIABLE, CacheRefused, default_directory
 from lazy_backend.cache.reports import bytes_text, count
 from lazy_backend.errors import CacheError, CacheWarning
-from lazy_backend.lowering.artefacts.artefact import kind_of, text_in
+from lazy_backend.lowering.artefacts.artefact import header_bytes, kind_of, text_in
 from lazy_backend.lowering.artefacts.environment import misfit
 from lazy_backend.settings import config
 
@@ -171,15 +171,22 @@ def repro(arguments: argparse.Namespace) -> int:
     number = 0
     for cache in [open_cache(readonly=True), *shared_caches()]:
         for entry in cache:
-            start = cache.start_of_payload(entry.hash, START)
-            script = text_in(start, "script")
-            if script is None or not entry.hash.startswith((arguments.hash or "").lower()):
+            header = header_in(cache, entry)
+            script, why_not = text_in(header, "script"), text_in(header, "no_script")
+            if not (script or why_not) or not entry.hash.startswith((arguments.hash or "").lower()):
                 continue
             number += 1
-            print(script if arguments.hash else f"{entry.hash[:HASH_DIGITS]}  {text_in(start, 'refused')}")
+            refusal = f"{entry.hash[:HASH_DIGITS]}  {text_in(header, 'refused')}"
+            print(refusal if not arguments.hash else script or f"# {refusal}\n# no program shows it: {why_not}")
     if not number:
         print("no such graph was refused", file=sys.stderr)
     return 0 if number else 1
+
+
+def header_in(cache: DiskCache, entry: Entry) -> bytes:
+    """The header of an artefact, and nothing that matters of other entries."""
+    start = cache.start_of_payload(entry.hash, START)
+    return start if len(start) < START else cache.start_of_payload(entry.hash, header_bytes(start))
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -262,7 +269,7 @@ def shared_caches() -> list[DiskCache]:
 
 def line(cache: DiskCache, entry: Entry, now: float) -> str:
     used, age = age_text(now - entry.last_used), age_text(now - entry.created)
-    kind = kind_of(cache.start_of_payload(entry.hash, START)) or "?"
+    kind = kind_of(header_in(cache, entry)) or "?"
     figures = f"{bytes_text(entry.size):>9} {age:>6} {used:>6}  {kind:7}"
     return f"{entry.hash[:HASH_DIGITS]} {figures}  {graph_text(entry)}"
 

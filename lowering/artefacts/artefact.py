@@ -72,6 +72,11 @@ def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     return header, blobs
 
 
+def header_bytes(start: bytes) -> int:
+    """How many bytes of an artefact its header takes, from the first eight."""
+    return 8 + int(struct.unpack_from("<Q", start)[0])
+
+
 def text_in(start: bytes, name: str) -> str | None:
     """A text of an artefact's header, from its first bytes; None if these are too few, or no artefact's."""
     try:

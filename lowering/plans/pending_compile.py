@@ -23,7 +23,7 @@ from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.lowering.artefacts.artefact import BadArtefact, marked, marks_of
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.checks.proof import PlanRefused, Proof
-from lazy_backend.lowering.checks.reproducer import reproducer
+from lazy_backend.lowering.checks.reproducer import NotReproducible, reproducer
 from lazy_backend.lowering.collectives.groups import is_one_of_several_ranks
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
@@ -233,7 +233,10 @@ class PendingCompile:
         """Keep it with what a search has found, and a program that shows it: of one node, if that is wrong `alone`."""
         marks, request = {"refused": str(refusal), **(found or {})}, self.request
         with contextlib.suppress(Exception):  # the refusal is kept whatever a program cannot be written of
-            marks["script"] = reproducer(request.stored.get(), request.constants, str(refusal), alone)
+            try:
+                marks["script"] = reproducer(request.stored.get(), request.constants, str(refusal), alone)
+            except NotReproducible as reason:
+                marks["no_script"] = str(reason)
         self._keep_marks(marks)
 
     def _succeed(self, plan: CompiledPlan, stage: str, seconds: float, seen: Sequence[str] = ()) -> None:
