@@ -238,7 +238,8 @@ struct Task {{
           symbols(sizes.num_symbols) {{}}
 
     // Takes one list of arguments, and empties it. False if a Python exception is set.
-    bool read(PyObject* arguments) {{
+    // `detaches`: for a run without the GIL.
+    bool read(PyObject* arguments, bool detaches) {{
         const Py_ssize_t num_arguments = sizes.num_symbols + sizes.num_tensors;
         if (!PyList_Check(arguments) || PyList_GET_SIZE(arguments) != num_arguments) {{
             PyErr_SetString(PyExc_RuntimeError, "a compiled graph was called with other arguments than it has");
@@ -248,10 +249,18 @@ struct Task {{
             symbols[i] = PyLong_AsLongLong(PyList_GET_ITEM(arguments, i));
         if (PyErr_Occurred()) return false;
         PyObject* tensors = PyList_GetSlice(arguments, sizes.num_symbols, num_arguments);
-        return take(tensors, frame.t.data()) && !PyList_SetSlice(arguments, 0, num_arguments, nullptr);
+        if (!take(tensors, frame.t.data()) || PyList_SetSlice(arguments, 0, num_arguments, nullptr)) return false;
+        try {{
+            if (detaches) detach();
+        }} catch (const std::exception& raised) {{
+            PyErr_SetString(PyExc_RuntimeError, raised.what());
+            return false;
+        }}
+        return true;
     }}
 
-    // Replaces the tensors by others over the same memory, which no object of Python belongs to.
+    // Replaces the tensors by others over the same memory, which no object of Python belongs to: to let go of one that
+    // has an object, PyTorch takes the GIL.
     void detach() {{
         for (Py_ssize_t i = 0; i < sizes.num_tensors; i++) {{
             AtenTensorHandle tensor = frame.t[i];
@@ -310,9 +319,9 @@ static const double short_run = 3e-5;
 // long and leave nothing to Python; else null.
 static PyObject* enter(PyObject* arguments, const Computation& computation, std::atomic<double>* latest) {{
     Task task(computation);
-    if (!task.read(arguments)) return nullptr;
-    PyThreadState* state = latest && *latest < short_run ? nullptr : PyEval_SaveThread();
-    const bool gives_up = state;
+    const bool gives_up = !latest || *latest >= short_run;
+    if (!task.read(arguments, gives_up)) return nullptr;
+    PyThreadState* state = gives_up ? PyEval_SaveThread() : nullptr;
     const double began = now();
     task.compute(state, computation.sizes.num_threads);
     if (latest) *latest = std::min(now() - began, 2 * *latest);  // one that was interrupted says little
@@ -456,13 +465,7 @@ static PyObject* begin(PyObject* given, const Computation& computation) {{
     if (!to) return nullptr;
     const int own_threads = computation.sizes.num_threads;
     OwnJob* job = new OwnJob(to, computation, own_threads ? own_threads : num_threads);
-    bool is_ready = job->task.read(arguments);
-    try {{
-        if (is_ready) job->task.detach();
-    }} catch (const std::exception& raised) {{
-        PyErr_SetString(PyExc_RuntimeError, raised.what());
-        is_ready = false;
-    }}
+    const bool is_ready = job->task.read(arguments, true);
     if (!is_ready || PyList_GET_SIZE(jobs)) {{
         delete job;
         return is_ready ? Py_NewRef(Py_None) : nullptr;
