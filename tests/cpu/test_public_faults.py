@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional as F
 
 import lazy_backend
@@ -272,6 +273,13 @@ def test_programs_that_are_declined(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_alone(name: str) -> None:
+    assert_right_alone(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_by_inductor_with_all_its_defects(name: str) -> None:
+    config.backend = compile_fx  # as a backend that this package knows nothing of, whose defects it does not mend
     assert_right_alone(name)
 
 
