@@ -102,7 +102,10 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, math.inf)) if tensor.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)  # ten times as fast as `vector_norm`, and NaN if one is
+    return max(high.item(), -low.item())
 
 
 def coarsest_eps(graph: Graph) -> float:
