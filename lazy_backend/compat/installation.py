@@ -50,6 +50,7 @@ from lazy_backend.recording import handlers, record
 from lazy_backend.recording.attention import install_attention
 from lazy_backend.recording.native import native_recorder
 from lazy_backend.recording.recurrent import install_recurrent
+from lazy_backend.recording.recurrent_cells import install_cells
 from lazy_backend.recording.sparse_operators import install_sparse
 from lazy_backend.replay import accounts
 from lazy_backend.settings import config
@@ -82,6 +83,7 @@ def install() -> None:
     handlers.install_factories(_library[0])
     install_attention(_library[0])
     install_recurrent(_library[0])
+    install_cells(_library[0])
     install_sparse(_library[0])
     install_serialization()
     bundles.join_compiler_bundles("lazy_backend", used_entries, take_entry)

@@ -143,8 +143,8 @@ class _StepsFunction(torch.autograd.Function):
         *operands, states, gates, inner = ctx.saved_tensors
         if all(one is None for one in asked):
             return (None,) * 7
-        if _wants_composed():
-            return None, *_again(functools.partial(_steps_again, ctx.way), operands, asked)
+        if is_differentiated_again():
+            return None, *computed_again(functools.partial(_steps_again, ctx.way), operands, asked)
         _, hx, cx, w_hh, _, w_hr = operands
         given = (*asked, *(None,) * (3 - len(asked)), hx, cx, w_hh, w_hr, states, gates, inner)
         found = recurrent_operator("recurrent_steps_backward")(*given, *_options(ctx.way))
@@ -177,8 +177,8 @@ class _OneDnnFunction(torch.autograd.Function):
         operands = saved[:7]
         if all(one is None for one in asked):
             return (None,) * 8
-        if _wants_composed():
-            return None, *_again(functools.partial(_onednn_again, ctx.way), operands, asked)
+        if is_differentiated_again():
+            return None, *computed_again(functools.partial(_onednn_again, ctx.way), operands, asked)
         found = recurrent_operator("onednn_lstm_backward")(*asked, *saved, ctx.way.is_reverse)
         of_input, of_w_ih, of_w_hh, of_b_ih, of_b_hh, of_hx, of_cx = found
         of_biases = (of_b_ih, of_b_hh) if operands[5] is not None else (None, None)
@@ -206,12 +206,12 @@ def _onednn_again(
     return torch.mkldnn_rnn_layer(*given)[:3]
 
 
-def _wants_composed() -> bool:
+def is_differentiated_again() -> bool:
     """Whether the gradients are differentiated again, or a batch of gradients is computed at once."""
     return torch.is_grad_enabled() or active_transform() is not None
 
 
-def _again(
+def computed_again(
     run: Callable[..., tuple[torch.Tensor, ...]], operands: Sequence[Any], asked: Sequence[Any]
 ) -> list[torch.Tensor | None]:
     """The gradients of all operands, of results that `run` computes again from operators with all derivatives."""
@@ -283,7 +283,7 @@ def _steps_layer(input: torch.Tensor, state: State, weights: _Weights, way: _Way
     gates = functional.linear(input, weights.w_ih, weights.b_ih)
     hx, cx = state if len(state) == 2 else (*state, None)
     given = (gates, hx, cx, weights.w_hh, weights.b_hh, weights.w_hr)
-    if _tracks(given):
+    if tracks(given):
         return plain_apply(_StepsFunction)(way, *given)  # type: ignore[no-any-return]
     found = recurrent_operator("recurrent_steps")(*given, *_options(way))
     return tuple(found[: 1 + len(state)])
@@ -293,12 +293,12 @@ def _onednn_layer(input: torch.Tensor, state: State, weights: _Weights, way: _Wa
     given = (input, *state, weights.w_ih, weights.w_hh, weights.b_ih, weights.b_hh)
     if autocast_state.is_casting():
         given = tuple(cast_to_lower(given))
-    if _tracks(given):
+    if tracks(given):
         return plain_apply(_OneDnnFunction)(way, *given)  # type: ignore[no-any-return]
     return tuple(_onednn(way, given, keeps=torch.is_grad_enabled())[:3])
 
 
-def _tracks(operands: Sequence[Any]) -> bool:
+def tracks(operands: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in operands)
 
 
@@ -318,17 +318,17 @@ def _call(stack: _Stack, input: torch.Tensor, states: Sequence[Any], params: Seq
     operands = (input, *states, *params)
     onednn = not stack.batch_sizes and _onednn_takes(stack.kind, input, states)
     casts = autocast_state.is_casting()
-    if not (input.numel() and _are_plain(operands)):
+    if not (input.numel() and are_plain(operands)):
         if casts and (onednn or has_kernel("aten::_cudnn_rnn", contexts.backing().key)):  # fused kernels take one dtype
             input, states, params = cast_to_lower([input, states, params])
         return _run_layers(stack, _composed_layer, input, states, params)
-    if onednn and (stack.dropout or casts or _tracks(operands)):
+    if onednn and (stack.dropout or casts or tracks(operands)):
         states = [state.contiguous() for state in states]
         return _run_layers(stack, _onednn_layer, input.contiguous(), states, params)
     if casts:
         return _run_layers(stack, _composed_layer, input, states, params)
     are_trained = params[0].requires_grad
-    if stack.dropout or _tracks(operands) or any(one.requires_grad != are_trained for one in params):
+    if stack.dropout or tracks(operands) or any(one.requires_grad != are_trained for one in params):
         return _run_layers(stack, _steps_layer, input, states, params)
     options = (stack.kind, stack.has_biases, stack.num_layers, stack.bidirectional, torch.is_grad_enabled())
     given = (input, list(states), list(params), list(stack.batch_sizes))
@@ -336,7 +336,7 @@ def _call(stack: _Stack, input: torch.Tensor, states: Sequence[Any], params: Seq
     return tuple(found[: 1 + len(states)])
 
 
-def _are_plain(operands: Sequence[Any]) -> bool:
+def are_plain(operands: Sequence[Any]) -> bool:
     """Whether the operators on layers take these operands, and have all derivatives that are asked for."""
     if contexts.backing_type() != "cpu":  # that of another device would be PyTorch's, as `_cudnn_rnn`
         return False

@@ -60,6 +60,7 @@ from lazy_backend.lowering.ir.overlap import overlaps_itself
 from lazy_backend.lowering.ir.rng import dropout_mask, dropout_scale, seeded_arguments, seeded_op
 from lazy_backend.lowering.ir.shapes import Size
 from lazy_backend.lowering.ir.windows import Pieces, without_out, written_in_pieces
+from lazy_backend.lowering.recurrent.cell_operators import CELL_OPERATORS
 from lazy_backend.ports.dispatcher import OpOverload, base_name, overload_name
 from lazy_backend.ports.fake_tensors import FakeTensorMode, give_fake_kernel, quiet_fake_tensors
 from lazy_backend.ports.replacements import inductor
@@ -176,6 +177,8 @@ class _FxWriter:
             self._add_promoted(node)
         elif node.op is aten.native_dropout.default and not self.signature.numbers and self._drops(node):
             self._add_dropout(node)
+        elif node.op.namespace == "lazy_backend" and base_name(node.op) in CELL_OPERATORS:
+            self._add_cell(node)
         else:
             self._add_call(node)
 
@@ -302,6 +305,15 @@ class _FxWriter:
         scaled = self._call(aten.mul.Scalar, (kept, dropout_scale(p)), {})
         self.values[dropped] = self._laid_out(scaled, dropped, node)
         self.values[mask] = self._laid_out(drawn, mask, node)
+
+    def _add_cell(self, node: Node) -> None:
+        """See Note [Cells are recorded whole]."""
+        _, composed, _ = CELL_OPERATORS[base_name(node.op)]
+        read = map(self._read, node.args)
+        results = composed(*(fx.Proxy(arg, self.tracer) if isinstance(arg, fx.Node) else arg for arg in read))
+        for result, value in zip(results, node.outputs, strict=True):
+            if value is not None:
+                self.values[value] = self._laid_out(result.node, value, node)
 
     def _is_written_split(self, node: Node) -> bool:
         """Whether `unfold` splits memory that is written. See Note [Writes that compilers get wrong]."""

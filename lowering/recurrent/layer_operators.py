@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.recurrent.cell_operators import CELL_OPERATORS
 from lazy_backend.lowering.recurrent.cells import CELLS, Asked, StateWeights, Steps, Walk
 from lazy_backend.ports.dispatcher import OpOverload
 
@@ -52,7 +53,7 @@ _SCHEMAS = {
 
 @functools.cache
 def recurrent_operator(name: str) -> OpOverload:
-    """The operator `lazy_backend::<name>`, one of `_SCHEMAS`."""
+    """The operator `lazy_backend::<name>`, one of `_SCHEMAS` or of `CELL_OPERATORS`."""
     define_recurrent()
     return getattr(torch.ops.lazy_backend, name).default  # type: ignore[no-any-return]
 
@@ -65,6 +66,10 @@ def define_recurrent() -> torch.library.Library:
         library.define(f"{name}({_SCHEMAS[name]}) -> ({', '.join(['Tensor'] * num_results)})")
         library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"lazy_backend::{name}", fake, lib=library)
+    for name, (parameters, composed, num_results) in CELL_OPERATORS.items():
+        library.define(f"{name}({parameters}) -> ({', '.join(['Tensor'] * num_results)})")
+        library.impl(name, torch.no_grad()(composed), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"lazy_backend::{name}", composed, lib=library)
     return library
 
 

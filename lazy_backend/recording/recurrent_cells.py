@@ -1,0 +1,149 @@
+"""`nn.LSTMCell`, `nn.GRUCell` and `nn.RNNCell`: one call for a cell, and another for its backward.
+
+In: calls of `aten::lstm_cell` and so on. Out: the operators of `lowering/recurrent/cell_operators`.
+
+Where these cannot be taken, a cell is composed of the operators that PyTorch composes it of: for forward-mode
+derivatives and transforms of torch.func, under autocast, for layouts that are seldom, and on devices that have kernels
+of their own for a cell. For derivatives of gradients a cell is computed again, so composed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from lazy_backend.errors.tracebacks import hide_internals
+from lazy_backend.lowering.recurrent.layer_operators import recurrent_operator
+from lazy_backend.ports.autograd_engine import plain_apply
+from lazy_backend.ports.dispatcher import OpOverload, base_name
+from lazy_backend.precision.autocast_state import autocast_state
+from lazy_backend.recording.record import add_handler
+from lazy_backend.recording.recurrent import are_plain, computed_again, is_differentiated_again, tracks
+
+aten = torch.ops.aten
+
+# operator -> how many rows its weights have for each unit of the hidden state
+_CELLS: dict[OpOverload, int] = {
+    aten.lstm_cell.default: 4,
+    aten.gru_cell.default: 3,
+    aten.rnn_tanh_cell.default: 1,
+    aten.rnn_relu_cell.default: 1,
+}
+_DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+
+
+class _CellFunction(torch.autograd.Function):
+    """A cell. Its operands are in the order in which eager's backward reaches them, as one tensor may be several."""
+
+    @staticmethod
+    def forward(ctx: Any, op: OpOverload, *operands: Any) -> Any:
+        results, kept = _run(op, operands)
+        *_, input, w_ih, _, hx, _, _ = asks = ctx.needs_input_grad[1:]
+        # the state, and factors of gradients that are asked for: others may be written to before the backward
+        needed = (*(True,) * (len(asks) - 6), w_ih, input, False, True, hx, False)
+        ctx.op = op
+        ctx.others = [
+            None if keep or one is None else (one, one._version) for one, keep in zip(operands, needed, strict=True)
+        ]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(one if keep else None for one, keep in zip(operands, needed, strict=True)), *kept)
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *asked: Any) -> Any:
+        if all(one is None for one in asked):
+            return (None,) * len(ctx.needs_input_grad)
+        saved, count = ctx.saved_tensors, len(ctx.others)
+        if is_differentiated_again():
+            operands = [
+                one if other is None else _unchanged(*other) for one, other in zip(saved, ctx.others, strict=False)
+            ]
+            return None, *computed_again(functools.partial(_composed, ctx.op), operands, asked)
+        *state, input, w_ih, _, hx, w_hh, _ = saved[:count]
+        backward = recurrent_operator(f"{base_name(ctx.op)}_backward")
+        found = backward(*asked, *state, input, w_ih, hx, w_hh, *saved[count:])
+        return None, *(one if asks else None for one, asks in zip(found, ctx.needs_input_grad[1:], strict=True))
+
+
+def _unchanged(operand: torch.Tensor, version: int) -> torch.Tensor:
+    if operand._version != version:
+        raise RuntimeError(
+            "the gradients of a recurrent cell are differentiated again, but an operand of the cell, of shape "
+            f"{tuple(operand.shape)}, has been modified by an inplace operation since: it is at version "
+            f"{operand._version}; expected version {version} instead. Modify it after the backward, or a clone of it."
+        )
+    return operand
+
+
+def _run(op: OpOverload, operands: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The results of a cell, of an LSTM its cell state and output gate; and what else the backward needs."""
+    found = recurrent_operator(base_name(op))(*operands)
+    count = 2 if op is aten.lstm_cell.default else 1
+    return tuple(found[:count]), tuple(found[count:])
+
+
+def _composed(op: OpOverload, *operands: Any) -> tuple[torch.Tensor, ...]:
+    *cx, input, w_ih, b_ih, hx, w_hh, b_hh = operands
+    if not cx:
+        return (op.decompose(input, hx, w_ih, w_hh, b_ih, b_hh),)
+    gates = functional.linear(hx, w_hh, b_hh).add_(functional.linear(input, w_ih, b_ih)).unsafe_chunk(4, 1)
+    ingate, forgetgate, outgate = gates[0].sigmoid_(), gates[1].sigmoid_(), gates[3].sigmoid_()
+    return (forgetgate * cx[0]).add_(ingate * gates[2].tanh_()), outgate
+
+
+def _are_taken(input: Any, state: Sequence[Any], w_ih: Any, w_hh: Any, biases: Sequence[Any], count: int) -> bool:
+    """Whether the operators of cells take these operands. PyTorch's own refuses what has other shapes."""
+    shape = state[0].shape
+    if input.dim() != 2 or len(shape) != 2 or not (input.numel() and shape.numel()):
+        return False
+    hidden, dtype = shape[1], input.dtype
+    rows = count * hidden
+    return (
+        dtype in _DTYPES
+        and shape[0] == input.shape[0]
+        and w_ih.shape == (rows, input.shape[1])
+        and w_hh.shape == (rows, hidden)
+        and all(one.shape == shape for one in state)
+        and all(one.shape == (rows,) for one in biases)
+        and all(one.dtype is dtype for one in (*state, w_ih, w_hh, *biases))
+        and all(one.is_contiguous() for one in (*state, w_ih, w_hh))
+        and all(one.stride(1) == 1 and one.shape != (1, 1) for one in (input, state[0]))
+    )
+
+
+def _kernel(op: OpOverload) -> Callable[..., Any]:
+    count = _CELLS[op]
+
+    def run(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        state = tuple(hx) if op is aten.lstm_cell.default else (hx,)
+        biases = () if b_ih is None or b_hh is None else (b_ih, b_hh)
+        if autocast_state.is_casting() or len(biases) + 2 != 4 - (b_ih is None) - (b_hh is None):
+            return op.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+        given = (input, *state, w_ih, w_hh, *biases)
+        if not (are_plain(given) and _are_taken(input, state, w_ih, w_hh, biases, count)):
+            return op.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+        operands = (*state[1:], input, w_ih, b_ih, state[0], w_hh, b_hh)
+        found = plain_apply(_CellFunction)(op, *operands) if tracks(operands) else _run(op, operands)[0]
+        if op is not aten.lstm_cell.default:
+            return found if isinstance(found, torch.Tensor) else found[0]
+        cy, outgate = found
+        return outgate * torch.tanh(cy), cy
+
+    return run
+
+
+_KERNELS = {op: _kernel(op) for op in _CELLS}
+
+
+def _handler(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _KERNELS[op](*args, **kwargs)
+
+
+def install_cells(library: torch.library.Library) -> None:
+    for op, kernel in _KERNELS.items():
+        library.impl(op.name().removeprefix("aten::"), hide_internals(kernel), "AutogradLazy")
+        add_handler(op, _handler)  # for inference mode
