@@ -67,6 +67,10 @@ def spelled_out(op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[
     return full, {**{argument.name: argument.default_value for argument in named}, **options}
 
 
+def cell(device: str, count: int, state: Any) -> tuple[Any, ...]:
+    return grid(device, 2, 3), state, grid(device, count * 4, 3), grid(device, count * 4, 4)
+
+
 def attention(device: str) -> tuple[Any, ...]:
     return tuple(grid(device, 1, 2, 4, 8) / 64 for _ in range(3))
 
@@ -98,6 +102,7 @@ CALLS: dict[str, Callable[[str], Arguments]] = {
     "as_strided_.default": lambda d: ((grid(d, 6), [3], [2]), {}),
     "copy_.default": lambda d: ((grid(d, 3), torch.zeros(3, device=d)), {}),
     "group_norm.default": lambda d: ((grid(d, 2, 4, 3), 2), {}),
+    "gru_cell.default": lambda d: (cell(d, 3, grid(d, 2, 4)), {}),
     "histc.default": lambda d: ((grid(d, 5),), {}),
     "linalg_lu_solve.default": lambda d: (
         (*(part.to(d) for part in torch.linalg.lu_factor(torch.eye(3) + 0.5)), grid(d, 3, 2)),
@@ -118,6 +123,7 @@ CALLS: dict[str, Callable[[str], Arguments]] = {
     ),
     "linear.out": lambda d: ((grid(d, 2, 3), grid(d, 4, 3)), {"out": torch.zeros(2, 4, device=d)}),
     "logspace.default": made_on(0, 2, 3),
+    "lstm_cell.default": lambda d: (cell(d, 4, [grid(d, 2, 4), grid(d, 2, 4)]), {}),
     "max_pool1d.default": lambda d: ((grid(d, 1, 8), [2]), {}),
     "one_hot.default": lambda d: ((torch.tensor([0, 2, 1]).to(d),), {}),
     "ormqr.default": lambda d: (
@@ -131,6 +137,8 @@ CALLS: dict[str, Callable[[str], Arguments]] = {
     "randperm.default": made_on(5),
     "randperm.generator": lambda d: ((5,), {"generator": torch.Generator(), "device": torch.device(d)}),
     "range.step": made_on(2, 9),
+    "rnn_relu_cell.default": lambda d: (cell(d, 1, grid(d, 2, 4)), {}),
+    "rnn_tanh_cell.default": lambda d: (cell(d, 1, grid(d, 2, 4)), {}),
     "scaled_dot_product_attention.default": lambda d: (attention(d), {}),
     "set_.source_Storage_storage_offset": lambda d: (
         (torch.zeros((), device=d), grid(d, 3).untyped_storage(), 1, []),
