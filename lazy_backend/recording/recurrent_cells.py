@@ -20,6 +20,7 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.recurrent.layer_operators import recurrent_operator
 from lazy_backend.ports.autograd_engine import plain_apply
 from lazy_backend.ports.dispatcher import OpOverload, base_name
+from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.recording.record import add_handler
 from lazy_backend.recording.recurrent import are_plain, computed_again, is_differentiated_again, tracks
@@ -47,7 +48,7 @@ class _CellFunction(torch.autograd.Function):
         needed = (*(True,) * (len(asks) - 6), w_ih, input, False, True, hx, False)
         ctx.op = op
         ctx.others = [
-            None if keep or one is None else (one, one._version) for one, keep in zip(operands, needed, strict=True)
+            None if keep or one is None else (one, version_of(one)) for one, keep in zip(operands, needed, strict=True)
         ]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(one if keep else None for one, keep in zip(operands, needed, strict=True)), *kept)
@@ -70,11 +71,11 @@ class _CellFunction(torch.autograd.Function):
 
 
 def _unchanged(operand: torch.Tensor, version: int) -> torch.Tensor:
-    if operand._version != version:
+    if version_of(operand) != version:
         raise RuntimeError(
             "the gradients of a recurrent cell are differentiated again, but an operand of the cell, of shape "
             f"{tuple(operand.shape)}, has been modified by an inplace operation since: it is at version "
-            f"{operand._version}; expected version {version} instead. Modify it after the backward, or a clone of it."
+            f"{version_of(operand)}; expected version {version} instead. Modify it after the backward, or a clone."
         )
     return operand
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import lazy_backend
@@ -41,7 +42,7 @@ def run(script: str, monkeypatch: pytest.MonkeyPatch, compiled: Callable[[Any], 
     """What the script prints, with a compiler in the place of `torch.compile`."""
     told = io.StringIO()
     monkeypatch.setattr(torch, "compile", compiled)
-    with contextlib.redirect_stdout(told):
+    with contextlib.redirect_stdout(told), inductor_config.patch(fallback_random=False):  # a script may set it
         exec(compile(script, "script", "exec"), {})
     return told.getvalue()
 
