@@ -406,11 +406,16 @@ _KERNELS: dict[OpOverload, Callable[..., tuple[torch.Tensor, ...]]] = {
 }
 
 
-def _handler(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return _KERNELS[op](*args, **kwargs)
-
-
 def install_recurrent(library: torch.library.Library) -> None:
-    for op, kernel in _KERNELS.items():
+    install_kernels(library, _KERNELS)
+
+
+def install_kernels(library: torch.library.Library, kernels: Mapping[OpOverload, Callable[..., Any]]) -> None:
+    """Have `kernels` take the calls of their operators, which PyTorch composes of others."""
+
+    def handler(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kernels[op](*args, **kwargs)
+
+    for op, kernel in kernels.items():
         library.impl(op.name().removeprefix("aten::"), hide_internals(kernel), "AutogradLazy")
-        add_handler(op, _handler)  # for inference mode
+        add_handler(op, handler)  # for inference mode

@@ -10,20 +10,18 @@ of their own for a cell. For derivatives of gradients a cell is computed again, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.recurrent.layer_operators import recurrent_operator
 from lazy_backend.ports.autograd_engine import plain_apply
 from lazy_backend.ports.dispatcher import OpOverload, base_name
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.precision.autocast_state import autocast_state
-from lazy_backend.recording.record import add_handler
-from lazy_backend.recording.recurrent import are_plain, computed_again, is_differentiated_again, tracks
+from lazy_backend.recording.recurrent import are_plain, computed_again, install_kernels, is_differentiated_again, tracks
 
 aten = torch.ops.aten
 
@@ -38,14 +36,14 @@ _DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
 class _CellFunction(torch.autograd.Function):
-    """A cell. Its operands are in the order in which eager's backward reaches them, as one tensor may be several."""
+    """A cell: of the state that is kept, if any, and of two products, each of an operand, a weight and a bias."""
 
     @staticmethod
     def forward(ctx: Any, op: OpOverload, *operands: Any) -> Any:
         results, kept = _run(op, operands)
-        *_, input, w_ih, _, hx, _, _ = asks = ctx.needs_input_grad[1:]
+        *state, first, of_first, _, second, of_second, _ = ctx.needs_input_grad[1:]
         # the state, and factors of gradients that are asked for: others may be written to before the backward
-        needed = (*(True,) * (len(asks) - 6), w_ih, input, False, True, hx, False)
+        needed = (*(True for _ in state), of_first, first, False, of_second, second, False)
         ctx.op = op
         ctx.others = [
             None if keep or one is None else (one, version_of(one)) for one, keep in zip(operands, needed, strict=True)
@@ -64,9 +62,9 @@ class _CellFunction(torch.autograd.Function):
                 one if other is None else _unchanged(*other) for one, other in zip(saved, ctx.others, strict=False)
             ]
             return None, *computed_again(functools.partial(_composed, ctx.op), operands, asked)
-        *state, input, w_ih, _, hx, w_hh, _ = saved[:count]
+        *state, first, of_first, _, second, of_second, _ = saved[:count]
         backward = recurrent_operator(f"{base_name(ctx.op)}_backward")
-        found = backward(*asked, *state, input, w_ih, hx, w_hh, *saved[count:])
+        found = backward(*asked, *state, first, of_first, second, of_second, *saved[count:])
         return None, *(one if asks else None for one, asks in zip(found, ctx.needs_input_grad[1:], strict=True))
 
 
@@ -88,6 +86,9 @@ def _run(op: OpOverload, operands: Sequence[Any]) -> tuple[tuple[torch.Tensor, .
 
 
 def _composed(op: OpOverload, *operands: Any) -> tuple[torch.Tensor, ...]:
+    if op is aten.gru_cell.default:
+        _, hx, w_hh, b_hh, input, w_ih, b_ih = operands
+        return (op.decompose(input, hx, w_ih, w_hh, b_ih, b_hh),)
     *cx, input, w_ih, b_ih, hx, w_hh, b_hh = operands
     if not cx:
         return (op.decompose(input, hx, w_ih, w_hh, b_ih, b_hh),)
@@ -122,12 +123,17 @@ def _kernel(op: OpOverload) -> Callable[..., Any]:
     def run(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
         state = tuple(hx) if op is aten.lstm_cell.default else (hx,)
         biases = () if b_ih is None or b_hh is None else (b_ih, b_hh)
-        if autocast_state.is_casting() or len(biases) + 2 != 4 - (b_ih is None) - (b_hh is None):
-            return op.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
         given = (input, *state, w_ih, w_hh, *biases)
-        if not (are_plain(given) and _are_taken(input, state, w_ih, w_hh, biases, count)):
+        if (
+            autocast_state.is_casting()
+            or (b_ih is None) != (b_hh is None)
+            or not are_plain(given)
+            or not _are_taken(input, state, w_ih, w_hh, biases, count)
+        ):
             return op.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
-        operands = (*state[1:], input, w_ih, b_ih, state[0], w_hh, b_hh)
+        operands: tuple[Any, ...] = (*state[1:], input, w_ih, b_ih, state[0], w_hh, b_hh)
+        if op is aten.gru_cell.default:
+            operands = (hx, hx, w_hh, b_hh, input, w_ih, b_ih)
         found = plain_apply(_CellFunction)(op, *operands) if tracks(operands) else _run(op, operands)[0]
         if op is not aten.lstm_cell.default:
             return found if isinstance(found, torch.Tensor) else found[0]
@@ -140,11 +146,5 @@ def _kernel(op: OpOverload) -> Callable[..., Any]:
 _KERNELS = {op: _kernel(op) for op in _CELLS}
 
 
-def _handler(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return _KERNELS[op](*args, **kwargs)
-
-
 def install_cells(library: torch.library.Library) -> None:
-    for op, kernel in _KERNELS.items():
-        library.impl(op.name().removeprefix("aten::"), hide_internals(kernel), "AutogradLazy")
-        add_handler(op, _handler)  # for inference mode
+    install_kernels(library, _KERNELS)

@@ -12,6 +12,8 @@ The hidden state of an LSTM is computed by calls of its own from the cell state,
 hidden state: a program may ask for it.
 A cell keeps the sums of its gates alone. The backward computes the activations again, by the operators of the forward:
 a compiler sees that they are equal, and computes them once.
+Operands are in the order in which eager's backward reaches them, and the state of a GRU, which it reaches twice, is
+two: gradients that a tensor gets from several places are added in that order.
 Activations take operands of the geometry that eager's have: kernels round the last elements of a row differently.
 Source: aten/src/ATen/native/RNN.cpp, the cells; torch/csrc/autograd/FunctionsManual.cpp.
 """
@@ -57,10 +59,10 @@ def _gru_activations(of_input: T, of_hidden: T) -> tuple[T, T, T]:
     return reset_gate, input_gate, new_gate
 
 
-def _gru_cell(input: T, w_ih: T, b_ih: T, hx: T, w_hh: T, b_hh: T) -> tuple[T, ...]:
+def _gru_cell(state: T, hx: T, w_hh: T, b_hh: T, input: T, w_ih: T, b_ih: T) -> tuple[T, ...]:
     of_input, of_hidden = linear(input, w_ih, b_ih), linear(hx, w_hh, b_hh)
     _, input_gate, new_gate = _gru_activations(of_input, of_hidden)
-    return (hx - new_gate) * input_gate + new_gate, of_input, of_hidden
+    return (state - new_gate) * input_gate + new_gate, of_input, of_hidden
 
 
 def _simple_cell(activate: Callable[[T], T]) -> Callable[..., tuple[T, ...]]:
@@ -106,19 +108,16 @@ def _lstm_backward(
 
 
 def _gru_backward(
-    of_hy: T, input: T | None, w_ih: T | None, hx: T, w_hh: T | None, of_input: T, of_hidden: T
+    of_hy: T, state: T, hx: T | None, w_hh: T | None, input: T | None, w_ih: T | None, of_input: T, of_hidden: T
 ) -> tuple[T, ...]:
     reset_gate, input_gate, new_gate = _gru_activations(of_input, of_hidden)
     of_difference = of_hy * input_gate
-    of_input_gate = aten.sigmoid_backward.default(of_hy * (hx - new_gate), input_gate)
+    of_input_gate = aten.sigmoid_backward.default(of_hy * (state - new_gate), input_gate)
     of_sum = aten.tanh_backward.default(of_hy - of_difference, new_gate)
     of_reset_gate = aten.sigmoid_backward.default(of_sum * _parts(of_hidden, 3)[2], reset_gate)
     of_inputs = torch.cat((of_reset_gate, of_input_gate, of_sum), 1)
     of_hiddens = torch.cat((of_reset_gate, of_input_gate, of_sum * reset_gate), 1)
-    of_hx, of_w_hh, of_b_hh = _of_linear(of_hiddens, hx, w_hh)
-    if w_hh is not None:
-        of_hx = of_difference + of_hx
-    return *_of_linear(of_inputs, input, w_ih), of_hx, of_w_hh, of_b_hh
+    return of_difference, *_of_linear(of_hiddens, hx, w_hh), *_of_linear(of_inputs, input, w_ih)
 
 
 def _simple_backward(deactivate: Callable[[T, T], T]) -> Callable[..., tuple[T, ...]]:
@@ -131,6 +130,8 @@ def _simple_backward(deactivate: Callable[[T, T], T]) -> Callable[..., tuple[T, 
 
 _OPERANDS = "Tensor input, Tensor w_ih, Tensor? b_ih, Tensor hx, Tensor w_hh, Tensor? b_hh"
 _OF_LSTM = "Tensor? of_cy, Tensor? of_outgate, Tensor cx"
+_OPERANDS_OF_GRU = "Tensor state, Tensor hx, Tensor w_hh, Tensor? b_hh, Tensor input, Tensor w_ih, Tensor? b_ih"
+_FACTORS_OF_GRU = "Tensor state, Tensor? hx, Tensor? w_hh, Tensor? input, Tensor? w_ih"
 _FACTORS = "Tensor? input, Tensor? w_ih, Tensor? hx, Tensor? w_hh"
 
 _of_tanh = aten.tanh_backward.default
@@ -140,8 +141,12 @@ _of_relu = functools.partial(aten.threshold_backward.default, threshold=0)
 CELL_OPERATORS: dict[str, tuple[str, Callable[..., tuple[T, ...]], int]] = {
     "lstm_cell": (f"Tensor cx, {_OPERANDS}", _lstm_cell, 3),
     "lstm_cell_backward": (f"{_OF_LSTM}, {_FACTORS}, Tensor gates", _lstm_backward, 7),
-    "gru_cell": (_OPERANDS, _gru_cell, 3),
-    "gru_cell_backward": (f"Tensor of_hy, {_FACTORS}, Tensor of_input, Tensor of_hidden", _gru_backward, 6),
+    "gru_cell": (_OPERANDS_OF_GRU, _gru_cell, 3),
+    "gru_cell_backward": (
+        f"Tensor of_hy, {_FACTORS_OF_GRU}, Tensor of_input, Tensor of_hidden",
+        _gru_backward,
+        7,
+    ),
     "rnn_tanh_cell": (_OPERANDS, _simple_cell(torch.tanh), 2),
     "rnn_tanh_cell_backward": (f"Tensor of_hy, {_FACTORS}, Tensor hy", _simple_backward(_of_tanh), 6),
     "rnn_relu_cell": (_OPERANDS, _simple_cell(torch.relu), 2),

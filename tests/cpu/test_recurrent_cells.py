@@ -161,6 +161,38 @@ def test_a_tensor_may_be_input_and_state(kind: str) -> None:
     assert_equal(run("lazy"), run("cpu"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_gradients_of_a_state_that_is_used_again_are_added_in_order(kind: str, is_tied: bool) -> None:
+    def run(device: str) -> Values:
+        cell = made(kind, 7, 7, device)
+        torch.manual_seed(1)
+        xs = torch.randn(6, 3, 7).to(device).requires_grad_()
+        state: Any = (xs[0], xs[0]) if kind == "lstm_cell" else xs[0]
+        states = []
+        for x in xs.unbind(0):
+            state = cell(hidden(state) if is_tied else x, state)
+            states += state if isinstance(state, tuple) else [state]
+        stacked = torch.stack(states)
+        (stacked.sin().sum() + (stacked * torch.linspace(-1, 1, 7).to(device)).sum()).backward()
+        return [stacked, xs.grad, *(p.grad for p in cell.parameters())]
+
+    assert_equal(run("lazy"), run("cpu"))
+
+
+def test_gradients_of_both_biases_have_memory_of_their_own_once_compiled() -> None:
+    cell = made("lstm_cell", 4, 8, "lazy")
+    with config.patch(compile="foreground", compile_after_operators=0):
+        for _ in range(4):
+            cell.zero_grad()
+            cell(torch.ones(2, 4).to("lazy"))[0].sum().backward()
+            torch._lazy.mark_step()
+            before = cell.bias_hh.grad.cpu().clone()
+            cell.bias_ih.grad.mul_(2)
+            assert torch.equal(cell.bias_hh.grad.cpu(), before)
+            assert torch.equal(cell.bias_ih.grad.cpu(), before * 2)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_the_cell_state_has_the_gradient_that_comes_through_the_hidden_state(used: int) -> None:
     def run(device: str) -> Values:
