@@ -42,8 +42,8 @@ class _CellFunction(torch.autograd.Function):
     def forward(ctx: Any, op: OpOverload, *operands: Any) -> Any:
         results, kept = _run(op, operands)
         *state, first, of_first, _, second, of_second, _ = ctx.needs_input_grad[1:]
-        # the state, and factors of gradients that are asked for: others may be written to before the backward
-        needed = (*(True for _ in state), of_first, first, False, of_second, second, False)
+        # an LSTM's cell state, and factors of gradients that are asked for: a program may write to others
+        needed = (*(op is aten.lstm_cell.default for _ in state), of_first, first, False, of_second, second, False)
         ctx.op = op
         ctx.others = [
             None if keep or one is None else (one, version_of(one)) for one, keep in zip(operands, needed, strict=True)
@@ -64,7 +64,8 @@ class _CellFunction(torch.autograd.Function):
             return None, *computed_again(functools.partial(_composed, ctx.op), operands, asked)
         *state, first, of_first, _, second, of_second, _ = saved[:count]
         backward = recurrent_operator(f"{base_name(ctx.op)}_backward")
-        found = backward(*asked, *state, first, of_first, second, of_second, *saved[count:])
+        needs = state if ctx.op is aten.lstm_cell.default else ()
+        found = backward(*asked, *needs, first, of_first, second, of_second, *saved[count:])
         return None, *(one if asks else None for one, asks in zip(found, ctx.needs_input_grad[1:], strict=True))
 
 

@@ -10,8 +10,8 @@ composes both, as if these had been recorded: it may fuse them with whatever is 
 one after the other.
 The hidden state of an LSTM is computed by calls of its own from the cell state, whose gradient contains that of the
 hidden state: a program may ask for it.
-A cell keeps the sums of its gates alone. The backward computes the activations again, by the operators of the forward:
-a compiler sees that they are equal, and computes them once.
+A cell keeps little but the sums of its gates. The backward computes the activations again, by the operators of the
+forward: a compiler sees that they are equal, and computes them once.
 Operands are in the order in which eager's backward reaches them, and the state of a GRU, which it reaches twice, is
 two: gradients that a tensor gets from several places are added in that order.
 Activations take operands of the geometry that eager's have: kernels round the last elements of a row differently.
@@ -62,7 +62,8 @@ def _gru_activations(of_input: T, of_hidden: T) -> tuple[T, T, T]:
 def _gru_cell(state: T, hx: T, w_hh: T, b_hh: T, input: T, w_ih: T, b_ih: T) -> tuple[T, ...]:
     of_input, of_hidden = linear(input, w_ih, b_ih), linear(hx, w_hh, b_hh)
     _, input_gate, new_gate = _gru_activations(of_input, of_hidden)
-    return (state - new_gate) * input_gate + new_gate, of_input, of_hidden
+    difference = state - new_gate
+    return difference * input_gate + new_gate, of_input, of_hidden, difference
 
 
 def _simple_cell(activate: Callable[[T], T]) -> Callable[..., tuple[T, ...]]:
@@ -108,11 +109,18 @@ def _lstm_backward(
 
 
 def _gru_backward(
-    of_hy: T, state: T, hx: T | None, w_hh: T | None, input: T | None, w_ih: T | None, of_input: T, of_hidden: T
+    of_hy: T,
+    hx: T | None,
+    w_hh: T | None,
+    input: T | None,
+    w_ih: T | None,
+    of_input: T,
+    of_hidden: T,
+    difference: T,
 ) -> tuple[T, ...]:
     reset_gate, input_gate, new_gate = _gru_activations(of_input, of_hidden)
     of_difference = of_hy * input_gate
-    of_input_gate = aten.sigmoid_backward.default(of_hy * (state - new_gate), input_gate)
+    of_input_gate = aten.sigmoid_backward.default(of_hy * difference, input_gate)
     of_sum = aten.tanh_backward.default(of_hy - of_difference, new_gate)
     of_reset_gate = aten.sigmoid_backward.default(of_sum * _parts(of_hidden, 3)[2], reset_gate)
     of_inputs = torch.cat((of_reset_gate, of_input_gate, of_sum), 1)
@@ -131,7 +139,7 @@ def _simple_backward(deactivate: Callable[[T, T], T]) -> Callable[..., tuple[T, 
 _OPERANDS = "Tensor input, Tensor w_ih, Tensor? b_ih, Tensor hx, Tensor w_hh, Tensor? b_hh"
 _OF_LSTM = "Tensor? of_cy, Tensor? of_outgate, Tensor cx"
 _OPERANDS_OF_GRU = "Tensor state, Tensor hx, Tensor w_hh, Tensor? b_hh, Tensor input, Tensor w_ih, Tensor? b_ih"
-_FACTORS_OF_GRU = "Tensor state, Tensor? hx, Tensor? w_hh, Tensor? input, Tensor? w_ih"
+_FACTORS_OF_GRU = "Tensor? hx, Tensor? w_hh, Tensor? input, Tensor? w_ih"
 _FACTORS = "Tensor? input, Tensor? w_ih, Tensor? hx, Tensor? w_hh"
 
 _of_tanh = aten.tanh_backward.default
@@ -141,9 +149,9 @@ _of_relu = functools.partial(aten.threshold_backward.default, threshold=0)
 CELL_OPERATORS: dict[str, tuple[str, Callable[..., tuple[T, ...]], int]] = {
     "lstm_cell": (f"Tensor cx, {_OPERANDS}", _lstm_cell, 3),
     "lstm_cell_backward": (f"{_OF_LSTM}, {_FACTORS}, Tensor gates", _lstm_backward, 7),
-    "gru_cell": (_OPERANDS_OF_GRU, _gru_cell, 3),
+    "gru_cell": (_OPERANDS_OF_GRU, _gru_cell, 4),
     "gru_cell_backward": (
-        f"Tensor of_hy, {_FACTORS_OF_GRU}, Tensor of_input, Tensor of_hidden",
+        f"Tensor of_hy, {_FACTORS_OF_GRU}, Tensor of_input, Tensor of_hidden, Tensor difference",
         _gru_backward,
         7,
     ),

@@ -240,6 +240,21 @@ def test_what_the_backward_does_not_need_may_be_written_to(kind: str) -> None:
         run("lazy", again=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_no_gradient_needs_may_be_written_to(kind: str) -> None:
+    def run(device: str) -> Values:
+        cell = made(kind, 4, 4, device)
+        cell.weight_hh.requires_grad_(False)
+        torch.manual_seed(1)
+        state = torch.randn(3, 4).to(device)
+        found = hidden(cell(torch.ones(3, 4).to(device), (state, state.clone()) if kind == "lstm_cell" else state))
+        state.mul_(2)
+        found.square().sum().backward()
+        return [found, *(p.grad for p in cell.parameters())]
+
+    assert_equal(run("lazy"), run("cpu"))
+
+
 def test_a_program_may_write_to_a_result_before_the_backward() -> None:
     def run(device: str) -> Values:
         cell = made("lstm_cell", 4, 4, device)
