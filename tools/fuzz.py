@@ -6,9 +6,12 @@
     python tools/fuzz.py --programs 500 --replay
     python tools/fuzz.py --programs 500 --replay functions
     python tools/fuzz.py --programs 500 --trials 20
+    python tools/fuzz.py --programs 2000 --planted
 
-`--trials` compiles programs with Inductor, so many in one graph, or training loops (`--kind loops`), and counts
-what came of the trials of their plans: a plan that is refused is a fault of the compiler or a false alarm.
+`--trials` compiles programs with Inductor, so many in one graph, or training loops (`--kind loops`), or programs of
+floats with other numbers in each run (`--kind floats`), and counts what came of the trials of their plans: a plan that
+is refused is a fault of the compiler or a false alarm. `--planted` plants a fault at a random place of what a backend
+makes of each program: one that makes a difference and whose plan is used is missed.
 `--replay` runs random training loops instead, with captured modules and optimizers, or with captured functions whose
 state changes between calls, and compares them with the same loops as written.
 
@@ -19,6 +22,7 @@ runs by itself. The exit status is 1 if any did.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 import traceback
@@ -28,9 +32,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from harness import NoSync, assert_same, reset_state, settle
+from planted_faults import float_program, plant
 from random_functions import random_function
 from random_loops import KNOWN, NOT_COMPARED, RandomLoop, as_it_is, random_loop
 from random_loops import _run as run_loop
@@ -57,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the next ones follow (default 0)")
     parser.add_argument("--backend", default="interpreted", help="'interpreted' (default), or a torch.compile backend")
     parser.add_argument(
-        "--kind", choices=("all", "chains", "loops"), default="all", help="'chains': of views and writes only"
+        "--kind", choices=("all", "chains", "floats", "loops"), default="all", help="'chains': of views and writes only"
     )
     parser.add_argument("--steps", type=int, default=24, help="statements tried per program (default 24)")
     parser.add_argument("--failures", type=int, default=10, help="stop after so many (default 10)")
@@ -69,6 +76,8 @@ def parse_arguments() -> argparse.Namespace:
         help="loops: with captured modules and optimizers (default); functions: captured ones with state",
     )
     parser.add_argument("--trials", type=int, default=0, help="compile so many together, and count verdicts of trials")
+    parser.add_argument("--progress", type=int, default=0, help="print what `--trials` counts each so many programs")
+    parser.add_argument("--planted", action="store_true", help="count the planted faults that trials find")
     parser.add_argument(
         "--known", action="append", choices=tuple(KNOWN), default=[], help="loops may have defects of this known class"
     )
@@ -166,11 +175,11 @@ def replay_loops(arguments: argparse.Namespace) -> int:
 
 def count_verdicts(arguments: argparse.Namespace) -> int:
     """Have plans tried; the exit status is 1 if any was refused."""
-    start, totals = time.perf_counter(), Counter[str]()
+    start, totals, plans = time.perf_counter(), Counter[str](), set[str]()
     for first in range(arguments.seed, arguments.seed + arguments.programs, arguments.trials):
         seeds = range(first, first + arguments.trials)
         reset_state()
-        config.backend, config.verify_compiled = "inductor", "once"
+        config.backend, config.verify_compiled = "inductor", "always" if arguments.kind == "floats" else "once"
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", lazy_backend.CompileWarning)
             try:
@@ -179,12 +188,20 @@ def count_verdicts(arguments: argparse.Namespace) -> int:
                 totals["errors"] += 1
                 print(f"{seeds}: {type(error).__name__}: {error}", flush=True)
         settle()
+        states = lazy_backend.computation.get_debug_states()
+        plans.update(name for name, state in states.items() if state.compiles)
         totals.update({"programs": len(seeds), **{name: metrics.counter_value(name) for name in _VERDICTS}})
         for one in told if metrics.counter_value("PlanRefused") else ():
             print(f"{seeds}: {one.message}", flush=True)
-    counts = ", ".join(f"{count} {name}" for name, count in totals.items())
-    print(f"{counts}, {time.perf_counter() - start:.0f} s")
+        if arguments.progress and totals["programs"] % arguments.progress < arguments.trials:
+            print(_told(totals, plans, start), flush=True)
+    print(_told(totals, plans, start))
     return min(totals["PlanRefused"], 1)
+
+
+def _told(totals: Counter[str], plans: set[str], start: float) -> str:
+    counts = ", ".join(f"{count} {name}" for name, count in totals.items())
+    return f"{len(plans)} different graphs compiled, {counts}, {time.perf_counter() - start:.0f} s"
 
 
 def tried_together(arguments: argparse.Namespace, seeds: range) -> None:
@@ -193,6 +210,12 @@ def tried_together(arguments: argparse.Namespace, seeds: range) -> None:
         for seed in seeds:
             run_loop(random_loop(seed).program(), "lazy", as_it_is)
         return
+    if arguments.kind == "floats":
+        for run in range(6):
+            torch.manual_seed(run)
+            found = [float_program(random.Random(one), list(torch.randn(3, 8, 8).to("lazy"))) for one in seeds]
+            lazy_backend.mark_step()
+        return
     programs = [random_chains(one) if arguments.kind == "chains" else random_program(one) for one in seeds]
     for _ in range(4):  # the second compiles, the third may be the trial with moved roundings
         found = [program.run("lazy", NoSync()) for program in programs]
@@ -200,9 +223,26 @@ def tried_together(arguments: argparse.Namespace, seeds: range) -> None:
         del found
 
 
+def count_planted(arguments: argparse.Namespace) -> int:
+    """Have trials find planted faults; the exit status is 1 if any was missed."""
+    start, totals = time.perf_counter(), Counter[str]()
+    for seed in range(arguments.seed, arguments.seed + arguments.programs):
+        reset_state()
+        config.verify_compiled, config.num_profiled_runs = "once", 0
+        kind, outcome = plant(seed)
+        totals.update((outcome, f"{outcome}: {kind}"))
+        if outcome == "missed":
+            print(f"program {seed}: missed {kind}", flush=True)
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(totals.items()))
+    print(f"{counts}, {time.perf_counter() - start:.0f} s")
+    return min(totals["missed"], 1)
+
+
 def main() -> int:
     arguments = parse_arguments()
     warnings.simplefilter("ignore")  # of compilers that refuse a graph: it is interpreted, and counted below
+    if arguments.planted:
+        return count_planted(arguments)
     if arguments.trials:
         return count_verdicts(arguments)
     if arguments.replay:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_trials import Planted, counts, random_program, with_fault, with_wrong_results
+from planted_faults import Planted, float_program
+from test_trials import counts, with_fault, with_wrong_results
 from torch import fx
 from torch._ops import OpOverload
 
@@ -260,7 +261,7 @@ def plant(seed: int) -> str:
     right: list[torch.Tensor] = []
     for _ in range(24):
         torch.manual_seed(seed)
-        made = random_program(random.Random(program), [source.to("lazy") for source in sources])
+        made = float_program(random.Random(program), [source.to("lazy") for source in sources])
         lazy_backend.mark_step()
         found = [one.cpu() for one in made]
         right = right or found  # of the first run, which calls eager's kernels
