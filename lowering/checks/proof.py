@@ -6,7 +6,7 @@ In: the verdicts of trials (`plans/trial.py`). Out: whether a plan needs a trial
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 # Compilers write other code for whole vectors than for what is left over. In elements.
 _VECTOR = 16
@@ -20,12 +20,28 @@ class PlanRepaired(Exception):
     """A plan that is used in place of one that was refused. The text says why, and what was left to kernels."""
 
 
+class OtherRanks(Protocol):
+    """What is known of the verdicts of other ranks about the same plan."""
+
+    is_awaited: bool  # whether they may still refuse it
+
+    @property
+    def refusal(self) -> object | None:
+        """Why one of them refused it."""
+
+    def look(self) -> None:
+        """Ask for news, if it is time to."""
+
+    def settle(self) -> None:
+        """Say that this rank does not refuse it."""
+
+
 class Proof:
     """What is known of one compiled plan. `mode`: as `config.verify_compiled`; "off" needs no proof.
 
     `seen`: the classes of sizes for which a trial agreed. `keep`: keeps them with the artefact on disk.
     `note_refusal`: is called with a refusal and, if it is known, the run that showed it. `left`: the text that says
-    what was left to kernels because an earlier plan was refused.
+    what was left to kernels because an earlier plan was refused. `others`: for a plan that communicates.
     """
 
     def __init__(
@@ -35,6 +51,7 @@ class Proof:
         keep: Callable[[dict[str, Any]], None] = lambda marks: None,
         note_refusal: Callable[[PlanRefused, Any], None] = lambda refusal, run: None,
         left: str = "",
+        others: OtherRanks | None = None,
     ) -> None:
         self.mode = mode
         self.seen = frozenset(seen)
@@ -43,10 +60,30 @@ class Proof:
         self.left = left
         self._keep = keep
         self._note_refusal = note_refusal
+        self._others = others
+        if others is not None and (mode == "off" or self.seen):
+            others.settle()
 
     def covers(self, sizes: Sequence[int]) -> bool:
         """Whether the plan may be used for these values of its symbols."""
-        return self.mode == "off" or (self.mode == "once" and _classes(sizes) <= self.seen)
+        return self.mode == "off" or (self._is_proven(sizes) and not self._is_awaited())
+
+    def waits(self, sizes: Sequence[int]) -> bool:
+        """Whether a trial agreed here, and other ranks have no verdict yet. See Note [Ranks share verdicts]."""
+        return self._is_proven(sizes) and self._is_awaited()
+
+    def _is_proven(self, sizes: Sequence[int]) -> bool:
+        return self.mode == "once" and _classes(sizes) <= self.seen
+
+    def _is_awaited(self) -> bool:
+        return self._others is not None and self._others.is_awaited
+
+    def listen(self) -> None:
+        """Refuse the plan if another rank has refused it."""
+        if self._others is not None and self.refusal is None and self.mode != "off":
+            self._others.look()
+            if self._others.refusal is not None:
+                self.refusal = PlanRefused(str(self._others.refusal))
 
     def agree(self, sizes: Sequence[int]) -> None:
         """Note that a trial with these sizes agreed."""
@@ -55,6 +92,14 @@ class Proof:
         if seen != self.seen:
             self.seen = seen
             self._keep({"agreed": sorted(seen)})
+            if self._others is not None:
+                self._others.settle()
+
+    def go_without(self) -> None:
+        """Have the plan used without a proof."""
+        self.mode = "off"
+        if self._others is not None:
+            self._others.settle()
 
     def refuse(self, refusal: PlanRefused, run: Any = None) -> None:
         """Note that a trial did not agree: the plan is not used any more."""

@@ -116,7 +116,7 @@ class Agreement:
         self._group = group.group_name
         self._rank, self._size = group.rank(), group.size()
         self._timeout = timeout_of(group)
-        self._store = store
+        self.store = store
         self._done = 0  # collectives that were called, those that failed included
         self._checked = 0  # how many of these, and of those that follow, need not be looked at any more
         self._latest = ""
@@ -128,8 +128,8 @@ class Agreement:
         with _store_answers():
             if is_new:
                 text = json.dumps([[call.what, call.site] for call in calls])
-                self._store.set(f"what/{self._rank}/{digest}", text)
-            self._store.set(f"now/{self._rank}", f"{self._done} {len(calls)} {digest}")
+                self.store.set(f"what/{self._rank}/{digest}", text)
+            self.store.set(f"now/{self._rank}", f"{self._done} {len(calls)} {digest}")
         self._checked = self._done + (0 if is_new else len(calls))
         self._latest = digest
 
@@ -192,10 +192,10 @@ class Agreement:
 
     def _seen(self, rank: int) -> tuple[int, list[list[str]]] | None:
         """How many collectives a rank had called before its latest run, and those of that run."""
-        if not self._store.check([f"now/{rank}"]):
+        if not self.store.check([f"now/{rank}"]):
             return None
-        start, _, digest = self._store.get(f"now/{rank}").decode().split()
-        return int(start), json.loads(self._store.get(f"what/{rank}/{digest}"))
+        start, _, digest = self.store.get(f"now/{rank}").decode().split()
+        return int(start), json.loads(self.store.get(f"what/{rank}/{digest}"))
 
     def explain(self, error: Exception, call: Collective, number: int | None = None) -> CollectiveError:
         """`error`, which a collective raised, with what is known of the other ranks.

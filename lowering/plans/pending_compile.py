@@ -25,6 +25,7 @@ from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.checks.proof import PlanRefused, Proof
 from lazy_backend.lowering.checks.reproducer import NotReproducible, reproducer
 from lazy_backend.lowering.collectives.groups import is_one_of_several_ranks
+from lazy_backend.lowering.collectives.verdicts import Found, SharedVerdict, shared_verdict
 from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
@@ -35,6 +36,9 @@ from lazy_backend.lowering.plans.evidence import Evidence, disagreement
 from lazy_backend.lowering.plans.policy import CompilePolicy, GraphTooLarge
 from lazy_backend.lowering.plans.repair import Repair, known
 from lazy_backend.lowering.plans.trial import TriedRun
+
+# What the artefact of a refused plan says of the search for the fault.
+_FOUND = ("left", "because", "patterns")
 
 
 def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
@@ -77,6 +81,8 @@ class PendingCompile:
         self._job: Job | None = None
         self._evidence: Evidence | None = None
         self._repair: Repair | None = None
+        self._verdict: SharedVerdict | None = None  # of all ranks
+        self._num_ranks = 1  # that are known to have a verdict soon
         self._left_because = ""  # what was found by a search, here or in an earlier process
         self._is_elsewhere = compiles_elsewhere(policy.backend, request.stored.device)
         if not self._is_elsewhere:
@@ -107,6 +113,7 @@ class PendingCompile:
             bound = f"it has more nodes than config.max_compiled_nodes = {self.policy.max_compiled_nodes}"
             self._fail(GraphTooLarge(bound), 0.0)
         elif not self._is_elsewhere:
+            self._ask_ranks()
             self._compile_here()
         elif self.state is CompileState.DUE:
             self._load()
@@ -117,6 +124,12 @@ class PendingCompile:
             self.state = CompileState.READY
         elif self.state is CompileState.READY:
             self._send()
+
+    def _ask_ranks(self) -> None:
+        """Have other ranks tell of the plan, if it is to communicate."""
+        if self._verdict is None and is_one_of_several_ranks() and (key := self.artefact_key) is not None:
+            ops = (node.op for node in self.request.stored.get().nodes)
+            self._verdict = shared_verdict(ops, key, self._num_ranks)
 
     def advance_to_the_end(self) -> None:
         """Do all remaining parts, but do not wait for the worker process's answer."""
@@ -165,6 +178,7 @@ class PendingCompile:
 
     def _load(self) -> None:
         """Take the plan from disk, if it is there."""
+        self._ask_ranks()
         self.state = CompileState.LOOKED_UP
         key = self.artefact_key
         if self.policy.store is None or key is None:
@@ -205,11 +219,14 @@ class PendingCompile:
         marks = marks_of(data)
         if "refused" not in marks or self._verify() == "off":
             self._succeed(load_graph(data, self.request), stage, seconds, marks.get("agreed", ()))
-        elif "left" in marks:
-            known.add(self.policy.backend, marks["patterns"])
-            self._leave(tuple(marks["left"]), marks["because"])
         else:
-            self._fail(PlanRefused(marks["refused"]), seconds)
+            found = {name: marks[name] for name in _FOUND if name in marks}
+            self._tell_ranks(marks["refused"], found)
+            if found:
+                known.add(self.policy.backend, found["patterns"])
+                self._leave(tuple(found["left"]), found["because"])
+            else:
+                self._fail(PlanRefused(marks["refused"]), seconds)
 
     def _verify(self) -> str:
         """Operators of the program's own may communicate inside, which a trial would do twice: none among ranks."""
@@ -240,14 +257,19 @@ class PendingCompile:
         self._keep_marks(marks)
 
     def _succeed(self, plan: CompiledPlan, stage: str, seconds: float, seen: Sequence[str] = ()) -> None:
-        plan.proof = Proof(self._verify(), seen, self._keep_marks, self._note_refusal, self._left_because)
+        keep, note = self._keep_marks, self._note_refusal
+        plan.proof = Proof(self._verify(), seen, keep, note, self._left_because, self._verdict)
         self.plan, self.stage, self.seconds = plan, stage, seconds
         self.state = CompileState.DONE
 
     # ----- after a refusal, see Note [A refused plan is repaired]
 
     def _note_refusal(self, refusal: PlanRefused, run: TriedRun | None) -> None:
-        """Called by a trial. One search is enough: a repaired plan is not repaired again."""
+        """Called by a trial. One search is enough: a repaired plan is not repaired again, nor by several ranks."""
+        if self._verdict is not None:
+            self._verdict.refuse(str(refusal))
+            if self._verdict.is_led_elsewhere:
+                return
         is_too_slow = self.policy.backend == "inductor" and not self._is_elsewhere  # to be asked by this process
         if run is not None and not self._left_because and not is_too_slow:
             with contextlib.suppress(Exception):  # no memory, no disk, or objects that cannot be kept
@@ -256,8 +278,12 @@ class PendingCompile:
     def begins_search(self, may_search: bool) -> bool:
         """Begin the search for what made the plan wrong, if that is possible. Otherwise keep the refusal."""
         refusal = None if self.plan is None else self.plan.proof.refusal
+        if self._verdict is not None and self._verdict.is_led_elsewhere and may_search:
+            self._job, self.state = None, CompileState.SEARCHING
+            return True
         if self._evidence is None or refusal is None or not may_search:
             self._keep_refusal(refusal)
+            self._tell_ranks(str(refusal), {})
             return False
         self._repair, self._job, self.state = Repair(self.request, refusal), None, CompileState.SEARCHING
         return True
@@ -265,7 +291,9 @@ class PendingCompile:
     def _search_on(self) -> None:
         """Take an answer, if there is one, and ask for the next form of the graph."""
         repair, evidence, job = self._repair, self._evidence, self._job
-        assert repair is not None
+        if repair is None:
+            self._follow()
+            return
         assert evidence is not None
         if job is not None and not job.done:
             return
@@ -286,28 +314,49 @@ class PendingCompile:
         self._evidence = self._repair = None
 
     def _end_search(self, repair: Repair) -> None:
+        refusal, found = repair.refusal, Found()
+        if repair.left:
+            because = f"{refusal}\n  the fault is in " + "\n  and in ".join(repair.found)
+            patterns = sorted(repair.patterns)
+            found = {"left": repair.left, "because": because, "patterns": patterns, "alone": repair.alone}
+        self._tell_ranks(str(refusal), found)
+        self._conclude(refusal, found)
+
+    def _follow(self) -> None:
+        """Conclude what another rank concludes from its search, once it has."""
+        assert self._verdict is not None
+        found, refusal = self._verdict.found_elsewhere(), None if self.plan is None else self.plan.proof.refusal
+        if found is not None and refusal is not None:
+            self._conclude(refusal, found)
+
+    def _tell_ranks(self, refusal: str, found: Found) -> None:
+        if self._verdict is not None and not self._verdict.is_led_elsewhere:
+            self._verdict.refuse(refusal)
+            if not self._verdict.is_led_elsewhere:
+                self._verdict.tell_found(found)
+
+    def _conclude(self, refusal: PlanRefused, found: Found) -> None:
         """Done again if it is interrupted: the state changes last."""
-        refusal = repair.refusal
-        if not repair.left:
-            self._keep_refusal(refusal)
-            self.plan = None
-            self._fail(refusal, 0.0)
-            self.stage = "refused"
+        self._keep_refusal(refusal, {name: found[name] for name in _FOUND if name in found}, found.get("alone"))
+        if found:
+            known.add(self.policy.backend, found["patterns"])
+            self._leave(tuple(found["left"]), found["because"])
             return
-        because = f"{refusal}\n  the fault is in " + "\n  and in ".join(repair.found)
-        patterns = sorted(repair.patterns)
-        found = {"left": repair.left, "because": because, "patterns": patterns}
-        self._keep_refusal(refusal, found, repair.alone)
-        known.add(self.policy.backend, patterns)
-        self._leave(repair.left, because)
+        self.plan = None
+        self._fail(refusal, 0.0)
+        self.stage = "refused"
 
     def _leave(self, left: tuple[int, ...], because: str) -> None:
         """Begin again, with these nodes left to kernels."""
         self.request = replace(self.request, left=left)
-        self._left_because, self._job, self.plan, self.error = because, None, None, None
+        if self._verdict is not None:
+            self._num_ranks = self._verdict.num_ranks
+        self._left_because, self._job, self.plan, self.error, self._verdict = because, None, None, None, None
         self.state = CompileState.DUE
 
     def _fail(self, error: Exception, seconds: float) -> None:
+        if self._verdict is not None:
+            self._verdict.settle()
         self.error, self.stage, self.seconds = error, "failed", seconds
         self.state = CompileState.FAILED
 

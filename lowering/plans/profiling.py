@@ -167,10 +167,12 @@ class ProfilingGraphExecutor:
         return self.runs * self._work < policy.compile_after_operators
 
     def _verified(self, plan: CompiledPlan | SizedPlan | None) -> ExecutionPlan | None:
-        """`plan`, or its trial. See Note [A plan is tried before it is used]."""
+        """`plan`, its trial, or None while other ranks try it. See Note [A plan is tried before it is used]."""
         compiled, sizes = (plan.plan, plan.sizes) if isinstance(plan, SizedPlan) else (plan, ())
         if compiled is None or compiled.proof.covers(sizes):
             return plan
+        if compiled.proof.waits(sizes):
+            return None
         return Trial(compiled, sizes, self._interpreted(may_launch=False), self._tell_of_trial)
 
     def _tell_of_trial(self, verdict: str, seconds: float) -> None:

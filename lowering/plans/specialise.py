@@ -111,7 +111,8 @@ class GraphCompiler:
             self._go_on()
 
     def adopt(self) -> None:
-        """Turn a finished compile into a plan, and drop plans that a trial has refused."""
+        """Turn a finished compile into a plan, and drop plans that a trial has refused, here or on another rank."""
+        self._listen()
         self._drop_refused()
         self._tell_of_repaired()
         if self._pending is not None and self._pending.is_sent:
@@ -167,9 +168,18 @@ class GraphCompiler:
 
     def has_untried(self) -> bool:
         """Whether some plan is on trial, or was refused or repaired since the latest call of `adopt`."""
+        return any(one.proof.refusal or one.proof.left or not one.proof.covers(()) for one in self._all_plans())
+
+    def _listen(self) -> None:
+        for plan in self._all_plans():
+            was_used = plan.proof.refusal is None
+            plan.proof.listen()
+            if was_used and plan.proof.refusal is not None:
+                self._tell("refused")
+
+    def _all_plans(self) -> list[CompiledPlan]:
         whole = None if self.whole_graph is None else self.whole_graph.compile.plan
-        plans = self.plans if whole is None else [*self.plans, whole]
-        return any(plan.proof.refusal or plan.proof.left or not plan.proof.covers(()) for plan in plans)
+        return self.plans if whole is None else [*self.plans, whole]
 
     def _drop_refused(self) -> None:
         refused = [plan for plan in self.plans if plan.proof.refusal is not None]
@@ -204,7 +214,7 @@ class GraphCompiler:
             self._tell(compiled.stage, compiled.seconds, compiled.plan, compiled.error, after_blocks=True)
         winner = whole_graph.winner
         if winner is None:
-            return chosen
+            return plan if chosen.proof.waits(()) else chosen
         self.whole_graph = None
         whole_graph.keep(winner)
         if compiled.plan is not None and compiled.plan.proof.refusal is not None:

@@ -149,7 +149,7 @@ class Trial:
             if suspects:
                 wrong = self._described(suspects)
         except (MemoryError, torch.OutOfMemoryError):
-            proof.mode = "off"
+            proof.go_without()
             return "unverified"
         except Exception as error:
             if _is_from_signal_handler(error):
