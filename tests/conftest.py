@@ -14,7 +14,7 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
-from harness import UNSEEN, Unseen, reset_state, settle, thread_state
+from harness import Unseen, reset_state, set_unseen_number, settle, thread_state
 
 import lazy_backend
 from lazy_backend import metrics
@@ -108,8 +108,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> Unseen:
-    return lambda number: monkeypatch.setenv(UNSEEN, str(number))
+def unseen() -> Iterator[Unseen]:
+    yield set_unseen_number
+    set_unseen_number(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 import signal
@@ -26,14 +27,20 @@ from lazy_backend.tensors.contexts import contexts
 Sync = Callable[[], None]
 Program = Callable[[str, Sync], Sequence[Any]]
 Unseen = Callable[[float], None]  # sets `unseen_number`
-UNSEEN = "UNSEEN_NUMBER"
 
 _initial_settings = {name: getattr(config, name) for name in FLAGS}
 
 
 def unseen_number() -> float:
-    """A number that code reads and no guard sees, as it is in the environment."""
-    return float(os.environ.get(UNSEEN, "0"))
+    """A number that code reads and no guard sees, as a function of C keeps it."""
+    return (csv.field_size_limit() - _FIELD_SIZE_LIMIT) / 1000
+
+
+def set_unseen_number(number: float) -> None:
+    csv.field_size_limit(_FIELD_SIZE_LIMIT + round(number * 1000))
+
+
+_FIELD_SIZE_LIMIT = csv.field_size_limit()
 
 
 # ----- global state

@@ -62,6 +62,7 @@ from lazy_backend.regions.results import (
 )
 from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account
+from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -331,7 +332,9 @@ class CapturedModule:
         named = state.named_by_code(module)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
-        held = [_run_body(module, given.args, given.kwargs)]
+        result, read = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
+        held = [result]
+        del result
         named.values.leave_out_written()
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
@@ -346,6 +349,8 @@ class CapturedModule:
         try:
             if unfit is not None:
                 raise NotReplayable(unfit)
+            if unseen := read or named.values.unseen:
+                raise NotReplayable(why_unseen(unseen))
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")
             self._check_module(module, state)

@@ -48,6 +48,7 @@ from lazy_backend.replay.accounts import FIRST_CHECK, PATIENCE, RETRY, Account
 from lazy_backend.replay.captured_state import Watch, watches
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.structure import StructureGuard
+from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import describe_autocast
@@ -393,7 +394,7 @@ class CapturedOptimizer:
             recorder = watch.recorder = FloatRecorder(context, uploads, ())
             try:
                 recorder.install(optimizer, self._counts)
-                result = recorder.show(self._run, optimizer, (), {})
+                result, read = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
             except BaseException:
                 recorder.restore()
                 recorder.close()
@@ -404,6 +405,8 @@ class CapturedOptimizer:
             uploads.clear()
         try:
             self._find_counts(changed_numbers(before, numbers_in(optimizer)))
+            if read:
+                raise NotReplayable(why_unseen(read))
             if has_uploads:
                 raise NotReplayable("it uploads a tensor from the CPU")
             stretch = Stretch(context, start)

@@ -64,6 +64,7 @@ from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Prepar
 from lazy_backend.replay.state_guard import Found, LeftAlone
 from lazy_backend.replay.state_places import argument_places
 from lazy_backend.replay.structure import StructureGuard, hooks_of
+from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import (
     MAX_TIMES_LET_THROUGH,
@@ -79,6 +80,7 @@ from lazy_backend.tensors.thread_state import describe_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 # Consecutive calls that cannot be replayed before there is a warning: the first steps differ from the rest.
 _PATIENCE = 4
@@ -380,7 +382,7 @@ class Captured(Generic[P, R]):
         self._sync(context)
         return unflatten_result(leaves, spec)
 
-    def _run_body(self, context: DeviceContext, body: Body, function: Callable[[], Any]) -> tuple[list[Any], Any]:
+    def _run_body(self, context: DeviceContext, body: Body, function: Callable[[], T]) -> T:
         """What `function`, which calls the body, returns. Other threads wait, see Note [Threads and bodies]."""
         thread = body.thread
         try:
@@ -458,7 +460,7 @@ class Captured(Generic[P, R]):
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
-                leaves, spec = self._run_recorded(recorder, last, context, body, args, kwargs)
+                leaves, spec, read = self._run_recorded(recorder, last, context, body, args, kwargs)
             watch.recorder = None
             unsettled += self._set_aside(watch)
             if body.has_read_once:
@@ -473,7 +475,7 @@ class Captured(Generic[P, R]):
             note_changes(start, record, last)
             signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
-            record.changed_argument = values.changed()
+            record.changed_argument, record.unseen_read = values.changed(), read
             found = self._find(record, signature, unsettled)
             record.after = record.numbers.state(found.reach, found.structure.walk, found.leaves)
             record.argument_places = argument_places(start.state, record.after, arguments.tensors)
@@ -528,17 +530,20 @@ class Captured(Generic[P, R]):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Run the body with traced floats. Returns the leaves of its result, with plain floats, and their structure."""
+        """Run the body with traced floats.
+
+        Returns the leaves of its result, with plain floats, their structure, and a read that no guard can follow.
+        """
         try:
             for guard in last.guards if last is not None else ():
                 recorder.install(guard.optimizer)
-            leaves, spec = recorder.show(
+            (leaves, spec), read = recorder.show(
                 self._run_body,
                 context,
                 body,
-                lambda: flatten_result(call_traced(self._function, recorder, args, kwargs)),
+                lambda: watching_reads(lambda: flatten_result(call_traced(self._function, recorder, args, kwargs))),
             )
-            return recorder.plain_results(leaves), spec
+            return recorder.plain_results(leaves), spec, read
         except BaseException:
             recorder.close()
             raise
@@ -569,6 +574,9 @@ class Captured(Generic[P, R]):
         program = bind(
             self._name, start, last, record, held, floats, grads, arguments, found, signature.left_alone, unsettled
         )
+        # last, as any other reason says more
+        if unseen := record.unseen_read or start.values.unseen:
+            raise NotCapturable(why_unseen(unseen))
         signature.program = program
         signature.failures = self._unbound = 0
         if signature.stale >= 2 * _PATIENCE:

@@ -56,7 +56,7 @@ from lazy_backend.tensors.tensor import LazyTensor
 # More values than this are not walked, 1 µs each: what lies beyond is unknown.
 _MOST_VALUES = 20_000
 # Larger containers are not compared key by key.
-_MOST_KEYS = 1000
+MOST_KEYS = 1000
 # Modules of Python whose attributes are not state of the user.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
 # Lead to state, but are no state themselves, or have guards of their own.
@@ -387,7 +387,7 @@ class Reachable:
         while waiting and len(found) + len(containers) < _MOST_FOLLOWED:
             number = waiting.popleft()
             owner = None if number == id(None) else self._owner(number)
-            if is_a(owner, dict | list | deque | set) and number not in of_state and length_of(owner) <= _MOST_KEYS:
+            if is_a(owner, dict | list | deque | set) and number not in of_state and length_of(owner) <= MOST_KEYS:
                 containers.append(owner)
             for place, value in steps.get(number, ()):
                 if place is not None and id(value) not in of_state and _may_change(owner, place, value):
@@ -424,7 +424,7 @@ class Reachable:
         if is_a(owner, types.FunctionType):
             return place.container is not owner.__globals__ or (id(place.container), place.key) in self._globals
         if owner is place.container and is_a(owner, dict | list | deque):  # an entry
-            return length_of(owner) <= _MOST_KEYS
+            return length_of(owner) <= MOST_KEYS
         return (name := name_of_key(place.key)) in attributes or name in _CALLED or _is_special(name)
 
     def num_ways(self, number: int) -> int:
@@ -504,7 +504,7 @@ def is_installed(module: Any) -> bool:
 
 
 def _is_large(value: Any) -> bool:
-    return is_a(value, dict | list | deque) and length_of(value) > _MOST_KEYS
+    return is_a(value, dict | list | deque) and length_of(value) > MOST_KEYS
 
 
 class PlaceGuard:

@@ -137,6 +137,7 @@ class RecordedCall:
     host_generators: Any = None  # the state that the previous call's `random_states` showed after this call
     other_devices: tuple[str, ...] = ()  # that the body computed on besides
     changed_argument: str = ""  # the type of an argument that the body wrote to, which is no tensor
+    unseen_read: str = ""  # what the body read that no guard can follow
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
 
     def calls(self) -> list[Call]:

@@ -10,16 +10,18 @@ defaults; small arrays the same contents; tensors on the CPU the same version. N
 attribute that some function reads is looked at in all objects that the functions have at hand. Modules, optimizers and
 lazy tensors have guards of their own.
 
-Not seen are values that code reaches otherwise than by name: `getattr` with a name that it computes, thread-local
-values, iterators and generators, contents of containers of more than 1000 values and of arrays of more than 16 KiB,
-what functions of C keep, the environment, files and clocks. Of installed packages only plain values are followed, not
-which functions, classes and objects they name. Of all values, the 1000 nearest to the function are followed.
+Some values cannot be followed: thread-local ones, iterators and generators, containers of more than 1000 entries,
+arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen to read the
+environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of installed packages
+only plain values are followed, not which functions, classes and objects they name. Of all values, the 1000 nearest to
+the function are followed.
 
 The check compares by identity, in C: 60 ns for a value. Only if that fails are values compared.
 """
 
 from __future__ import annotations
 
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +30,10 @@ from typing import Any
 
 import torch
 
-from lazy_backend.ports.cpython import is_a, items_of, length_of
+from lazy_backend.ports.cpython import is_a, items_of, length_of, mro_of, namespace_of
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.plain_values import is_array, is_plain, plain_key, same_plain
-from lazy_backend.replay.reachable import NOTHING_THERE, Reachable, StatePlace, is_installed, name_of_key
+from lazy_backend.replay.reachable import MOST_KEYS, NOTHING_THERE, Reachable, StatePlace, is_installed, name_of_key
 from lazy_backend.tensors.tensor import LazyTensor
 
 # Bytes of an array, above which its contents are not looked at.
@@ -43,11 +45,13 @@ _code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 class ValuesRead:
     """What code may read, at one moment. Refers to no more than plain values.
 
-    So it shows what a body writes: that is not what the body goes by, and a replay does not write it.
+    So it shows what a body writes: that is not what the body goes by, and a replay does not write it. `unseen`: a
+    value that cannot be followed, such as a thread-local one; "" if there is none.
     """
 
     def __init__(self, reach: Reachable) -> None:
         found, containers = reach.values_read()
+        self.unseen = _unseen_among(found)
         self._values = {place.where: value if is_plain(value) else id(value) for place, value in found}
         self._facts = {(read, id(one)): fact for read, one, fact in _facts_of(containers, found)}
 
@@ -65,11 +69,13 @@ class ValuesRead:
 class ValueGuard:
     """Whether code would read what it read. See Note [What code may read].
 
-    `before`: what it would have read before the body ran. What the body writes is not followed.
+    `before`: what it would have read before the body ran. What the body writes is not followed. `unseen`: as for
+    `ValuesRead`.
     """
 
     def __init__(self, reach: Reachable, before: ValuesRead | None = None) -> None:
         found, containers = reach.values_read()
+        self.unseen = _unseen_among(found)
         self._groups: dict[Any, _Group] = {}  # by how they are read
         for place, value in {place.where: (place, value) for place, value in found}.values():
             if before is None or before.had(place, value):
@@ -184,6 +190,25 @@ def _is_same(value: Any, other: Any) -> bool:
     if type(value) is tuple and type(other) is tuple:
         return len(value) == len(other) and all(map(_is_same, value, other))
     return same_plain(value, other)
+
+
+def _unseen_among(found: Iterable[tuple[StatePlace, Any]]) -> str:
+    """The first of these values that has contents which nothing here compares; "" if there is none."""
+    for place, value in found:
+        if is_a(value, threading.local):
+            return f"the thread-local values of {_text_of(place)}"
+        if _is_iterator_of_c(type(value)):
+            return f"the iterator {_text_of(place)}"
+        if is_a(value, _BUILT_IN) and length_of(value) > MOST_KEYS:
+            return f"{_text_of(place)}, which has more than {MOST_KEYS:,} entries"
+        if is_array(value) and value.nbytes > _LARGEST_ARRAY:
+            return f"the array {_text_of(place)}, which has more than {_LARGEST_ARRAY:,} bytes"
+    return ""
+
+
+def _is_iterator_of_c(kind: type) -> bool:
+    named = next((space["__next__"] for space in map(namespace_of, mro_of(kind)) if "__next__" in space), None)
+    return type(named) is types.WrapperDescriptorType
 
 
 def _text_of(place: StatePlace) -> str:

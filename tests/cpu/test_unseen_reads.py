@@ -1,0 +1,249 @@
+"""A captured body that reads what no guard can follow runs as written, at each call, and the reason is told.
+
+Each reads a value that stays the same for the first calls, when it would be replayed, and then changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import cProfile
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lazy_backend
+from lazy_backend import CaptureWarning, capture, captures
+
+# Calls that read the same value, and calls in all.
+STILL, CALLS = 6, 10
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    lazy_backend.config.compile = "off"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)
+        yield
+
+
+class World:
+    """What bodies read. `set`: what changes between calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "value"
+        self.folder = folder / "many"
+        self.folder.mkdir()
+        self.of_thread = threading.local()
+        self.of_context: contextvars.ContextVar[float] = contextvars.ContextVar("value")
+        self.table = dict.fromkeys(range(2000), 0.0)
+        self.long = [0.0] * 2000
+        self.array = np.zeros(10_000)
+        self.values = {"value": 0.0}
+        self.set(1.0)
+        # an iterator's values come from itself
+        self.iterator = iter([1.0] * STILL + [float(number) for number in range(STILL, CALLS)])
+        self.generator = (max(1.0, float(n - STILL)) for n in itertools.count(1))
+
+    def set(self, value: float) -> None:
+        os.environ["LAZY_TEST_VALUE"] = str(value)
+        self.file.write_text(str(value))
+        (self.folder / f"{value}").touch()
+        self.of_thread.value = value
+        self.of_context.set(value)
+        self.table[1500] = self.long[1500] = self.array[9000] = value
+        self.values["value"] = value
+
+
+def of_library(name: str) -> float:
+    return float(os.path.expandvars(name))
+
+
+# What a body reads, by the text that the reason has.
+READS: dict[str, Callable[[World], float]] = {
+    "os.environ": lambda world: float(os.environ["LAZY_TEST_VALUE"]),
+    "os.environ ": lambda world: float(os.getenv("LAZY_TEST_VALUE", "0")),
+    "os.environ  ": lambda world: of_library("$LAZY_TEST_VALUE"),
+    "io.open()": lambda world: float(Path(world.file).read_text()),
+    "os.listdir()": lambda world: float(len(os.listdir(world.folder))),
+    "os.stat()": lambda world: float(os.path.getsize(world.file)),
+    "thread-local values of of_thread": lambda world: float(world.of_thread.value),
+    "ContextVar.get()": lambda world: world.of_context.get(),
+    "eval()": lambda world: float(eval("world.values['value']")),
+    "table, which has more than 1,000 entries": lambda world: world.table[1500],
+    "long, which has more than 1,000 entries": lambda world: world.long[1500],
+    "the array array": lambda world: float(world.array[9000]),
+    "the iterator iterator": lambda world: next(world.iterator),
+    "the iterator generator": lambda world: next(world.generator),
+    "time.time()": lambda world: float(time.time() > 0) * world.values["value"],
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Callable[[], float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.scale()
+
+
+def losses(device: str, world: World, read: Callable[[World], float], kind: str) -> tuple[list[float], dict[str, Any]]:
+    """What a loop with a body that reads computes, at each call; and the account of the captured object."""
+    wrap: Any = (lambda one: one) if device == "cpu" else capture
+    module: Any = Scaled(lambda: read(world)).to(device)
+    called = wrap(module) if kind == "module" else module
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        module.zero_grad()
+        loss = called(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    run = wrap(step) if kind == "function" else step
+    found = []
+    for number in range(CALLS):
+        world.set(1.0 if number < STILL else float(number))
+        found.append(run(torch.ones(3, device=device)))
+        found.append(module.weight.grad[0].clone())
+        if device != "cpu":
+            lazy_backend.mark_step()
+    return [one.item() for one in found], (captures() or [{}])[-1]
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+@pytest.mark.parametrize("text", READS, ids=lambda text: text.replace(" ", "_"))
+def test_each_call_computes_what_the_loop_as_written_does(text: str, kind: str, tmp_path: Path) -> None:
+    expected, _ = losses("cpu", World(_made(tmp_path / "cpu")), READS[text], kind)
+    found, row = losses("lazy", World(_made(tmp_path / "lazy")), READS[text], kind)
+    assert found == expected
+    assert row["replays"] == 0
+    assert any(text.strip() in reason for reason in row["as_written"]), row
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _replays(body: Callable[[torch.Tensor], Any]) -> int:
+    captured = capture(body)
+    for _ in range(6):
+        captured(torch.ones(3, device="lazy"))
+    (row,) = (row for row in captures() if row["name"] == body.__qualname__)
+    return int(row["replays"])
+
+
+def test_messages_and_what_pytorch_reads_by_itself_keep_no_call_from_being_replayed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        logging.getLogger(__name__).warning("a step")  # asks for the time, and for the process
+        print("a step")
+        with contextlib.suppress(ValueError):
+            loss = model(x.view(1, 3, 1).expand(2, 3, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert _replays(step) >= 3
+
+
+def test_a_module_within_a_captured_module_is_seen_too(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    inner = capture(Scaled(lambda: float(os.environ["LAZY_TEST_VALUE"])).to("lazy"))
+    outer = capture(nn.Sequential(nn.Linear(3, 3), inner).to("lazy"))
+    for number in range(CALLS):
+        world.set(1.0 if number < STILL else float(number))
+        outer(torch.ones(3, device="lazy")).sum().backward()
+        lazy_backend.mark_step()
+    rows = captures()[-2:]
+    assert [row["replays"] for row in rows] == [0, 0]
+    assert all("os.environ" in "".join(row["as_written"]) for row in rows)
+
+
+def test_an_optimizer_that_reads_runs_as_written(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    class Reading(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            scale = float(os.environ["LAZY_TEST_VALUE"])
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.add_(parameter.grad, alpha=-0.5 * scale)
+
+    ends = []
+    for device in ("cpu", "lazy"):
+        weight = torch.ones(3, device=device, requires_grad=True)
+        optimizer = Reading([weight], lr=0.1)
+        if device == "lazy":
+            capture(optimizer)
+        for number in range(CALLS):
+            world.set(1.0 if number < STILL else float(number))
+            weight.grad = torch.full((3,), 0.125, device=device)
+            optimizer.step()
+            if device == "lazy":
+                lazy_backend.mark_step()
+        ends.append(weight.tolist())
+    assert ends[0] == ends[1]
+    assert captures()[-1]["replays"] == 0
+
+
+def test_a_profiler_of_the_program_stays() -> None:
+    seen: list[str] = []
+    profile = cProfile.Profile()
+    before = sys.getprofile()  # of coverage, say
+    try:
+        sys.setprofile(lambda frame, event, function: seen.append(event))
+        mine = sys.getprofile()
+        assert _replays(lambda x: x * 2) >= 3
+        assert sys.getprofile() is mine
+    finally:
+        sys.setprofile(before)
+    profile.enable()
+    assert _replays(lambda x: x * 3) >= 3
+    profile.disable()
+    assert seen
+    assert profile.getstats()
+
+
+def test_an_error_in_a_body_leaves_no_profiler() -> None:
+    before = sys.getprofile()
+
+    @capture
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("here")
+
+    with pytest.raises(ValueError, match="here"):
+        fails(torch.ones(3, device="lazy"))
+    assert sys.getprofile() is before
+
+
+def test_random_numbers_of_a_queue_that_the_body_makes_are_its_own() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        waiting = deque([x, x + 1])
+        total = waiting.popleft()
+        for one in iter(list(waiting)):
+            total = total + one
+        return total * next(iter([2.0]))
+
+    assert _replays(body) >= 3
