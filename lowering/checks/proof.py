@@ -36,6 +36,16 @@ class OtherRanks(Protocol):
         """Say that this rank does not refuse it."""
 
 
+class OpenJudgement(Protocol):
+    """A question whether rounding explains what a trial suspects, asked of another process."""
+
+    def begin(self) -> None:
+        """Ask now."""
+
+    def poll(self) -> Callable[[Proof], None] | None:
+        """What to do with the proof, once there is an answer."""
+
+
 class Proof:
     """What is known of one compiled plan. `mode`: as `config.verify_compiled`; "off" needs no proof.
 
@@ -56,6 +66,8 @@ class Proof:
         self.mode = mode
         self.seen = frozenset(seen)
         self.is_suspected = False  # a trial has found differences that further runs of the interpreter may explain
+        self.judgement: OpenJudgement | None = None  # under way, whether they do
+        self.ask: Callable[..., OpenJudgement] | None = None  # has them explained elsewhere
         self.refusal: PlanRefused | None = None
         self.left = left
         self._keep = keep
@@ -69,8 +81,16 @@ class Proof:
         return self.mode == "off" or (self._is_proven(sizes) and not self._is_awaited())
 
     def waits(self, sizes: Sequence[int]) -> bool:
-        """Whether a trial agreed here, and other ranks have no verdict yet. See Note [Ranks share verdicts]."""
-        return self._is_proven(sizes) and self._is_awaited()
+        """Whether the verdict of a trial is under way: in another process, or on other ranks.
+
+        See Note [Rounding is judged elsewhere] and Note [Ranks share verdicts].
+        """
+        return self.judgement is not None or (self._is_proven(sizes) and self._is_awaited())
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether differences are explained elsewhere; otherwise by the next run."""
+        return self.ask is not None and self.mode == "once" and not self.is_suspected
 
     def _is_proven(self, sizes: Sequence[int]) -> bool:
         return self.mode == "once" and _classes(sizes) <= self.seen
@@ -79,7 +99,11 @@ class Proof:
         return self._others is not None and self._others.is_awaited
 
     def listen(self) -> None:
-        """Refuse the plan if another rank has refused it."""
+        """Take the answer of a judgement, if there is one. Refuse the plan if another rank has refused it."""
+        judgement = self.judgement
+        if judgement is not None and (conclude := judgement.poll()) is not None:
+            self.judgement = None
+            conclude(self)
         if self._others is not None and self.refusal is None and self.mode != "off":
             self._others.look()
             if self._others.refusal is not None:

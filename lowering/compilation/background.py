@@ -172,6 +172,15 @@ class CompileWorker:
         self._ring()
         return job
 
+    def judge(self, path: str, idle_seconds: float) -> Job:
+        """Ask whether rounding explains how results differed in the run of a file; the result is JSON then."""
+        number = next(self._ids)
+        job = Job(number, lifeline.encode({"id": number, "state": process_state(), "tried_in": path}))
+        self._idle_seconds = idle_seconds
+        self._jobs[number] = job
+        self._ring()
+        return job
+
     def poll(self) -> None:
         """Called in each step while a compile is under way. Lowers the priority again once no thread waits."""
         if self._jobs:

@@ -258,7 +258,8 @@ class Family:
         return None if self._compiler is None else self._compiler.error
 
     def is_compiling(self) -> bool:
-        return self._compiler is not None and self._compiler.is_compiling()
+        compiler = self._compiler
+        return compiler is not None and (compiler.is_compiling() or compiler.is_judging())
 
 
 def _describe_limits(member: Member, shapes: int, strategy: FusionStrategy, setting: str) -> str:

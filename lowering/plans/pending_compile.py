@@ -32,10 +32,10 @@ from lazy_backend.lowering.compilation.request import Backend, CompileRequest, r
 from lazy_backend.lowering.devices.registration import backing_of
 from lazy_backend.lowering.ir.portable import NotPortable
 from lazy_backend.lowering.ir.ranges import profiled
-from lazy_backend.lowering.plans.evidence import Evidence, disagreement
+from lazy_backend.lowering.plans.evidence import Evidence, Judgement, disagreement
 from lazy_backend.lowering.plans.policy import CompilePolicy, GraphTooLarge
 from lazy_backend.lowering.plans.repair import Repair, known
-from lazy_backend.lowering.plans.trial import TriedRun
+from lazy_backend.lowering.plans.trial import Compared, TriedRun
 
 # What the artefact of a refused plan says of the search for the fault.
 _FOUND = ("left", "because", "patterns")
@@ -259,12 +259,18 @@ class PendingCompile:
     def _succeed(self, plan: CompiledPlan, stage: str, seconds: float, seen: Sequence[str] = ()) -> None:
         keep, note = self._keep_marks, self._note_refusal
         plan.proof = Proof(self._verify(), seen, keep, note, self._left_because, self._verdict)
+        if self._is_elsewhere:
+            plan.proof.ask = self._judge
         self.plan, self.stage, self.seconds = plan, stage, seconds
         self.state = CompileState.DONE
 
+    def _judge(self, run: TriedRun, compared: Compared, sent: Sequence[int]) -> Judgement:
+        """Called by a trial."""
+        return Judgement(run, compared, sent, not self.policy.background, self.policy.compiler_idle)
+
     # ----- after a refusal, see Note [A refused plan is repaired]
 
-    def _note_refusal(self, refusal: PlanRefused, run: TriedRun | None) -> None:
+    def _note_refusal(self, refusal: PlanRefused, run: TriedRun | Evidence | None) -> None:
         """Called by a trial. One search is enough: a repaired plan is not repaired again, nor by several ranks."""
         if self._verdict is not None:
             self._verdict.refuse(str(refusal))
@@ -273,7 +279,7 @@ class PendingCompile:
         is_too_slow = self.policy.backend == "inductor" and not self._is_elsewhere  # to be asked by this process
         if run is not None and not self._left_because and not is_too_slow:
             with contextlib.suppress(Exception):  # no memory, no disk, or objects that cannot be kept
-                self._evidence = Evidence(run)
+                self._evidence = Evidence(run) if isinstance(run, TriedRun) else run
 
     def begins_search(self, may_search: bool) -> bool:
         """Begin the search for what made the plan wrong, if that is possible. Otherwise keep the refusal."""

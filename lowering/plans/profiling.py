@@ -146,7 +146,7 @@ class ProfilingGraphExecutor:
             self._latest = "profiling" if plan is None else "optimized"
             self._ready = None
             is_compiling = self.is_compiling()
-            if is_compiling:
+            if is_compiling or isinstance(plan, Trial):
                 _compiling[id(self)] = self
             if plan is None:
                 plan = self._interpreted(may_launch=self._stays_interpreted(policy))
@@ -204,8 +204,8 @@ class ProfilingGraphExecutor:
         return self._declined is not None
 
     def is_compiling(self) -> bool:
-        """Whether a compile is under way or due."""
-        if self._due is not None or self._compiler.is_compiling():
+        """Whether a compile is under way or due, or a trial is judged."""
+        if self._due is not None or self._compiler.is_compiling() or self._compiler.is_judging():
             return True
         return self._membership is not None and self._membership[0].is_compiling()
 

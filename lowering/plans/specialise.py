@@ -105,8 +105,15 @@ class GraphCompiler:
     def is_compiling(self) -> bool:
         return self._pending is not None
 
+    def is_judging(self) -> bool:
+        """Whether the compiler's process judges a trial. See Note [Rounding is judged elsewhere]."""
+        return any(plan.proof.judgement is not None for plan in self._all_plans())
+
     def begin_due(self) -> None:
-        """Advance the pending compile at once until its request is sent."""
+        """Advance the pending compile at once until its request is sent, and ask what is to be judged."""
+        for plan in self._all_plans():
+            if plan.proof.judgement is not None:
+                plan.proof.judgement.begin()
         while self._pending is not None and not self._pending.is_sent:
             self._go_on()
 
@@ -172,10 +179,13 @@ class GraphCompiler:
 
     def _listen(self) -> None:
         for plan in self._all_plans():
-            was_used = plan.proof.refusal is None
-            plan.proof.listen()
-            if was_used and plan.proof.refusal is not None:
+            proof = plan.proof
+            was_judged, was_used = proof.judgement is not None, proof.refusal is None
+            proof.listen()
+            if was_used and proof.refusal is not None:
                 self._tell("refused")
+            elif was_judged and proof.judgement is None and not proof.is_suspected:
+                self._tell("agreed")
 
     def _all_plans(self) -> list[CompiledPlan]:
         whole = None if self.whole_graph is None else self.whole_graph.compile.plan

@@ -8,9 +8,10 @@ Compilers have silent faults, and a step whose weights are wrong by a little goe
 what the interpreter computes: of the same inputs, with copies of those that are written or small, and with the same
 seeds. The step's results are the interpreter's. Where all results and copied inputs agree (Note [What rounding
 explains]), the plan is used from the next run on, and its artefact on disk says so, for the next process. Where some
-are suspected, the next run is a trial in which the interpreter also runs with moved roundings. A plan that rounding
-does not explain is refused, and repaired if that is possible (Note [A refused plan is repaired]). Otherwise the graph
-stays interpreted, users are warned, and the artefact says so too.
+are suspected, the interpreter also runs with moved roundings: in the compiler's process where there is one (Note
+[Rounding is judged elsewhere]), otherwise in the next run, which is another trial. A plan that rounding does not
+explain is refused, and repaired if that is possible (Note [A refused plan is repaired]). Otherwise the graph stays
+interpreted, users are warned, and the artefact says so too.
 
 A symbolic plan has a trial for each class of its sizes (`Proof`). A plan that communicates hears in its trial what the
 interpreter heard (Note [Trials do not communicate]).
@@ -27,8 +28,8 @@ from __future__ import annotations
 import math
 import signal
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -49,6 +50,9 @@ from lazy_backend.ports.dispatcher import base_name
 
 # What is told of a trial: its verdict, which is a stage of `CompileReport`, and its seconds.
 Tell = Callable[[str, float], None]
+Results = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+# Results that are suspected, by place: the interpreter's and the plan's.
+Compared = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 # Results that an error names.
 _MAX_NAMED = 3
 # Bytes of inputs that are copied although the graph does not write them: the plan may.
@@ -109,7 +113,8 @@ class Trial:
         """Run once. Takes ownership of `inputs`. `deliver` gets the outputs before the plan is tried."""
         with torch.no_grad():
             given = self._with_copies(inputs)
-            originals = self._with_copies(given) if self._plan.proof.is_suspected else None
+            proof = self._plan.proof
+            originals = self._with_copies(given) if proof.is_suspected or proof.may_ask else None
             written = [inputs[place] for place in self._copied]
             conversation = Conversation(self._heard)
             with conversation.joined() as sent:
@@ -135,7 +140,8 @@ class Trial:
         seeds: Sequence[int],
     ) -> str:
         """The verdict."""
-        proof = self._plan.proof
+        proof, heard = self._plan.proof, conversation.heard
+        run = None if originals is None else TriedRun(self._graph, originals, constants, seeds, self._sizes, heard)
         copies = [given[place] for place in self._copied]
         wrong = ""
         try:
@@ -143,11 +149,14 @@ class Trial:
                 theirs = [*self._plan.execute(given, constants, seeds, self._sizes, launches=False), *copies]
             theirs += sent.values()
             suspects = self._suspects(ours, theirs)
-            if suspects and originals is not None:
-                run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
-                suspects = self._unexplained(suspects, ours, theirs, run)
+            if suspects and run is not None:
+                if proof.ask is not None and proof.may_ask:
+                    compared = {place: (rounding.copy_of(ours[place]), theirs[place]) for place in suspects}
+                    proof.judgement = proof.ask(self._with_copies_of_the_rest(run), compared, self._sent)
+                    return "suspected"
+                suspects = unexplained(suspects, ours, theirs, run, self._interpreter)
             if suspects:
-                wrong = self._described(suspects)
+                wrong = described(self._graph, self._sent, suspects)
         except (MemoryError, torch.OutOfMemoryError):
             proof.go_without()
             return "unverified"
@@ -158,12 +167,17 @@ class Trial:
         if not wrong:
             proof.agree(self._sizes)
             return "agreed"
-        if originals is None:
+        if run is None or proof.may_ask:
             proof.is_suspected = True
             return "suspected"
-        run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
         proof.refuse(PlanRefused(wrong), run)
         return "refused"
+
+    def _with_copies_of_the_rest(self, run: TriedRun) -> TriedRun:
+        """`run`, of which nothing is shared with the program."""
+        copied = set(self._copied)
+        inputs = (one if place in copied else rounding.copy_of(one) for place, one in enumerate(run.inputs))
+        return replace(run, inputs=list(inputs))
 
     def _suspects(self, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> dict[int, Discrepancy]:
         """Results whose differences a few roundings do not explain, by place among outputs and copied inputs."""
@@ -174,55 +188,61 @@ class Trial:
         found = rounding.differences(ours, theirs)
         return {place: one for place, one in found.items() if rounding.is_suspect(one, eps)}
 
-    def _unexplained(
-        self,
-        suspects: dict[int, Discrepancy],
-        ours: Sequence[torch.Tensor],
-        theirs: Sequence[torch.Tensor],
-        run: TriedRun,
-    ) -> dict[int, Discrepancy]:
-        """The suspects that are further from the interpreter than rounding moves the interpreter."""
-        eps = rounding.coarsest_eps(self._graph)
-        # another one: it may be launched as a graph of the device, which calls no operators
-        interpreter = SerialGraphExecutor(self._graph, self._interpreter.kernels, self._interpreter.exec_info)
-        spreads = {place: rounding.Spread(ours[place]) for place in suspects}
-        for sample in range(rounding.SAMPLES):
-            moved = list(map(rounding.copy_of, run.inputs))
-            written = [moved[place] for place in self._copied]
-            mode = MovedRoundings(sample, eps)
-            for one in moved:
-                mode.move(one, spares_counts=True)
-            try:
-                with Conversation(run.heard).joined() as sent, mode:
-                    further = [*interpreter.execute(moved, run.constants, run.seeds), *written]
-                further += sent.values()
-            except NodeError as error:
-                if _is_from_signal_handler(error):
-                    raise
-                continue  # a value was moved out of an operator's domain
-            for place in suspects:
-                spreads[place].add(further[place])
-            found = {place: spreads[place].unexplained(theirs[place], eps) for place in suspects}
-            suspects = {place: one for place, one in found.items() if one is not None}
-            if not suspects:
-                break
-        return suspects
 
-    def _described(self, suspects: dict[int, Discrepancy]) -> str:
-        """The results that disagree, those that the program computes first ahead, with the operators that made them."""
-        calls = [node for node in self._graph.nodes if is_collective(node.op)]
-        values = [*self._graph.outputs, *(self._graph.inputs[place] for place in self._copied)]
-        values += [operand(calls[place].args, Value) for place in self._sent]
-        makers = {value.storage: place for place, node in enumerate(self._graph.nodes) for value in _results(node)}
-        ordered = sorted(suspects, key=lambda place: makers.get(values[place].storage, -1))
-        lines = []
-        for place in ordered[:_MAX_NAMED]:
-            found, node = suspects[place], _computed_by(self._graph, values[place])
-            apart = f" by {found.size:.3g} of {found.scale:.3g}" if found.scale else ""
-            maker = "an input that no operator writes" if node is None else f"{node.name} recorded at {node.site}"
-            lines.append(f"{values[place].meta} differs{apart}: {maker}")
-        further = len(ordered) - len(lines)
-        return "\n  ".join([*lines, f"and {further} more"] if further else lines)
+def unexplained(
+    suspects: Collection[int],
+    ours: Results,
+    theirs: Results,
+    run: TriedRun,
+    interpreter: SerialGraphExecutor,
+) -> dict[int, Discrepancy]:
+    """The suspects that are further from the interpreter's results than rounding moves these."""
+    eps, found = rounding.coarsest_eps(run.graph), dict[int, Discrepancy]()
+    # another one: it may be launched as a graph of the device, which calls no operators
+    interpreter = SerialGraphExecutor(run.graph, interpreter.kernels, interpreter.exec_info)
+    spreads = {place: rounding.Spread(ours[place]) for place in suspects}
+    copied = _copied_inputs(run.graph)
+    for sample in range(rounding.SAMPLES):
+        moved = list(map(rounding.copy_of, run.inputs))
+        written = [moved[place] for place in copied]
+        mode = MovedRoundings(sample, eps)
+        for one in moved:
+            mode.move(one, spares_counts=True)
+        try:
+            with Conversation(run.heard).joined() as sent, mode:
+                further = [*interpreter.execute(moved, run.constants, run.seeds), *written]
+            further += sent.values()
+        except NodeError as error:
+            if _is_from_signal_handler(error):
+                raise
+            continue  # a value was moved out of an operator's domain
+        for place in suspects:
+            spreads[place].add(further[place])
+        apart = {place: spreads[place].unexplained(theirs[place], eps) for place in suspects}
+        suspects = found = {place: one for place, one in apart.items() if one is not None}
+        if not suspects:
+            break
+    return found
+
+
+def described(graph: Graph, sent: Sequence[int], suspects: Mapping[int, Discrepancy]) -> str:
+    """The results that disagree, those that the program computes first ahead, with the operators that made them.
+
+    `sent`: the places, among the calls that communicate, of those that send something.
+    """
+    calls = [node for node in graph.nodes if is_collective(node.op)]
+    values = [*graph.outputs, *(graph.inputs[place] for place in _copied_inputs(graph))]
+    values += [operand(calls[place].args, Value) for place in sent]
+    makers = {value.storage: place for place, node in enumerate(graph.nodes) for value in _results(node)}
+    ordered = sorted(suspects, key=lambda place: makers.get(values[place].storage, -1))
+    lines = []
+    for place in ordered[:_MAX_NAMED]:
+        found, node = suspects[place], _computed_by(graph, values[place])
+        apart = f" by {found.size:.3g} of {found.scale:.3g}" if found.scale else ""
+        maker = "an input that no operator writes" if node is None else f"{node.name} recorded at {node.site}"
+        lines.append(f"{values[place].meta} differs{apart}: {maker}")
+    further = len(ordered) - len(lines)
+    return "\n  ".join([*lines, f"and {further} more"] if further else lines)
 
 
 def _is_from_signal_handler(error: Exception) -> bool:

@@ -4,12 +4,14 @@ In: compile requests as `background.py` writes them: a header that says what to 
 each request, an artefact, an entry in the disk cache if the request asks for one, and a reply header. The header is
 {"id", "seconds"}, plus "kept" and "last_error" if an entry was asked for, or "error" and "message" if the compile
 failed. For a request that names the file of a run, the artefact is compared with the interpreter in this run, and a
-text says how they differ, in place of the artefact. See `lifeline.py` for the start and the end of this process.
+text says how they differ, in place of the artefact. Without a graph, it is judged whether rounding explains how results
+differed in that run. See `lifeline.py` for the start and the end of this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from dataclasses import asdict
@@ -25,7 +27,7 @@ from lazy_backend.lowering.compilation.instructions import NotAssumed, assumed_i
 from lazy_backend.lowering.compilation.lifeline import Lifeline
 from lazy_backend.lowering.compilation.request import CompileRequest
 from lazy_backend.lowering.ir.portable import from_bytes
-from lazy_backend.lowering.plans.evidence import disagreement
+from lazy_backend.lowering.plans.evidence import disagreement, judgement
 from lazy_backend.ports.replacements import inductor
 
 # Compiled graphs are serialised by the code behind inductor's caches, so the caches are always on. If the user switched
@@ -51,7 +53,11 @@ def _answer(line: Lifeline, request: dict[str, Any], graph: bytes) -> None:
     start = time.perf_counter()
     artefact = b""
     try:
-        if request["tried_in"] is not None:
+        if not graph:
+            follow_state(request["state"])
+            found = {place: [one.size, one.scale] for place, one in judgement(request["tried_in"]).items()}
+            artefact = json.dumps(found).encode()
+        elif request["tried_in"] is not None:
             artefact = _try(request, graph).encode()
         elif request["keep"] is None:
             artefact = _compile(request, graph)

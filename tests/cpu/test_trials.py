@@ -27,6 +27,7 @@ from lazy_backend.archives import commands
 from lazy_backend.lowering.checks import rounding
 from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.checks.rounding import Spread, difference, is_suspect
+from lazy_backend.lowering.plans import evidence, trial
 from lazy_backend.settings import FLAGS
 
 aten = torch.ops.aten
@@ -346,6 +347,48 @@ def test_the_next_process_knows_what_was_repaired(kept: dict[str, Any]) -> None:
         assert (metrics.metric_data("TrialTime") is not None) == tries
         assert lazy_backend.explain().records[-1].plan == "compiled"
         as_another_process()
+
+
+def train_with_a_bias_that_is_rounding_alone(steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).to("lazy")
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(64, 8).to("lazy")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        lazy_backend.mark_step(wait=True)
+        lazy_backend.wait_for_compiles()
+
+
+@pytest.mark.parametrize("compile", ["foreground", "background"])
+def test_rounding_is_judged_by_the_compilers_process(
+    compile: Any, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.compile = compile
+    monkeypatch.setattr(trial, "unexplained", lambda *run: pytest.fail("judged in this process"))
+    train_with_a_bias_that_is_rounding_alone(8)
+    assert metrics.counter_value("PlanSuspected")
+    assert counts()[0] >= 1
+    assert counts()[1] == 0
+    assert lazy_backend.explain().records[-1].plan == "compiled"
+
+
+@pytest.mark.parametrize("failing", ["file", "process"])
+def test_what_cannot_be_judged_elsewhere_is_judged_here(
+    failing: str, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if failing == "file":
+        monkeypatch.setattr(evidence, "Evidence", lambda *run: (_ for _ in ()).throw(OSError("the disk is full")))
+    else:
+        judge = evidence.worker.judge
+        monkeypatch.setattr(evidence.worker, "judge", lambda path, idle: judge(path + " is not there", idle))
+    train_with_a_bias_that_is_rounding_alone(8)
+    assert metrics.counter_value("PlanSuspected")
+    assert counts()[0] >= 1
+    assert counts()[1] == 0
+    assert lazy_backend.explain().records[-1].plan == "compiled"
 
 
 def test_a_refused_plan_leaves_a_program_that_shows_it(kept: dict[str, Any], capsys: Any, tmp_path: Path) -> None:
