@@ -152,14 +152,17 @@ def test_what_is_not_run_says_why(page: Path) -> None:
     assert all(match["reason"] for match in BLOCK.finditer(page.read_text()) if match["skip"])
 
 
-TRAINERS = (ROOT / "docs" / "integrations.md").read_text()
-EXAMPLES = re.findall(r"<!-- not run: it is (\S+), which the tests run -->", TRAINERS)
+EXAMPLES = [
+    (page, example)
+    for page in PAGES
+    for example in re.findall(r"<!-- not run: it is (\S+), which the tests run -->", page.read_text())
+]
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_shown_as_it_is_and_is_short(example: str) -> None:
+@pytest.mark.parametrize(("page", "example"), EXAMPLES, ids=[example for _, example in EXAMPLES])
+def test_an_example_is_shown_as_it_is_and_is_short(page: Path, example: str) -> None:
     code = (ROOT / example).read_text()
-    assert f"{example}, which the tests run -->\n```python\n{code}```" in TRAINERS
+    assert f"{example}, which the tests run -->\n```python\n{code}```" in page.read_text()
     assert len(code.splitlines()) <= 40
 
 
