@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +124,53 @@ def test_compiled_code_takes_any_number_of_threads() -> None:
         for one, other in zip(served(x), reduction(x), strict=True):
             torch.testing.assert_close(one, other)
         assert torch.get_num_threads() == count
+
+
+def chain(written: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    for other in others:
+        x = x @ other
+    written.copy_(x)
+    return x
+
+
+@pytest.mark.scenario
+def test_a_run_beside_a_thread_that_keeps_the_gil_lets_go_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a run takes place while another thread has the GIL: its arguments end on the way."""
+    config.compile, config.backend = "foreground", "inductor"
+    torch.set_num_threads(1)  # else the request goes another way
+    written, *others = (torch.full((256, 256), 1 / 256) for _ in range(5))
+    served = serve(chain, (written, *others))
+    for _ in range(3):
+        served(written, *others)
+    plan: Any = served.delegates[0].plan_for_run()
+    call, numbers = plan._call, written.numpy()
+    begins, seen = threading.Event(), threading.Event()
+
+    def call_beside(arguments: list[Any]) -> Any:
+        written.zero_()
+        begins.set()  # the other thread gets the GIL when the run gives it up
+        return call(arguments)
+
+    def spin() -> None:
+        begins.wait()
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if numbers[-1, -1]:
+                seen.set()
+                return
+
+    monkeypatch.setattr(plan, "_call", call_beside)
+    spinning = threading.Thread(target=spin)
+    spinning.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        answer = served(written, *others)
+    finally:
+        sys.setswitchinterval(before)
+        spinning.join()
+    assert seen.is_set(), "the run waited for the GIL before its last operator"
+    torch.testing.assert_close(answer, written)
 
 
 def test_a_forked_child_counts_its_own_requests(tmp_path: Path) -> None:
