@@ -12,7 +12,6 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
@@ -154,8 +153,10 @@ class CompiledPlan:
         launches: bool = True,
     ) -> list[torch.Tensor]:
         """Run once. Takes ownership of `inputs`: a boxed call empties the list and frees each after its last use."""
-        self._add_scalars(inputs, constants)
-        numbers = constants if self.signature.numbers else ()
+        signature = self.signature
+        if signature.scalars:
+            self._add_scalars(inputs, constants)
+        numbers = constants if signature.numbers else ()
         if self.launcher is None or not launches:
             return self._compute(inputs, seeds, sizes, numbers)
         which = (*sizes, array("d", numbers).tobytes())  # bits: 0.0 is not -0.0
@@ -209,11 +210,14 @@ class CompiledPlan:
         self, arguments: list[Any], seeds: Sequence[int], sizes: Sequence[int], numbers: Sequence[float]
     ) -> list[torch.Tensor]:
         """Run once: `arguments` are the inputs, and the promoted floats if there are any."""
-        self._add_numbers(arguments, seeds, sizes, numbers)
+        if sizes or numbers or self.signature.seeds:
+            self._add_numbers(arguments, seeds, sizes, numbers)
         taken = {} if self._aliases.is_known() else watched_storages(arguments)
         # autograd and autocast act in the layers above: nothing here may record, and all casts are in the graph
         try:
-            with _below_autograd():
+            if not (torch.is_grad_enabled() or is_any_autocast_enabled()):  # as in runs of steps
+                return self._aliases.separate(taken, list(self._call(arguments)))
+            with _Below():
                 return self._aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
             described = self.described(error)
@@ -282,13 +286,8 @@ class CompiledRun:
         return self._plan.separate(outputs), ago, seconds
 
 
-def _below_autograd() -> AbstractContextManager[object]:
-    """Gradients and autocast are off in runs of steps: to turn them off once more takes 5 µs."""
-    return _Below() if torch.is_grad_enabled() or is_any_autocast_enabled() else _NOTHING
-
-
 class _Below:
-    """Turns gradients and autocast off. `torch.no_grad()` takes ten times as long."""
+    """Turns gradients and autocast off, which takes 5 µs; `torch.no_grad()` takes ten times as long."""
 
     __slots__ = ("_grad_mode", "_autocast")
 
@@ -301,9 +300,6 @@ class _Below:
     def __exit__(self, *exception: object) -> None:
         self._autocast.__exit__(*exception)
         set_grad_enabled(self._grad_mode)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def _bits_of(values: Collection[float]) -> bytes:

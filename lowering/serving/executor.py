@@ -58,6 +58,8 @@ from lazy_backend.ports.dispatcher import function_schema
 # Note [Answers are dropped together].
 _MAX_HELD, _MAX_BYTES, _ALONE = 128, 4096, 1024
 
+_NO_TURN = contextlib.nullcontext()
+
 
 @dataclass(frozen=True, slots=True)
 class GraphSignature:
@@ -146,7 +148,9 @@ class Executor:
         ]
         places = {value: place for place, (_, value) in enumerate(self._user_values)}
         self._used = [(places[value], value.meta) for value in graph.inputs if value in places]
+        self._uses_all_inputs = len(self._used) == len(self._user_values)
         self._arguments = None if signature.in_spec is None else ArgumentTree(signature.in_spec)
+        self._returns_one_tensor = signature.out_spec is not None and signature.out_spec.is_leaf()
         self._written = {graph.inputs[place] for place in graph.mutated_inputs()}
         self._writes_arguments = not self._written.isdisjoint(places)
         self._folder = self._split_constants()
@@ -157,9 +161,7 @@ class Executor:
         self._frames = FramePool(
             functools.partial(_new_frame, self.layout), self.config.max_frame_age, self.config.clock
         )
-        self._turn: AbstractContextManager[Any] = (
-            threading.RLock() if self._written_weights() else contextlib.nullcontext()
-        )
+        self._turn: AbstractContextManager[Any] = threading.RLock() if self._written_weights() else _NO_TURN
         self._current = CurrentWeights(self._check_weights(weights))
         self._state_slots = self._find_state_slots()
         self._held: list[list[torch.Tensor]] = []
@@ -241,19 +243,33 @@ class Executor:
         """What runs on `inputs`, which may fit nothing: that is checked before the run."""
         return self
 
-    def _run(self, inputs: Sequence[torch.Tensor], state: RequestState | None = None) -> list[torch.Tensor]:
-        arguments = self._conforming(inputs) or self._checked(inputs)
+    def _run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        state: RequestState | None = None,
+        conforming: list[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """`conforming`: what `_conforming` says of `inputs`, if it was asked and they conform."""
+        arguments = conforming or self._conforming(inputs) or self._checked(inputs)
         own = self._in_slots(state)
         if self._state_slots:
             self._require_apart(arguments, self.weights if state is None else state.tensors)
-        with self._turn if state is None else state:
-            if self._whole is not None:
-                return self._whole.run_whole(self._template(), arguments, own, self._seeds())
-            with self._frames.frame() as frame:
-                self._fill(frame, arguments)
-                for slot, tensor in own:
-                    frame.values[slot] = tensor
-                return self._graph_executor.execute_with_prefilled_frame(frame)
+        turn = self._turn if state is None else state
+        if turn is _NO_TURN:  # to enter and leave it is a hundredth of a small request
+            return self._run_in_turn(arguments, own)
+        with turn:
+            return self._run_in_turn(arguments, own)
+
+    def _run_in_turn(
+        self, arguments: list[torch.Tensor], own: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        if self._whole is not None:
+            return self._whole.run_whole(self._template(), arguments, own, self._seeds())
+        with self._frames.frame() as frame:
+            self._fill(frame, arguments)
+            for slot, tensor in own:
+                frame.values[slot] = tensor
+            return self._graph_executor.execute_with_prefilled_frame(frame)
 
     def _in_slots(self, state: RequestState | None) -> list[tuple[int, torch.Tensor]]:
         """The tensors of a state that take the places of weights in a run."""
@@ -275,14 +291,16 @@ class Executor:
         if self._arguments is None:
             raise InputError("the signature has no in_spec to flatten arguments by\n  call execute(inputs)")
         inputs = self._arguments.leaves(args, kwargs)
-        executor = self._executor_for(inputs)
-        outputs = executor._run(inputs, state)
+        # inputs that lie as the example's have its shapes; the graph has to use all of them to tell
+        conforming = self._conforming(inputs) if self._uses_all_inputs else None
+        executor = self if conforming else self._executor_for(inputs)
+        outputs = executor._run(inputs, state, conforming)
         if self.graph.device.type == "cpu":  # elsewhere the next launch of a graph copies what is held
             self._hold(outputs)
+        if executor._returns_one_tensor:
+            return outputs[0]
         spec = executor.graph_signature.out_spec
-        if spec is None:
-            return outputs
-        return outputs[0] if spec.is_leaf() else trees.tree_unflatten(outputs, spec)
+        return outputs if spec is None else trees.tree_unflatten(outputs, spec)
 
     def _hold(self, answer: list[torch.Tensor]) -> None:
         """See Note [Answers are dropped together]."""
@@ -306,11 +324,13 @@ class Executor:
         """As `_checked`, of inputs that need no copy, in a fifth of its time; None if some may."""
         if len(inputs) != len(self._user_values) or self._writes_arguments:
             return None
-        used = [inputs[place] for place, _ in self._used]
+        used: list[torch.Tensor] = []
         device = self.graph.device
-        for (_, meta), given in zip(self._used, used, strict=True):
+        for place, meta in self._used:
+            given = inputs[place]
             if not lies_as(given, meta, device):
                 return None
+            used.append(given)
         return used
 
     def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -348,7 +368,8 @@ class Executor:
         frame.fill(self._template(), arguments, self.constants, self._seeds())
 
     def _seeds(self) -> list[int]:
-        return [draw_seed() for _ in range(self.graph.num_seeds)]
+        num_seeds = self.graph.num_seeds
+        return [draw_seed() for _ in range(num_seeds)] if num_seeds else []
 
     def _template(self) -> FrameTemplate:
         """A frame's contents before a run, with the current weights."""

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lazy_backend
 from lazy_backend import CaptureError, config, serve
+from lazy_backend.errors.sites import is_ours
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.serving.weights import InputError
 
@@ -162,6 +164,26 @@ def test_requests_run_at_the_same_time_if_norms_only_read_their_statistics(norm:
         MEETING.clear()
     assert len(found) == 2
     assert all(torch.equal(one, expected) for one in found)
+
+
+def test_a_known_request_enters_few_functions() -> None:
+    """Where operators take microseconds, the functions of Python around them take as long."""
+    config.compile, config.backend = "foreground", lambda module, examples: module.forward
+    served, x, entered = serve(model(), torch.zeros(4, SIZE)), torch.zeros(4, SIZE), []
+    for _ in range(3):
+        served(x)
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and is_ours(frame.f_code.co_filename):
+            entered.append(frame.f_code.co_qualname)
+
+    with torch.inference_mode():
+        sys.setprofile(note)
+        try:
+            served(x)
+        finally:
+            sys.setprofile(None)
+    assert len(entered) <= 24, entered
 
 
 @pytest.mark.usefixtures("backend")
