@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,9 +49,13 @@ class Served(ManyShapesExecutor):
         how: ExecutorConfig,
         max_requests: int | None = None,
     ) -> None:
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(f"max_requests is {max_requests}\n  pass at least 1, or None for any number of requests")
         self._servable = servable
         self._max_requests = max_requests
-        self._places = None if max_requests is None else threading.BoundedSemaphore(max_requests)
+        # the requests under way and those that are about to be refused, in order; each change is one call of C, so that
+        # an interruption leaves no place taken
+        self._under_way: dict[object, None] = {}
         known = servable.state_names or frozenset()
         # names in the `state_dict` that no shape uses; names of weights that are not in the `state_dict`
         self.unused_names = known - recorded.weights.keys() - spare.keys()
@@ -68,18 +71,21 @@ class Served(ManyShapesExecutor):
         `state`: of `state()`; takes the place of the weights that requests write. See Note [States of requests].
         Raises `TooManyRequestsError` at once, if there are `max_requests` under way.
         """
-        if self._places is None:
+        if self._max_requests is None:
             return self.execute_tree(args, kwargs, state)
-        if not self._places.acquire(blocking=False):
-            metrics.increment("ServedRefused")
-            raise TooManyRequestsError(
-                f"{self._max_requests} requests to {self._servable.name} are under way, as many as are allowed\n"
-                f"  at {user_site()}\n  ask again later, or serve with a larger max_requests"
-            )
+        own, under_way = object(), self._under_way
         try:
-            return self.execute_tree(args, kwargs, state)
+            under_way[own] = None
+            if len(under_way) > self._max_requests and own not in list(under_way)[: self._max_requests]:
+                metrics.increment("ServedRefused")
+                raise TooManyRequestsError(
+                    f"{self._max_requests} requests to {self._servable.name} are under way, as many as are allowed\n"
+                    f"  at {user_site()}\n  ask again later, or serve with a larger max_requests"
+                )
+            answer = self.execute_tree(args, kwargs, state)
         finally:
-            self._places.release()
+            under_way.pop(own, None)
+        return answer
 
     async def call(self, *args: Any, state: RequestState | None = None, **kwargs: Any) -> Any:
         """As a call, on a thread of the event loop's default executor. Cancelled before it begins, it never does."""

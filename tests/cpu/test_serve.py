@@ -92,6 +92,29 @@ def test_one_request_more_than_allowed_is_refused() -> None:
     assert_same(served(x), x)  # an error gives its place back, too
 
 
+def test_an_interrupted_request_gives_its_place_back() -> None:
+    served, x = serve(model(), torch.zeros(4, SIZE), max_requests=1), torch.zeros(4, SIZE)
+    places = [place for place in places_of(lambda: served(x), instructions=True) if place[0].endswith("/serve.py")]
+    assert places
+    for place in places:
+        with contextlib.suppress(Interrupted):
+            interrupt(lambda: served(x), place, 1, raise_interrupted)
+        served(x)
+
+
+@pytest.mark.parametrize("bound", [0, -1])
+def test_a_bound_below_one_is_refused(bound: int) -> None:
+    with pytest.raises(ValueError, match="pass at least 1"):
+        serve(model(), torch.zeros(4, SIZE), max_requests=bound)
+
+
+def test_many_threads_have_the_places_that_there_are() -> None:
+    served, x = serve(model(), torch.zeros(4, SIZE), max_requests=4), torch.zeros(4, SIZE)
+    with count("ServedRefused") as refused, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: [served(x) for _ in range(200)], range(4)))
+    assert refused() == 0
+
+
 def test_an_event_loop_goes_on_while_requests_run() -> None:
     served, x = serve(Meet(), torch.ones(2)), torch.ones(2)
     MEETING.append(threading.Barrier(3))
