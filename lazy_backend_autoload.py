@@ -46,7 +46,8 @@ _library: list[torch.library.Library] = []
 # What `torch.lazy` has. No other name is a use of the device: some programs ask all modules, or all objects, for names.
 DEVICE_MODULE_NAMES = frozenset((
     "Event", "Stream", "StreamContext", "can_device_access_peer", "current_device", "current_stream", "default_stream",
-    "device", "device_count", "device_of", "empty_cache", "get_device_capability", "get_device_name",
+    "device", "device_count", "device_of", "empty_cache", "get_amp_supported_dtype", "get_device_capability",
+    "get_device_name",
     "get_device_properties", "get_rng_state", "get_rng_state_all", "init", "initial_seed", "is_available",
     "is_bf16_supported", "is_current_stream_capturing", "is_in_bad_fork", "is_initialized", "is_tf32_supported",
     "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "mem_get_info", "memory_allocated",

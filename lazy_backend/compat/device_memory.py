@@ -135,6 +135,12 @@ class HardwareQuestions:
 
     @staticmethod
     @hide_internals
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        """The dtypes that `torch.autocast("lazy")` takes, as autocast asks device modules for them."""
+        return backing_of(context_of(None).backing).autocast_dtypes()
+
+    @staticmethod
+    @hide_internals
     def is_tf32_supported() -> bool:
         """Whether the GPU multiplies in TF32. A CPU does not."""
         backing = context_of(None).backing

@@ -15,7 +15,7 @@ from lazy_backend.diagnostics.difference import (
     difference_of_settings,
 )
 from lazy_backend.diagnostics.history import CompileRecord, Cursor, SyncRecord, history
-from lazy_backend.lowering.artefacts.environment import ENVIRONMENT_NAMES, Environment
+from lazy_backend.lowering.artefacts.environment import Environment, environment_names
 from lazy_backend.lowering.compilation.compiler import backend_name
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.ir.program import Call
@@ -46,7 +46,7 @@ def explain_binding(
 
 
 def _of_settings(before: Environment, now: Environment) -> Difference:
-    named = [list(zip(ENVIRONMENT_NAMES, environment, strict=True)) for environment in (before, now)]
+    named = [list(zip(environment_names(), environment, strict=True)) for environment in (before, now)]
     for values in named:
         name, backend = values[0]
         values[0] = name, "interpreted" if backend is None else backend_name(backend)

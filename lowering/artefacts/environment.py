@@ -5,7 +5,7 @@ header, and the state that the worker process takes over before it compiles.
 
 Note [What a key depends on]
 Each dependency is one entry of the table, which gives its scope and how to read it. A newly found dependency is one
-more entry. The scopes are:
+more entry; a backing device that is registered brings its own. The scopes are:
 
 - `PROCESS`: a program may change it mid-run and must then not get code from before the change. Every sync reads these.
 - `COMPILE`: code generation reads it, so the worker process takes it over, and artefacts on disk are specific to it.
@@ -25,6 +25,7 @@ import importlib.util
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch
 
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.lowering.devices.dependencies import SWITCHED, Dependency, Scope, attribute, precisions
+from lazy_backend.lowering.devices.interface import BackingDevice
 from lazy_backend.lowering.devices.registration import backing_devices
 from lazy_backend.ports.port import VARIABLE
 from lazy_backend.ports.replacements import inductor
@@ -98,18 +100,44 @@ _GENERAL = (
 )
 
 
-TABLE: tuple[Dependency, ...] = (
-    *_GENERAL,
-    *(one for device in backing_devices.values() for one in device.dependencies),
-)
+@functools.cache
+def table() -> tuple[Dependency, ...]:
+    """All dependencies, with those of every backing device that there is."""
+    return (
+        *_GENERAL,
+        *(one for device in backing_devices.values() for one in device.dependencies),
+        *(_versions_of(device) for device in backing_devices.values() if device.versions),
+    )
+
+
+def _versions_of(device: BackingDevice) -> Dependency:
+    return Dependency(f"{device.name} versions", Scope.ARTEFACT, lambda: device.versions)
+
+
+def see_devices() -> None:
+    """Take over the dependencies of a backing device that was registered."""
+    for found in (table, _switched, _reads):
+        found.cache_clear()
 
 
 # ----- in the process: what a computation's key depends on
 
 Environment = tuple[Any, ...]  # the backend, then the values that a program may change
-_switched = tuple(one for one in TABLE if Scope.PROCESS in one.scope)
-_reads = tuple(one.read for one in _switched)
-ENVIRONMENT_NAMES = ("backend", *(one.name for one in _switched))
+
+
+@functools.cache
+def _switched() -> tuple[Dependency, ...]:
+    return tuple(one for one in table() if Scope.PROCESS in one.scope)
+
+
+@functools.cache
+def _reads() -> tuple[Callable[[], Any], ...]:
+    return tuple(one.read for one in _switched())
+
+
+def environment_names() -> tuple[str, ...]:
+    """The names of the parts of an `Environment`."""
+    return ("backend", *(one.name for one in _switched()))
 
 
 def environment(backend: Any) -> Environment:
@@ -117,12 +145,12 @@ def environment(backend: Any) -> Environment:
 
     Every sync calls this function: 1 µs.
     """
-    return (backend, *[read() for read in _reads])
+    return (backend, *[read() for read in _reads()])
 
 
 def key_parts(settings: Environment) -> tuple[tuple[str, str], ...]:
     """The parts of a key for all of `settings` but the backend."""
-    return tuple((name, str(value)) for name, value in zip(ENVIRONMENT_NAMES[1:], settings[1:], strict=True))
+    return tuple((name, str(value)) for name, value in zip(environment_names()[1:], settings[1:], strict=True))
 
 
 # ----- between processes
@@ -130,19 +158,19 @@ def key_parts(settings: Environment) -> tuple[tuple[str, str], ...]:
 
 def process_state() -> dict[str, Any]:
     """What code generation reads from the process."""
-    return {one.name: one.read() for one in TABLE if Scope.COMPILE in one.scope}
+    return {one.name: one.read() for one in table() if Scope.COMPILE in one.scope}
 
 
 def follow_state(state: dict[str, Any]) -> None:
     """Set this process's settings so that its `process_state` is `state`."""
-    for one in TABLE:
+    for one in table():
         if Scope.COMPILE in one.scope and one.follow is not None:
             one.follow(state[one.name])
 
 
 def made_for() -> dict[str, Any]:
     """What must be the same in the process that makes an artefact and in one that loads it."""
-    return {one.name: one.read() for one in TABLE if Scope.ARTEFACT in one.scope}
+    return {one.name: one.read() for one in table() if Scope.ARTEFACT in one.scope}
 
 
 def disk_key_parts() -> tuple[tuple[str, str], ...]:
@@ -173,9 +201,10 @@ def misfit(key: Key) -> str | None:
     if parts is None:
         return "no compiled graph"
     theirs, ours = parts["artefact"], made_for()
-    for name, text in _INSTALLED.items():
-        if theirs.get(name) != ours[name]:
-            return "made for " + text.format(theirs=theirs.get(name), ours=ours[name])
+    for name in dict.fromkeys((*_INSTALLED, *ours, *theirs)):
+        if name != "threads" and theirs.get(name) != ours.get(name):  # threads are a setting
+            text = _INSTALLED.get(name, f"{name} {{theirs}}, this has {{ours}}")
+            return "made for " + text.format(theirs=theirs.get(name), ours=ours.get(name))
     return "made for another version of lazy_backend" if parts["lowering"] != lowering_code() else None
 
 

@@ -33,6 +33,9 @@ class CpuDevice(BackingDevice):
     def memory(self, device: torch.device) -> DeviceMemory | None:
         return None  # no allocator counts
 
+    def autocast_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def attention(self, operands: Sequence[Any], options: Mapping[str, Any]) -> SDPBackend:
         return SDPBackend(attention_choice(*operands, **options))
 

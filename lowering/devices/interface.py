@@ -39,8 +39,7 @@ class BackingDevice:
     `empty_cache`, `memory_allocated` and the others of `torch.lazy` that tell of memory and hardware.
     """
 
-    # The `torch.compile` backend that takes the place of Inductor, the default of `config.backend`, when the first lazy
-    # tensor is made. "eager" calls the operators.
+    # The `torch.compile` backend of its graphs, where `config.backend` names none. "eager" calls the operators.
     compile_backend: str | Callable[..., Any] = "eager"
 
     # Whether Inductor compiles for it, in a process that has not imported the device's package.
@@ -53,7 +52,11 @@ class BackingDevice:
     # device has a kernel for them on its key of autocast, and none may have such a kernel and no rule.
     autocast_rules: Mapping[CastRule, str] = ON_ACCELERATORS
 
-    # Switches that compiled code depends on, for the devices that are part of PyTorch.
+    # The versions of its package, compiler and driver, as text: a part of the keys of artefacts, so that none is used
+    # with other versions than it was made for.
+    versions = ""
+
+    # Switches that compiled code depends on. See Note [What a key depends on].
     dependencies: tuple[Dependency, ...] = ()
 
     def __init__(self, name: str) -> None:
@@ -100,6 +103,10 @@ class BackingDevice:
     def empty_cache(self) -> None:
         """Give back memory that the allocator keeps for reuse."""
         self.of_module("empty_cache")
+
+    def autocast_dtypes(self) -> list[torch.dtype]:
+        """The dtypes that autocast may cast to."""
+        return list(self.of_module("get_amp_supported_dtype", default=(torch.float16, torch.bfloat16)))
 
     def new_generator(self, device: torch.device) -> torch.Generator:
         """A generator that the device's kernels draw from: equal seeds give equal numbers, in graphs of it as well."""

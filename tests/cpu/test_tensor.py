@@ -636,6 +636,10 @@ ANSWERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
     ),
     "get_device_capability": (lambda module: module.get_device_capability(), lambda found: found == (0, 0)),
     "is_bf16_supported": (lambda module: module.is_bf16_supported(), lambda found: found is True),
+    "get_amp_supported_dtype": (
+        lambda module: module.get_amp_supported_dtype(),
+        lambda found: found == [torch.bfloat16, torch.float16],
+    ),
     "is_tf32_supported": (lambda module: module.is_tf32_supported(), lambda found: found is False),
     "can_device_access_peer": (lambda module: module.can_device_access_peer(0, 0), lambda found: found is True),
     "is_current_stream_capturing": (lambda module: module.is_current_stream_capturing(), lambda found: found is False),

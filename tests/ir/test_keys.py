@@ -25,6 +25,9 @@ from lazy_backend.lowering.artefacts.environment import (
     process_state,
 )
 from lazy_backend.lowering.devices import cuda
+from lazy_backend.lowering.devices.dependencies import SWITCHED, Dependency
+from lazy_backend.lowering.devices.interface import BackingDevice
+from lazy_backend.lowering.devices.registration import backing_devices, register
 from lazy_backend.lowering.plans.cached_computation import make_key
 from lazy_backend.lowering.plans.profiling import CompilePolicy
 from lazy_backend.ports.replacements import inductor
@@ -243,6 +246,41 @@ class Driver:
     def cuDriverGetVersion(place: Any) -> int:
         place._obj.value = 13020
         return 0
+
+
+@pytest.fixture
+def registered() -> Iterator[BackingDevice]:
+    """A device of another maker, whose compiler reads a switch."""
+    device = BackingDevice("another")
+    device.versions = "kernels 1.0, driver 2"
+    device.dependencies = (Dependency("another switch", SWITCHED, lambda: device.versions[-1]),)
+    register(device)
+    lowering_environment.see_devices()
+    yield device
+    del backing_devices["another"]
+    lowering_environment.see_devices()
+
+
+def test_keys_name_what_a_registered_device_depends_on(registered: BackingDevice) -> None:
+    before, there = simple().part_hashes(), disk_key_parts()
+    travelled = Key(there)
+    assert lowering_environment.misfit(travelled) is None
+    registered.versions = "kernels 1.0, driver 3"
+    assert {name for name, value in simple().part_hashes().items() if value != before[name]} == {"another switch"}
+    assert {name for name, _ in set(disk_key_parts()) - set(there)} == {"artefact", "state"}
+    assert lowering_environment.misfit(travelled) == (
+        "made for another versions kernels 1.0, driver 2, this has kernels 1.0, driver 3"
+    )
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_artefact_for_a_device_that_is_not_registered_does_not_fit() -> None:
+    travelled = Key(disk_key_parts())
+    del backing_devices["another"]
+    lowering_environment.see_devices()
+    misfit = lowering_environment.misfit(travelled)
+    assert misfit == "made for another versions kernels 1.0, driver 2, this has None"
+    register(BackingDevice("another"))
 
 
 def test_keys_for_cuda_name_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
