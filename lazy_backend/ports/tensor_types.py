@@ -6,13 +6,13 @@ None: its port says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 
-from lazy_backend.ports.port import optional
+from lazy_backend.ports.port import optional, version
 
 # ----- tensor classes
 
@@ -62,6 +62,14 @@ free_cublas_workspaces: Callable[[], None] = optional("torch._C._cuda_clearCubla
 raw_stream: Callable[[int], int] = optional(
     "torch._C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
+
+
+def register_generators(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+    """Let a graph draw from `generators` at each launch. After 2.13 a capture sees which draw, and the call warns."""
+    if version() == "2.13":
+        for generator in generators:
+            graph.register_generator_state(generator)
+
 
 foreach_copy: Any = optional("torch._foreach_copy_", torch.ops.aten._foreach_copy_)
 foreach_clone: Any = optional("torch._foreach_clone", torch.ops.aten._foreach_clone)

@@ -25,9 +25,8 @@ from torch.nn.attention import SDPBackend
 from lazy_backend.lowering.devices.dependencies import SWITCHED, Dependency, Scope, attribute, precisions
 from lazy_backend.lowering.devices.interface import BackingDevice, DeviceGraph, GraphDevice
 from lazy_backend.ports.dispatcher import attention_choice
-from lazy_backend.ports.port import version
 from lazy_backend.ports.replacements import inductor
-from lazy_backend.ports.tensor_types import free_cublas_workspaces, raw_stream
+from lazy_backend.ports.tensor_types import free_cublas_workspaces, raw_stream, register_generators
 
 R = TypeVar("R")
 
@@ -43,9 +42,7 @@ class CudaGraph(DeviceGraph):
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, call: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
-        if version() == "2.13":  # later versions see which generators draw, and warn of this call
-            for generator in generators:
-                self._graph.register_generator_state(generator)
+        register_generators(self._graph, generators)
         try:
             self._graph.capture_begin(capture_error_mode="thread_local")
             result = call()
