@@ -89,8 +89,6 @@ def _inspect(op: OpOverload) -> Traits:
     reason = None
     if torch.Tag.dynamic_output_shape in tags:
         reason = "its output depends on values"
-    elif name in _CAST_INSIDE:
-        reason = "autocast casts what its kernel calls"
     # the first is enough for most, and a tenth of the other's cost
     elif not (is_ours and _computes_metadata(op)) and not has_fake_kernel(op) and not is_fused_optimizer(op):
         reason = "it has no fake kernel"
@@ -106,8 +104,9 @@ def _inspect(op: OpOverload) -> Traits:
     )
 
 
-# Operators without a rule of autocast's, whose kernels call others that have one: a recorded call would not be cast.
-_CAST_INSIDE = frozenset(("aten::_trilinear", "aten::linalg_pinv"))
+# Operators without a rule of autocast's, whose kernels call others that have one: under autocast, a recorded call would
+# not be cast.
+CAST_INSIDE = frozenset(("aten::_trilinear", "aten::linalg_pinv"))
 
 
 def _computes_metadata(op: OpOverload) -> bool:

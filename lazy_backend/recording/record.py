@@ -51,11 +51,13 @@ from lazy_backend.ports.dispatcher import (
     kernel_caller,
 )
 from lazy_backend.ports.tensor_types import address_of
+from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.recording.arguments import flat, mutated_arguments, operand_at
 from lazy_backend.recording.at_once import EAGER, RealCall, count_fallback, run_at_once, run_with_seed
 from lazy_backend.recording.describe import check_recordable, describe, num_slots_of
 from lazy_backend.recording.inference import Inference
 from lazy_backend.recording.operators import (
+    CAST_INSIDE,
     HOST_OPERAND_OPS,
     INDEX_OPS,
     NotRecordable,
@@ -219,6 +221,8 @@ def _choose_handler(op: OpOverload) -> Handler:
         handler = _refuse_nested
     elif any(arg.is_write and str(arg.type) == "List[Tensor]" for arg in function_schema(op).arguments):
         handler = _record_list_write
+    elif handler is record and function_schema(op).name in CAST_INSIDE:
+        handler = _record_uncast
     elif handler is record and rng.takes_generator(op):
         handler = _record_random
     learn(op)
@@ -241,6 +245,13 @@ def prepare() -> None:
 
 def _ask(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "it returns a bool")
+
+
+def _record_uncast(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Record a call of an operator whose kernel calls others that autocast casts, unless autocast is on."""
+    if autocast_state.is_casting():
+        return run_at_once(_find_context(op, args, kwargs), op, args, kwargs, "autocast casts what its kernel calls")
+    return record(op, args, kwargs)
 
 
 def _refuse_nested(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -479,6 +479,31 @@ def test_operators_that_run_at_once_are_cast_inside() -> None:
     assert_same(run("lazy"), run("cpu"))
 
 
+CASTS_INSIDE = {
+    "bilinear": lambda x: functional.bilinear(x, x, x.expand(2, 4, 4)),
+    "pinv": torch.linalg.pinv,
+}
+
+
+@pytest.mark.parametrize("name", CASTS_INSIDE)
+def test_operators_that_autocast_casts_inside_are_recorded_where_it_is_off(name: str) -> None:
+    """At the same place of a program, with and without."""
+    call, cuts = CASTS_INSIDE[name], []
+
+    def run(device: str, enabled: bool) -> torch.Tensor:
+        x = torch.eye(4, device=device) * 3
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            return call(x) * 2
+
+    for enabled in (False, True, False, False, True):
+        with count("aten::_trilinear" if name == "bilinear" else "aten::linalg_pinv") as counted:
+            found = run("lazy", enabled)
+            lazy_backend.mark_step()
+        cuts.append(counted())
+        assert_same(found, run("cpu", enabled))
+    assert cuts == [0, 1, 0, 0, 1]
+
+
 @pytest.fixture
 def compiled() -> Iterator[None]:
     with config.patch(backend="inductor", compile="foreground", num_profiled_runs=0):

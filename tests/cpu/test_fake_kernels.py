@@ -28,6 +28,8 @@ PROGRAMS: dict[str, Program] = {
         lambda x, y: torch.as_strided_scatter(x * 2, y * 3, (3,), (4,), 1),
     ),
     "as_strided": (lambda: [floats(4, 3)], lambda x: (x * 2).as_strided((3, 2), (4, 1), 1)),
+    "bilinear": (lambda: [floats(5, 3), floats(5, 2), floats(4, 3, 2)], F.bilinear),
+    "pinv": (lambda: [floats(4, 3)], torch.linalg.pinv),
     "multi_margin_loss": (lambda: [floats(4, 3)], lambda x: F.multi_margin_loss(x, (x[:, 0] > 2).long())),
     "multilabel_margin_loss": (
         lambda: [floats(4, 3)],
