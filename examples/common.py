@@ -104,7 +104,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("lazy", "cpu"), default="lazy", help="where to train (default: lazy)")
     made.add_argument(
         "--backend",
-        default=lazy_backend.config.backend,
+        default=lazy_backend.config.backend or "inductor",
         help="torch.compile backend of the lazy device: inductor, aot_eager, eager, ... (default: %(default)s)",
     )
     made.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (default: 0)")

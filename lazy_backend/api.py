@@ -19,6 +19,7 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution import closures, reads
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.execution.sync import executor
+from lazy_backend.lowering.artefacts.environment import see_devices
 from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.devices.interface import BackingDevice
 from lazy_backend.lowering.devices.registration import backing_of, register
@@ -76,12 +77,13 @@ def register_device(device: BackingDevice | str) -> BackingDevice:
     package must have told PyTorch of it before, by `torch.utils.rename_privateuse1_backend` and
     `torch._register_device_module`. Unless `config.device` names another, it backs "lazy" from then on.
 
-    Raises `TypeError` for anything else, `ValueError` for a device of PyTorch's own, and `DeviceError` if PyTorch does
-    not know the type, or if there are lazy tensors already.
+    Raises `TypeError` for anything else, `ValueError` for a device of PyTorch's own and for one device of several, and
+    `DeviceError` if PyTorch does not know the type, or if there are lazy tensors already.
     """
     found = BackingDevice(device) if isinstance(device, str) else device
     if not isinstance(found, BackingDevice):
         raise TypeError(f"expected the name of a device type or a BackingDevice, got {type(found).__name__}")
+    _check_device_name(found.name)
     try:
         torch.get_device_module(found.name)
     except RuntimeError as error:
@@ -92,7 +94,30 @@ def register_device(device: BackingDevice | str) -> BackingDevice:
     if contexts.get_active_devices():
         raise DeviceError("there are lazy tensors already, on another device\n  Fix: register before the first of them")
     register(found)
+    see_devices()
     return found
+
+
+def _check_device_name(name: str) -> None:
+    """Raise `ValueError` for a name that PyTorch takes, but that is not the name of a type of device."""
+    if name == "lazy":
+        raise ValueError(
+            "'lazy' is the device that records, and cannot run what it recorded\n"
+            "  Fix: pass the name of the accelerator's type, as torch.device(...).type gives it"
+        )
+    kind, colon, _ = name.partition(":")
+    if colon:
+        raise ValueError(
+            f"{name!r} names one device, and a type is registered, with all devices that it has\n"
+            f"  Fix: lazy_backend.register_device({kind!r}); 'lazy:0' is then '{kind}:0', 'lazy:1' is '{kind}:1'"
+        )
+    if name == "privateuseone":
+        own = torch.device(name).type
+        renamed = "the name that its package gave it" if own == name else repr(own)
+        raise ValueError(
+            "'privateuseone' is PyTorch's name for a device that has none of its own\n"
+            f"  Fix: after torch.utils.rename_privateuse1_backend(), pass {renamed}"
+        )
 
 
 @hide_internals

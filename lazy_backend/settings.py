@@ -65,6 +65,8 @@ def _choice(*choices: str) -> Callable[[Any], str]:
 
 
 def _backend(value: Any) -> Any:
+    if value in (None, ""):
+        return None
     if not (isinstance(value, str) or callable(value)):
         raise ValueError("expected the name of a torch.compile backend or a callable")
     return value
@@ -81,13 +83,22 @@ def _device_type(value: Any) -> str | None:
     if value in (None, ""):
         return None
     if value not in backing_devices:
-        raise ValueError(f"expected one of {', '.join(map(repr, backing_devices))}, or None for the last one there is")
+        known = ", ".join(map(repr, backing_devices))
+        raise ValueError(
+            f"expected one of {known}, or None for the last one there is. Another device has to be registered first.\n"
+            f"  Fix: import its package and call lazy_backend.register_device({value!r}), after which it is the "
+            "default; config.device may name it from then on, but not the variable, which is read at the import"
+        )
     return str(value)
 
 
 FLAGS: dict[str, Flag] = {
     "backend": Flag(
-        "inductor", _backend, "torch.compile backend, by name or as a callable.", "LAZY_BACKEND_BACKEND", in_key=True
+        None,
+        _backend,
+        "torch.compile backend, by name or as a callable. None takes the backing device's: Inductor on CPUs and CUDA.",
+        "LAZY_BACKEND_BACKEND",
+        in_key=True,
     ),
     "compile": Flag(
         "background",
@@ -273,7 +284,7 @@ FLAGS: dict[str, Flag] = {
         lambda value: None if value in (None, "") else str(value),
         "Append each record to this file as it is made, as JSON lines, for python -m lazy_backend.report; also of a "
         "program that is killed. {pid} in the name becomes the process's number, {rank} that of the rank; without them "
-        "ranks append theirs to the name. 50 µs per sync.",
+        "ranks append theirs to the name.",
         "LAZY_BACKEND_LOG",
     ),
     "eager": Flag(

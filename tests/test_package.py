@@ -300,6 +300,11 @@ def test_a_wrong_index_says_which_there_are() -> None:
         ("bakend", "eager", "no setting 'bakend'"),
         ("compile", "later", "one of 'background', 'foreground', 'off'"),
         ("debug", -1, "at least 0"),
+        (
+            "device",
+            "small",
+            r"registered first.\n  Fix: import its package and call lazy_backend.register_device\(.small.\)",
+        ),
     ],
 )
 def test_a_bad_setting_raises_where_it_is_written(name: str, value: object, text: str) -> None:

@@ -15,6 +15,7 @@ from lazy_backend.lowering.compilation.background import WorkerDied
 from lazy_backend.lowering.ir.functional import NotFunctional
 from lazy_backend.lowering.plans.specialise import CompileReport
 from lazy_backend.settings import config
+from lazy_backend.tensors.contexts import compile_backend
 
 # What counts the verdicts of trials.
 _TRIALS = {
@@ -82,8 +83,8 @@ class CompileReports:
         cause = f"{type(report.error).__name__}: {cause[:500]}"
         remedy = "install a C++ compiler (g++), or name one with CXX; " if "No working C++ compiler" in cause else ""
         warn_user(
-            f"a graph of {nodes} nodes could not be compiled with backend {config.backend!r} and is interpreted from "
-            f"now on: {cause}\n  results are the same, only slower; "
+            f"a graph of {nodes} nodes could not be compiled with backend {compile_backend()!r} and is "
+            f"interpreted from now on: {cause}\n  results are the same, only slower; "
             f'{remedy}lazy_backend.config.compile = "off" turns compiling off',
             CompileWarning,
         )

@@ -29,6 +29,7 @@ from lazy_backend.lowering.plans.overlapping import overlap_collectives
 from lazy_backend.lowering.plans.policy import ArtefactStore, CompilePolicy, FusionStrategy
 from lazy_backend.lowering.plans.specialise import CompileReport
 from lazy_backend.settings import config
+from lazy_backend.tensors.contexts import compile_backend
 from lazy_backend.tensors.state import DeviceContext
 
 
@@ -75,7 +76,7 @@ def _policy(
 def compile_policy() -> CompilePolicy:
     """How to compile under the current settings."""
     return _policy(
-        config.backend,
+        compile_backend(),
         config.compile,
         config.num_profiled_runs,
         config.compile_after_operators,
@@ -96,7 +97,7 @@ def compile_policy() -> CompilePolicy:
 
 def current_environment() -> Environment:
     """Everything that a key depends on besides the graph, as of now."""
-    return environment(config.backend if config.compile != "off" else None)
+    return environment(compile_backend() if config.compile != "off" else None)
 
 
 def _cache_size() -> int:

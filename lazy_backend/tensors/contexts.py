@@ -18,7 +18,7 @@ from lazy_backend.lowering.devices.cpu import CPU
 from lazy_backend.lowering.devices.interface import BackingDevice
 from lazy_backend.lowering.devices.registration import backing_devices, default_backing
 from lazy_backend.lowering.ir import rng
-from lazy_backend.settings import FLAGS, config
+from lazy_backend.settings import config
 from lazy_backend.tensors.locks import DeviceLocker
 from lazy_backend.tensors.state import DeviceContext, new_queue
 
@@ -81,8 +81,6 @@ class DeviceContextArena:
                 else f"one lazy device stands for each {found.name} device"
             )
             raise DeviceError(f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})")
-        if config.backend == FLAGS["backend"].default:
-            config.backend = found.compile_backend
         prepare, self.prepare = self.prepare, lambda: None
         prepare()
         with self._lock:
@@ -157,6 +155,12 @@ class DeviceContextArena:
 
 
 contexts = DeviceContextArena()
+
+
+def compile_backend() -> str | Callable[..., Any]:
+    """The `torch.compile` backend for graphs: the setting, or else that of the backing device."""
+    chosen: str | Callable[..., Any] | None = config.backend
+    return contexts.backing().compile_backend if chosen is None else chosen
 
 
 def context_of(device: Device) -> DeviceContext:

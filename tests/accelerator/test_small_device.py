@@ -108,6 +108,36 @@ assert lazy_backend.metrics.counter_value("RegionJump") > 0
     )
 
 
+def test_settings_stay_as_the_program_left_them(tmp_path: Path) -> None:
+    """The device's own compiler is taken where the setting names none, and the setting does not change."""
+    code = """
+seen = []
+
+def compiler(module, examples):
+    seen.append(module)
+    return module.forward
+
+device = SmallDevice("small")
+device.compile_backend = compiler
+lazy_backend.register_device(device)
+config = lazy_backend.config
+config.compile, config.compile_after_operators, config.num_profiled_runs = "foreground", 0, 0
+
+def run():
+    for _ in range(3):
+        kept = torch.ones(3, device="lazy").exp().sum()
+        lazy_backend.mark_step(wait=True)
+
+run()
+assert config.backend is None and len(seen) == 1, seen
+with config.patch(backend="eager"):
+    run()
+    assert config.backend == "eager" and len(seen) == 1
+"""
+    begin = PAGE_BLOCKS[0][: PAGE_BLOCKS[0].index("lazy_backend.register_device")]
+    run_program("\n".join([PATHS, begin, code]), tmp_path, LAZY_BACKEND_DEVICE="", LAZY_BACKEND_BACKEND="")
+
+
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     run_on_small(
         """
@@ -118,6 +148,9 @@ def error_of(device):
         return str(error)
 
 assert "before the first" in error_of("small")
+assert "Fix: lazy_backend.register_device('small'); 'lazy:0' is then 'small:0'" in error_of("small:0")
+assert "cannot run what it recorded" in error_of("lazy")
+assert "pass 'small'" in error_of("privateuseone")
 assert "import the device's package first" in error_of("absent")
 assert "or a BackingDevice, got int" in error_of(3)
 """,
