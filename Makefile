@@ -94,7 +94,7 @@ bench: $(VENV)/test.installed
 # in an environment of its own, since twenty packages need many others; pytorch-forecasting wants an older pandas
 wild: $(WILD)/wild.installed
 	mkdir -p build
-	$(WILD)/bin/python tools/bench.py --wild --markdown --json build/wild.json $(ARGS)
+	$(WILD)/bin/python tools/bench.py --wild --markdown --raw build/wild.json $(ARGS)
 
 $(WILD)/wild.installed: pyproject.toml constraints.txt tools/benchmarks/wild_requirements.txt
 	$(PYTHON) -m venv $(WILD)

@@ -249,9 +249,8 @@ def test_a_remark_names_settings_that_exist() -> None:
 
 def test_pages_list_the_settings_ports_and_figures_that_there_are() -> None:
     code = """
-from listed_pages import PORTS, SERVING, SETTINGS, ports_page, serving_page, settings_page
-pages = {SETTINGS: settings_page(), PORTS: ports_page(PORTS.read_text()), SERVING: serving_page(SERVING.read_text())}
-for page, found in pages.items():
+from listed_pages import pages
+for page, found in pages().items():
     assert page.read_text() == found, f"{page.name} is out of date: run `python tools/listed_pages.py`"
 """
     # a process of its own: tests declare ports, too

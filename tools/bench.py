@@ -2,15 +2,17 @@
 
     python tools/bench.py --quick
     python tools/bench.py --threads 1 --markdown --json results.json
+    python tools/bench.py --speed --json docs/speed.json && python tools/listed_pages.py
 
 In: flags. Out: tables on stdout, or markdown; raw figures as JSON. Progress goes to stderr.
 Each contender runs in a process of its own with an empty compiler cache. The processes of a workload live side by side
 and take turns, round by round, so that a slow minute of the machine slows all of them; ratios are taken within a round.
-`--cold`, `--compile-time`, `--blocks`, `--recording`, `--overlap`, `--diagnostics`, `--trainers`, `--wild`,
-`--unmarked`, `--serve`, `--ranks` and `--simulated-ranks` measure something else: first steps of a process, compiles
-of deep models, deep models whose blocks are compiled once, what recording a step costs, recording beside a run, what
-`config.explain` costs, the loops of other packages' trainers, documented programs of other packages, loops without
-`mark_step()`, served modules, several processes that train together, and what it costs many to agree.
+`--speed` measures the figures of README.md. `--cold`, `--compile-time`, `--blocks`, `--recording`, `--overlap`,
+`--diagnostics`, `--trainers`, `--wild`, `--unmarked`, `--serve`, `--ranks` and `--simulated-ranks` measure something
+else: first steps of a process, compiles of deep models, deep models whose blocks are compiled once, what recording a
+step costs, recording beside a run, what `config.explain` costs, the loops of other packages' trainers, documented
+programs of other packages, loops without `mark_step()`, served modules, several processes that train together, and what
+it costs many to agree.
 See docs/benchmarks.md and docs/scaling.md.
 """
 
@@ -37,19 +39,23 @@ from benchmarks import (
     recording_costs,
     recording_overlap,
     serving_speed,
+    speed_chart,
     trainer_loops,
     unmarked,
     wild,
 )
 from benchmarks.wild_programs import PROGRAMS
+from shared import figures
 from shared.command_line import names_among
 from shared.contenders import CONTENDERS, MEMORY_ENVIRONMENT, WITHOUT_AUTOLOAD, serve
-from shared.tables import Result, make_tables, render
+from shared.tables import Result, Table, make_tables, render
 from shared.workers import Worker, WorkerFailed
 from shared.workloads import WORKLOADS
 
 FIRST_STEPS = 60
 GROWTH_LENGTHS = [100, 1_000, 10_000]
+SPEED_WORKLOADS = ["mlp", "cells", "cnn", "gpt-adamw", "branches", "schedule", "lengths", "lstm"]
+SPEED_CONTENDERS = ["eager", "compile", "compile-all", "lazy", "captured-parts", "captured"]
 GROWTH_BUDGET = 60.0  # seconds for the first sight of one length
 
 
@@ -173,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=0, help="threads per operator (default: as torch chooses)")
     parser.add_argument("--growth", type=_lengths, help="comma-separated lengths of the long traces; 0 for none")
     parser.add_argument("--memory", action="store_true", help="measure memory too (Linux)")
+    parser.add_argument("--speed", action="store_true", help="the figures of README.md, one and two threads")
     parser.add_argument("--cold", action="store_true", help="the first steps of new processes, nothing else")
     parser.add_argument("--compile-time", action="store_true", help="compiles of 4, 12 and 24 blocks, nothing else")
     parser.add_argument("--blocks", type=_lengths, help="comma-separated numbers of blocks of a GPT, nothing else")
@@ -188,7 +195,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=0, help="as many processes that train together, nothing else")
     parser.add_argument("--simulated-ranks", action="store_true", help="what agreeing costs 8 to 10,000, nothing else")
     parser.add_argument("--diagnostics", action="store_true", help="what config.explain costs, nothing else")
-    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
+    parser.add_argument("--json", type=Path, help="write the raw figures to this file; with --speed and what prints "
+                        "one table, its section of docs/speed.json")  # fmt: skip
+    parser.add_argument("--raw", type=Path, help="of --wild: the raw figures, written after each program")
     parser.add_argument("--markdown", action="store_true", help="print markdown")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--workload", choices=WORKLOADS, help=argparse.SUPPRESS)
@@ -213,58 +222,118 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     )
 
 
+class Shown:
+    """Renders tables for stdout, and keeps them."""
+
+    def __init__(self, form: str) -> None:
+        self._render = render[form]
+        self.tables: list[Table] = []
+
+    def __call__(self, table: Table) -> str:
+        self.tables.append(table)
+        return self._render(table)
+
+
+def _measure_mode(arguments: argparse.Namespace, show: Shown) -> str | None:
+    """Measure what a flag asks for instead of the workloads, and print its table. Returns the flag's name, or None."""
+    quick, threads, rounds = arguments.quick, arguments.threads, arguments.rounds
+    if arguments.cold:
+        cold.main(arguments.workloads or ["mlp", "cnn", "gpt-adamw"], threads, show)
+        return "cold"
+    if arguments.compile_time:
+        compile_time.main(threads, show)
+        return "compile-time"
+    if arguments.blocks:
+        block_plans.main(threads, rounds or 12, show, arguments.blocks)
+        return "blocks"
+    if arguments.overlap:
+        recording_overlap.main(threads, rounds or 15, show)
+        return "overlap"
+    if arguments.trainers:
+        trainer_loops.main(threads, rounds or (1 if quick else 3), show)
+        return "trainers"
+    if arguments.wild:
+        wild.main(arguments.wild, [threads] if threads else [1, 2], rounds or 5, show, arguments.raw)
+        return "wild"
+    if arguments.ranks:
+        rank_loops.main(arguments.ranks, rounds or 5, show)
+        return "ranks"
+    if arguments.simulated_ranks:
+        rank_scaling.main(rank_scaling.RANKS, show)
+        return "simulated-ranks"
+    if arguments.unmarked:
+        unmarked.main(arguments.unmarked, rounds or (2 if quick else 5), show)
+        return "unmarked"
+    if arguments.diagnostics:
+        names = arguments.workloads or ["mlp", "gpt-sgd", "gpt-adamw"]
+        diagnostics.main(names, threads, 60 if quick else 300, show)
+        return "diagnostics"
+    if arguments.recording:
+        recording_costs.main(arguments.workloads or ["mlp", "cells", "branches"], rounds or 15, show)
+        return "recording"
+    return None
+
+
+def _measure_serving(arguments: argparse.Namespace, show: Shown) -> None:
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    found = serving_speed.measure(arguments.serve, list(serving_speed.EXECUTORS), [1, 2, 8], rounds)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    print("\n\n".join(map(show, serving_speed.tables_of(found))))
+
+
+def _measure_speed(arguments: argparse.Namespace) -> None:
+    """The figures of README.md and of the first tables of docs/benchmarks.md, into the file that they are made of."""
+    runs = []
+    for threads in [arguments.threads] if arguments.threads else [1, 2]:
+        results = measure(
+            Plan(
+                workloads=arguments.workloads or SPEED_WORKLOADS,
+                contenders=arguments.contenders or SPEED_CONTENDERS,
+                rounds=arguments.rounds or 4,
+                threads=threads,
+                traced_steps=1,
+                growth=(),
+                memory=False,
+            )
+        )
+        machine = f"{os.cpu_count()} cores of {_processor()}"
+        about = figures.about(_command(), threads=threads, rounds=results["about"]["rounds"], machine=machine)
+        runs.append(speed_chart.run_of(results, about))
+        print(f"{speed_chart.heading(runs[-1])}\n\n{speed_chart.table(runs[-1])}\n", flush=True)
+    if arguments.json:
+        figures.write(arguments.json, "speed", runs)
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _command() -> str:
+    return " ".join(["python tools/bench.py", *sys.argv[1:]])
+
+
 def main() -> None:
     arguments = _parser().parse_args()
     if arguments.worker:
         serve(arguments.worker, arguments.workload)
         return
-    shown = render["markdown" if arguments.markdown else "text"]
-    if arguments.cold:
-        cold.main(arguments.workloads or ["mlp", "cnn", "gpt-adamw"], arguments.threads, shown)
-        return
-    if arguments.compile_time:
-        compile_time.main(arguments.threads, "markdown" if arguments.markdown else "text")
-        return
-    if arguments.blocks:
-        form = "markdown" if arguments.markdown else "text"
-        block_plans.main(arguments.threads, arguments.rounds or 12, form, arguments.blocks)
-        return
-    if arguments.overlap:
-        form = "markdown" if arguments.markdown else "text"
-        recording_overlap.main(arguments.threads, arguments.rounds or 15, form)
-        return
-    if arguments.trainers:
-        rounds = arguments.rounds or (1 if arguments.quick else 3)
-        trainer_loops.main(arguments.threads, rounds, "markdown" if arguments.markdown else "text")
-        return
-    if arguments.wild:
-        threads = [arguments.threads] if arguments.threads else [1, 2]
-        form = "markdown" if arguments.markdown else "text"
-        wild.main(arguments.wild, threads, arguments.rounds or 5, form, arguments.json)
-        return
-    if arguments.ranks:
-        rank_loops.main(arguments.ranks, arguments.rounds or 5, "markdown" if arguments.markdown else "text")
-        return
-    if arguments.simulated_ranks:
-        rank_scaling.main(rank_scaling.RANKS, "markdown" if arguments.markdown else "text")
-        return
-    if arguments.unmarked:
-        unmarked.main(arguments.unmarked, arguments.rounds or (2 if arguments.quick else 5), shown)
+    show = Shown("markdown" if arguments.markdown else "text")
+    if arguments.speed:
+        _measure_speed(arguments)
         return
     if arguments.serve:
-        rounds = arguments.rounds or (1 if arguments.quick else 3)
-        found = serving_speed.measure(arguments.serve, list(serving_speed.EXECUTORS), [1, 2, 8], rounds)
+        _measure_serving(arguments, show)
+        return
+    mode = _measure_mode(arguments, show)
+    if mode is not None:
         if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1))
-        print("\n\n".join(map(shown, serving_speed.tables_of(found))))
-        return
-    if arguments.diagnostics:
-        names = arguments.workloads or ["mlp", "gpt-sgd", "gpt-adamw"]
-        diagnostics.main(names, arguments.threads, 60 if arguments.quick else 300, shown)
-        return
-    if arguments.recording:
-        names = arguments.workloads or ["mlp", "cells", "branches"]
-        recording_costs.main(names, arguments.rounds or 15, shown)
+            figures.write(arguments.json, mode, figures.section_of(show.tables, _command()))
         return
     results = measure(_plan(arguments))
     if arguments.json:
@@ -272,7 +341,7 @@ def main() -> None:
     about = results["about"]
     print(f"PyTorch {about['torch']}, Python {about['python']}, {about['cores']} cores, {about['threads']} threads, "
           f"{about['rounds']} rounds\n")  # fmt: skip
-    print("\n\n".join(map(shown, make_tables(results))))
+    print("\n\n".join(map(show, make_tables(results))))
 
 
 if __name__ == "__main__":

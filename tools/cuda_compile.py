@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from gpu.training import GPU_WORKLOADS
+from shared import figures
 from shared.checkout import ROOT
 from shared.command_line import names_among
 from shared.tables import Result, Table
@@ -65,6 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=names_among(GPU_WORKLOADS), default=("mlp", "resnet50", "gpt2", "lstm"),
                         help=f"comma-separated, of {', '.join(GPU_WORKLOADS)}")  # fmt: skip
+    parser.add_argument("--figures", type=Path, help="the file of the pages' figures, docs/speed.json: its section")
     parser.add_argument("--target", choices=TARGETS, default="sm_90")
     arguments = parser.parse_args()
     rows, faults = [], []
@@ -82,7 +84,10 @@ def main() -> int:
         counts = [compiled["nodes"], *(len(compiled[one]) for one in ("kernels", "loaded")), compiled["cubins"]]
         counts += [f"{compiled['kib']:.0f} KiB", len(interpreted["ran"]), interpreted["results"], verdict]
         rows.append((step, *map(str, counts), f"{compiled['seconds']:.0f}"))
-    print(Table(f"Compiled for {arguments.target}, and run by Triton's interpreter", _HEAD, rows).aligned())
+    table = Table(f"Compiled for {arguments.target}, and run by Triton's interpreter", _HEAD, rows)
+    print(table.aligned())
+    if arguments.figures:
+        figures.write(arguments.figures, "cuda-compile", figures.section_of([table], "make test-cuda-compile"))
     print("\n".join(faults))
     return bool(faults)
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
+from shared import figures
 from shared.checkout import ROOT, commit
 from shared.tables import Table
 from shared.workers import Reply, Worker, WorkerFailed, answer_commands
@@ -467,6 +468,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=("import", "calls", "use"), default=["import", "calls", "use"])
     parser.add_argument("--pairs", type=int, default=12, help="pairs of processes that import torch (default 12)")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the calls of eager programs (default 20)")
+    parser.add_argument("--figures", type=Path, help="the file of the pages' figures, docs/speed.json: its section")
     parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--serve", choices=("actions", "use"), help=argparse.SUPPRESS)
     return parser
@@ -484,6 +486,9 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(results if arguments.venvs else results[0], indent=1))
     print(table(results).markdown())
+    if arguments.figures:
+        command = " ".join(["python tools/ground.py", *sys.argv[1:]])
+        figures.write(arguments.figures, "ground", figures.section_of([table(results)], command))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-from shared.tables import Result, Table, render
+from shared.tables import Result, Table
 from shared.workers import returned_by
 from shared.workloads import GPT, WORKLOADS, GPTSize, make_training
 
@@ -109,7 +109,7 @@ def _run(call: str, folder: str, threads: int) -> Result:
     return returned_by(f"benchmarks.block_plans.{call}", environment, threads)  # type: ignore[no-any-return]
 
 
-def main(threads: int, rounds: int, form: str, sizes: Sequence[int]) -> None:
+def main(threads: int, rounds: int, show: Callable[[Table], str], sizes: Sequence[int]) -> None:
     """Print the table."""
     rows = []
     for blocks in sizes:
@@ -126,4 +126,4 @@ def main(threads: int, rounds: int, form: str, sizes: Sequence[int]) -> None:
             speed = f"{statistics.median(speeds):.3f} ({min(speeds):.3f} to {max(speeds):.3f})"
             rows.append([str(blocks), kind, *figures, speed if kind == "blocks" else "1"])
     head = ["blocks", "compiled", "compile CPU s", "at 0.8 of its speed after s", "step, ms", "speed / whole's"]
-    print(render[form](Table("Blocks compiled once, beside the whole graph: GPT, foreach AdamW", head, rows)))
+    print(show(Table("Blocks compiled once, beside the whole graph: GPT, foreach AdamW", head, rows)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import resource
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shared.tables import Result, compile_times, render
+from shared.tables import Result, Table, compile_times
 from shared.workers import returned_by
 from shared.workloads import GPT, WORKLOADS, GPTSize, make_training
 
@@ -54,10 +54,10 @@ def _run(blocks: int, threads: int) -> Result:
         return returned_by(f"benchmarks.compile_time.measure({blocks})", environment, threads)  # type: ignore[no-any-return]
 
 
-def main(threads: int, form: str, blocks: Sequence[int] = BLOCKS) -> None:
+def main(threads: int, show: Callable[[Table], str], blocks: Sequence[int] = BLOCKS) -> None:
     """Print the table."""
     results = []
     for count in blocks:
         print(f"bench: compiling {count} blocks", file=sys.stderr, flush=True)
         results.append(_run(count, threads))
-    print(render[form](compile_times(results)))
+    print(show(compile_times(results)))

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.tables import Table, render
+from shared.tables import Table
 from shared.workers import finding_tools
 from shared.workloads import GPT, GPTSize
 from torch import nn
@@ -229,7 +229,7 @@ def _told(communicated: dict[str, list[int]]) -> str:
     return "; ".join(f"{calls} {name}, {size / 1e6:.2f} MB" for name, (calls, size) in sorted(communicated.items()))
 
 
-def main(count: int, rounds: int, form: str) -> None:
+def main(count: int, rounds: int, show: Callable[[Table], str]) -> None:
     """Print the table."""
     rows = []
     for way in WAYS:
@@ -241,4 +241,4 @@ def main(count: int, rounds: int, form: str) -> None:
             )
     head = ["loop", *(f"{kind}, ms" for kind in _ALL_KINDS), *(f"{kind}: speed / eager's" for kind in _ALL_KINDS[1:])]
     head += ["compiles of all ranks", "eager calls", "lazy calls"]
-    print(render[form](Table(f"{count} processes: a step", head, rows)))
+    print(show(Table(f"{count} processes: a step", head, rows)))

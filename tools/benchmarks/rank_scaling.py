@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.tables import Table, render
+from shared.tables import Table
 
 from lazy_backend.lowering.collectives.agreement import Agreement, Collective, CollectiveError, RunCollectives
 
@@ -131,7 +131,7 @@ def simulate(count: int) -> dict[str, Any]:
         ranks.close()
 
 
-def main(counts: Sequence[int], form: str) -> None:
+def main(counts: Sequence[int], show: Callable[[Table], str]) -> None:
     """Print the table."""
     rows = []
     for count in counts:
@@ -146,4 +146,4 @@ def main(counts: Sequence[int], form: str) -> None:
             ]
         )
     head = ["ranks", "a step like the one before, ms", "writes a second", "a step unlike it, ms", "found astray"]
-    print(render[form](Table("simulated ranks at one store", head, rows)))
+    print(show(Table("simulated ranks at one store", head, rows)))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 import torch
-from shared.tables import Result, Table, render
+from shared.tables import Result, Table
 
 _WIDTH, _PRODUCTS = 1536, 24  # of the run: some seconds' worth of products, on any machine longer than a recording
 
@@ -70,7 +70,7 @@ def measure(operators: int, rounds: int) -> Result:
     return {"operators": operators, "seconds": seconds}
 
 
-def main(threads: int, rounds: int, form: str) -> None:
+def main(threads: int, rounds: int, show: Callable[[Table], str]) -> None:
     """Print the table."""
     torch.set_num_threads(threads or 1)
     found = measure(400, rounds)
@@ -86,4 +86,4 @@ def main(threads: int, rounds: int, form: str) -> None:
         ],
     ]
     title = f"Recording {found['operators']} known operators while a compiled graph runs"
-    print(render[form](Table(title, ["", "µs per operator", "speed / alone's", "range over rounds"], rows)))
+    print(show(Table(title, ["", "µs per operator", "speed / alone's", "range over rounds"], rows)))

@@ -1,31 +1,18 @@
-"""The picture of how fast training runs beside eager, and the table and the sentence that go with it.
+"""How fast training runs beside eager: what the pages and their picture show of it.
 
-    mkdir -p build
-    python tools/bench.py --threads 1 $CHOICE --json build/speed-1.json
-    python tools/bench.py --threads 2 $CHOICE --json build/speed-2.json
-    python tools/speed_chart.py build/speed-1.json build/speed-2.json --write
-
-with CHOICE="--rounds 4 --workloads mlp,cells,cnn,gpt-adamw,branches,schedule,lengths,lstm --growth 0 --contenders
-eager,compile,compile-all,lazy,captured-parts,captured". In: raw figures of bench.py, a file for each number of threads.
-Out: the tables on stdout; with `--write`, docs/images/speed.svg, and what stands between `<!-- speed: begin -->` and
-`<!-- speed: end -->` in README.md and docs/benchmarks.md.
+In: raw figures of bench.py. Out: `run_of`, a run as docs/speed.json keeps it, and what is made of such runs: the
+tables, the sentences of README.md, and docs/images/speed.svg. `python tools/bench.py --speed` measures and stores all
+runs, `python tools/listed_pages.py` writes the pages.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
-
-from shared.tables import replace_block
-
-ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "images" / "speed.svg"
 
 # The bars of each workload beside eager's line at 1: name, colour, and the contenders of which the fastest counts.
 SERIES = (
@@ -40,11 +27,28 @@ _BAR, _GAP, _LEFT, _RIGHT, _HEAD = 9, 12, 270, 60, 96  # pixels
 _PANEL = 470  # width of the bars of one number of threads
 
 Figures = dict[str, Any]
-Spread = tuple[float, float, float]  # median, least, greatest
+Run = dict[str, Any]  # a file of docs/speed.json has several: see `run_of`
+Spread = Sequence[float]  # median, least, greatest; the median alone where no more is known
+
+_COUNTS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def speeds(workload: Figures) -> dict[str, Spread]:
-    """Of each contender that ran: how many times as fast as eager, taken within rounds."""
+def run_of(results: Figures, about: dict[str, Any]) -> Run:
+    """What `bench.measure` found: milliseconds of eager's step, and of each contender how many times as fast it is."""
+    workloads = []
+    for workload in results["workloads"]:
+        step = statistics.median(workload["contenders"]["eager"]["rounds"]) / workload["steps"]
+        speeds = {name: [round(ratio, 3) for ratio in spread] for name, spread in _speeds(workload).items()}
+        failed = {name: one["error"] for name, one in workload["contenders"].items() if "error" in one}
+        workloads.append(
+            {"title": workload["title"], "eager_ms": round(step * 1e3, 3), "speeds": speeds}
+            | ({"failed": failed} if failed else {})
+        )
+    return {"about": about, "workloads": workloads}
+
+
+def _speeds(workload: Figures) -> dict[str, Spread]:
+    """Of each contender that ran, how many times as fast as eager, taken within rounds."""
     eager = workload["contenders"]["eager"]["rounds"]
     found = {}
     for name, own in workload["contenders"].items():
@@ -54,69 +58,108 @@ def speeds(workload: Figures) -> dict[str, Spread]:
     return found
 
 
-def fastest(found: dict[str, Spread], names: Sequence[str]) -> Spread | None:
-    return max((found[name] for name in names if name in found), default=None)
+def fastest(speeds: dict[str, Spread], names: Sequence[str]) -> float | None:
+    return max((speeds[name][0] for name in names if name in speeds), default=None)
 
 
-# ----- the table and the sentence
+def _fastest_of(runs: Sequence[Run], threads: int, names: Sequence[str]) -> dict[str, float]:
+    """Of each workload, by title, how many times as fast as eager the fastest of these contenders is."""
+    found: dict[str, float] = {}
+    for run in runs:
+        for workload in run["workloads"] if run["about"]["threads"] == threads else []:
+            own = fastest(workload["speeds"], names)
+            if own is not None:
+                found[workload["title"]] = own
+    return found
 
 
-def table(results: Figures) -> str:
-    """Markdown: a row for each workload, a column for each contender but eager."""
-    names = [name for name in results["workloads"][0]["contenders"] if name != "eager"]
+# ----- tables and sentences
+
+
+def table(run: Run, chosen: Sequence[str] = ()) -> str:
+    """Markdown: a row for each workload, a column for each contender, or for those that are chosen."""
+    names = list(dict.fromkeys(name for workload in run["workloads"] for name in workload["speeds"]))
+    names = [name for name in names if not chosen or name in chosen]
     lines = [f"| workload | eager, ms | {' | '.join(names)} |", f"| --- | {' | '.join(['---:'] * (len(names) + 1))} |"]
-    for workload in results["workloads"]:
-        step = statistics.median(workload["contenders"]["eager"]["rounds"]) / workload["steps"]
-        found = speeds(workload)
-        cells = [_cell(found.get(name)) for name in names]
-        lines.append(f"| {workload['title']} | {step * 1e3:.2f} | {' | '.join(cells)} |")
+    for workload in run["workloads"]:
+        cells = [_cell(workload["speeds"].get(name), name in workload.get("failed", ())) for name in names]
+        step = workload["eager_ms"]
+        lines.append(f"| {workload['title']} | {'-' if step is None else format(step, '.2f')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(spread: Spread | None) -> str:
-    return "fails" if spread is None else "{:.2f} ({:.2f} to {:.2f})".format(*spread)
+def _cell(spread: Spread | None, has_failed: bool) -> str:
+    if spread is None:
+        return "fails" if has_failed else "-"
+    median, *ends = spread
+    return f"{median:.2f}" + (" ({:.2f} to {:.2f})".format(*ends) if ends else "")
 
 
-def heading(results: Figures) -> str:
-    about = results["about"]
-    return (
-        f"PyTorch {about['torch']}, {about['cores']} cores, {_threads(results)} per operator, {about['rounds']} rounds"
+def heading(run: Run) -> str:
+    about = run["about"]
+    version = about["torch"].partition("+")[0]
+    return f"{about['measured']}, PyTorch {version}, {about['machine']}, {_threads(about['threads'])} per operator"
+
+
+def _threads(number: int) -> str:
+    return "one thread" if number == 1 else f"{_counted(number)} threads"
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """All runs but those of plain loops alone, for docs/benchmarks.md."""
+    parts = []
+    for run in runs:
+        if any(set(workload["speeds"]) - {"lazy"} for workload in run["workloads"]):
+            parts.append(f"{heading(run)}, {run['about']['rounds']} rounds:\n\n{table(run)}")
+    return "\n\n".join(parts)
+
+
+def plain_table(runs: Sequence[Run]) -> str:
+    """Plain loops with one thread, for docs/benchmarks.md."""
+    (run,) = [run for run in runs if run["about"]["threads"] == 1 and _fastest_of([run], 1, ["lazy"])]
+    mean = math.exp(statistics.fmean(map(math.log, _fastest_of([run], 1, ["lazy"]).values())))
+    return f"{heading(run)}, {run['about']['rounds']} rounds; geometric mean {mean:.2f}:\n\n{table(run, ['lazy'])}"
+
+
+def sentences(runs: Sequence[Run]) -> str:
+    """The ranges of captured loops, of `torch.compile` and of plain loops beside eager, for README.md."""
+    captured, both = _fastest_of(runs, 1, CAPTURED), _fastest_of(runs, 2, CAPTURED)
+    compiled, plain = _fastest_of(runs, 1, ("compile", "compile-all")), _fastest_of(runs, 1, ("lazy",))
+    number = _counted(len(captured))
+    others = "the same" if len(both) == len(captured) else f"{_counted(len(both))} of them"
+    table, plain_loops = "docs/benchmarks.md#speed-beside-eagers", "docs/benchmarks.md#plain-loops"
+    cores = _counted(runs[0]["about"]["cores"])
+    compiled_ones = f"the {number}" if len(compiled) == len(captured) else f"{_counted(len(compiled))} of them"
+    faster = sum(speed > 1 for speed in plain.values())
+    text = (
+        f"On {cores} cores, captured loops of {number} small models ran at {_range(captured)} times eager's speed with "
+        f"one thread per operator, and {others} at {_range(both)} times with two. `torch.compile`, in its faster form, "
+        f"ran {compiled_ones} at {_range(compiled)} times with one thread ([table]({table})). Without "
+        f"`capture`, [plain loops]({plain_loops}) of {_counted(faster)} of the {_counted(len(plain))} were faster than "
+        "eager."
     )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def _threads(results: Figures) -> str:
-    number = results["about"]["threads"]
-    return "one thread" if number == 1 else f"{number} threads"
+def _counted(number: int) -> str:
+    return _COUNTS[number] if number < len(_COUNTS) else str(number)
 
 
-def sentence(results: Figures) -> str:
-    """The range of captured loops beside eager, and their mean beside torch.compile, with the machine."""
-    found = [speeds(workload) for workload in results["workloads"]]
-    captured = [own[0] for each in found if (own := fastest(each, CAPTURED))]
-    plain = [each["lazy"][0] for each in found if "lazy" in each]
-    ratios = [
-        own[0] / other[0]
-        for each in found
-        if (own := fastest(each, CAPTURED)) and (other := fastest(each, ("compile", "compile-all")))
-    ]
-    text = f"{heading(results)}: captured loops run at {min(captured):.1f} to {max(captured):.1f} times eager's speed"
-    if plain:
-        text += f", plain loops at {min(plain):.1f} to {max(plain):.1f} times"
-    if ratios:
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        text += f"; the geometric mean of captured beside `torch.compile` is {mean:.2f}"
-    return f"{text}."
+def _range(found: dict[str, float]) -> str:
+    return f"{min(found.values()):.1f} to {max(found.values()):.1f}"
 
 
 # ----- the picture
 
 
-def picture(runs: Sequence[Figures]) -> str:
+def picture(runs: Sequence[Run]) -> str:
     """SVG: a panel for each number of threads, a group of bars for each workload, a line where eager is."""
-    titles = [workload["title"] for workload in runs[0]["workloads"]]
+    counts = sorted({run["about"]["threads"] for run in runs})
+    bars = {threads: [_fastest_of(runs, threads, names) for *_, names in SERIES] for threads in counts}
+    titles = list(dict.fromkeys(workload["title"] for run in runs for workload in run["workloads"]))
     group = len(SERIES) * _BAR + _GAP
-    width, height = _LEFT + len(runs) * (_PANEL + _RIGHT), _HEAD + len(titles) * group + 30
-    longest = max(spread[0] for run in runs for one in run["workloads"] for spread in speeds(one).values())
+    width, height = _LEFT + len(counts) * (_PANEL + _RIGHT), _HEAD + len(titles) * group + 30
+    longest = max(speed for series in bars.values() for found in series for speed in found.values())
     scale = _PANEL / max(longest, 1.5)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
@@ -124,8 +167,8 @@ def picture(runs: Sequence[Figures]) -> str:
         *_legend(),
         *(_text(_LEFT - 10, _HEAD + place * group + group / 2, title, "end") for place, title in enumerate(titles)),
     ]
-    for number, run in enumerate(runs):
-        lines += _panel(run, _LEFT + number * (_PANEL + _RIGHT), scale, height)
+    for number, threads in enumerate(counts):
+        lines += _panel(threads, bars[threads], titles, _LEFT + number * (_PANEL + _RIGHT), scale, height)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -136,18 +179,19 @@ def _legend() -> Iterator[str]:
         yield _text(x + 20, y + 10, name)
 
 
-def _panel(run: Figures, left: float, scale: float, height: float) -> Iterator[str]:
-    yield _text(left, _HEAD - 16, f"speed / eager's, {_threads(run)} per operator")
-    for place, workload in enumerate(run["workloads"]):
-        found = speeds(workload)
+def _panel(
+    threads: int, series: Sequence[dict[str, float]], titles: Sequence[str], left: float, scale: float, height: float
+) -> Iterator[str]:
+    yield _text(left, _HEAD - 16, f"speed / eager's, {_threads(threads)} per operator")
+    for place, title in enumerate(titles):
         top = _HEAD + place * (len(SERIES) * _BAR + _GAP)
-        for row, (_, colour, names) in enumerate(SERIES):
-            spread = fastest(found, names)
-            if spread is None:
+        for row, ((_, colour, _), found) in enumerate(zip(SERIES, series, strict=True)):
+            speed = found.get(title)
+            if speed is None:
                 continue
             y = top + row * _BAR
-            yield f'<rect x="{left}" y="{y}" width="{spread[0] * scale:.1f}" height="{_BAR - 1}" fill="{colour}"/>'
-            yield _text(left + spread[0] * scale + 4, y + _BAR - 1, f"{spread[0]:.2f}", size=9)
+            yield f'<rect x="{left}" y="{y}" width="{speed * scale:.1f}" height="{_BAR - 1}" fill="{colour}"/>'
+            yield _text(left + speed * scale + 4, y + _BAR - 1, f"{speed:.2f}", size=9)
     one = f"{left + scale:.1f}"
     yield f'<line x1="{one}" x2="{one}" y1="{_HEAD - 8}" y2="{height - 22}" stroke="#c0392b"/>'
     yield _text(left + scale, height - 8, "eager", "middle")
@@ -155,36 +199,3 @@ def _panel(run: Figures, left: float, scale: float, height: float) -> Iterator[s
 
 def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 13) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
-
-
-# ----- the pages
-
-
-def write(runs: Sequence[Figures]) -> None:
-    """The picture, and the blocks of README.md and docs/benchmarks.md."""
-    PICTURE.write_text(picture(runs))
-    facts = "\n".join(f"- {sentence(run)}" for run in runs)
-    tables = "\n\n".join(f"{heading(run)}:\n\n{table(run)}" for run in runs)
-    alt = "Speed beside eager: torch.compile, plain and captured loops"
-    blocks = {
-        ROOT / "README.md": f"![{alt}](docs/images/speed.svg)\n\n{facts}",
-        ROOT / "docs" / "benchmarks.md": f"![{alt}](images/speed.svg)\n\n{tables}",
-    }
-    for page, block in blocks.items():
-        page.write_text(replace_block(page.read_text(), "speed", block))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of bench.py, one for each number of threads")
-    parser.add_argument("--write", action="store_true", help="write the picture and the blocks of the pages")
-    arguments = parser.parse_args()
-    runs = [json.loads(file.read_text()) for file in arguments.results]
-    for run in runs:
-        print(f"{heading(run)}\n\n{table(run)}\n\n{sentence(run)}\n")
-    if arguments.write:
-        write(runs)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from shared.tables import Table, render
+from shared.tables import Table
 from shared.workers import finding_tools
 from torch import nn
 
@@ -212,7 +212,7 @@ def _table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> Table:
     return Table("Trainers: a step", [*head, "compiles, torch.compile", "compiles, lazy"], rows)
 
 
-def main(threads: int, rounds: int, form: str, trainers: Sequence[str] = tuple(TRAINERS)) -> None:
+def main(threads: int, rounds: int, show: Callable[[Table], str], trainers: Sequence[str] = tuple(TRAINERS)) -> None:
     """Print the table."""
     results: dict[str, dict[str, list[dict[str, Any]]]] = {name: {kind: [] for kind in KINDS} for name in trainers}
     for number in range(rounds):
@@ -222,4 +222,4 @@ def main(threads: int, rounds: int, form: str, trainers: Sequence[str] = tuple(T
                 results[trainer][kind].append(result)
                 about = f"round {number + 1} of {rounds}: {1e3 * result['seconds']:.2f} ms"
                 print(f"bench: {trainer}, {kind}, {about}", file=sys.stderr, flush=True)
-    print(render[form](_table(results)))
+    print(show(_table(results)))

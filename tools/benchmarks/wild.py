@@ -18,14 +18,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import product
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from shared.tables import Result, Table, render
+from shared.tables import Result, Table
 from shared.workers import Worker, WorkerFailed, module_of, private_stdout
 
 from benchmarks.wild_programs import PROGRAMS
@@ -190,7 +190,9 @@ def difference(losses: Sequence[Sequence[float]]) -> str:
     return "equal" if largest == 0 else f"{largest:.0e}"
 
 
-def main(names: Sequence[str], threads: Sequence[int], rounds: int, form: str, written: Path | None) -> None:
+def main(
+    names: Sequence[str], threads: Sequence[int], rounds: int, show: Callable[[Table], str], written: Path | None
+) -> None:
     """Print the table, with the rows in the order in which they are measured, and write the figures after each."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="wild-") as folder:
@@ -203,7 +205,7 @@ def main(names: Sequence[str], threads: Sequence[int], rounds: int, form: str, w
                 print("bench:", *_row(results[-1]), file=sys.stderr, flush=True)
                 if written:
                     written.write_text(json.dumps(results, indent=1))
-    print(render[form](table(results)))
+    print(show(table(results)))
 
 
 def table(results: Sequence[Result]) -> Table:
