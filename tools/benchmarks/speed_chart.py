@@ -23,8 +23,8 @@ SERIES = (
 )
 CAPTURED = ("captured-parts", "captured")
 
-_BAR, _GAP, _LEFT, _RIGHT, _HEAD = 9, 12, 270, 60, 96  # pixels
-_PANEL = 470  # width of the bars of one number of threads
+_BAR, _GAP, _LEFT, _RIGHT, _HEAD = 13, 12, 305, 48, 100  # pixels
+_PANEL = 320  # width of the bars of one number of threads
 
 Figures = dict[str, Any]
 Run = dict[str, Any]  # a file of docs/speed.json has several: see `run_of`
@@ -169,12 +169,14 @@ def picture(runs: Sequence[Run]) -> str:
     ]
     for number, threads in enumerate(counts):
         lines += _panel(threads, bars[threads], titles, _LEFT + number * (_PANEL + _RIGHT), scale, height)
+    if any(len(found) < len(titles) for series in bars.values() for found in series):
+        lines.append(_text(10, height - 8, "no bar: not measured", size=12))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _legend() -> Iterator[str]:
     for place, (name, colour, _) in enumerate(SERIES):
-        x, y = _LEFT + place % 2 * 440, 14 + place // 2 * 20
+        x, y = 10 + place % 2 * 520, 14 + place // 2 * 20
         yield f'<rect x="{x}" y="{y}" width="14" height="10" fill="{colour}"/>'
         yield _text(x + 20, y + 10, name)
 
@@ -183,6 +185,7 @@ def _panel(
     threads: int, series: Sequence[dict[str, float]], titles: Sequence[str], left: float, scale: float, height: float
 ) -> Iterator[str]:
     yield _text(left, _HEAD - 16, f"speed / eager's, {_threads(threads)} per operator")
+    labels = []
     for place, title in enumerate(titles):
         top = _HEAD + place * (len(SERIES) * _BAR + _GAP)
         for row, ((_, colour, _), found) in enumerate(zip(SERIES, series, strict=True)):
@@ -191,11 +194,13 @@ def _panel(
                 continue
             y = top + row * _BAR
             yield f'<rect x="{left}" y="{y}" width="{speed * scale:.1f}" height="{_BAR - 1}" fill="{colour}"/>'
-            yield _text(left + speed * scale + 4, y + _BAR - 1, f"{speed:.2f}", size=9)
+            labels.append(_text(left + speed * scale + 4, y + _BAR - 2, f"{speed:.2f}", size=12, halo=True))
     one = f"{left + scale:.1f}"
     yield f'<line x1="{one}" x2="{one}" y1="{_HEAD - 8}" y2="{height - 22}" stroke="#c0392b"/>'
+    yield from labels
     yield _text(left + scale, height - 8, "eager", "middle")
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 13) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 14, halo: bool = False) -> str:
+    around = ' stroke="white" stroke-width="3" paint-order="stroke"' if halo else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{around}>{escape(text)}</text>'
