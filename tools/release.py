@@ -2,10 +2,12 @@
 
     python tools/release.py                    # dist/, checked with every supported PyTorch
     python tools/release.py --torch 2.13.0     # with one
+    python tools/release.py --bases .venv-2.14.1 .venv-2.15.0    # whose PyTorch is taken instead of downloaded
 
 In: the checkout, and a network to install from. Out: `dist/` with an sdist and the wheel that was built from it, and an
 exit status of 0 if both work where nothing else is installed: the wheel with every PyTorch, the sdist with the first.
-`tools/installed.py` is what runs there, and then the self-check, `python -m lazy_backend`.
+`tools/installed.py` is what runs there, and then the self-check, `python -m lazy_backend`. With `--bases` packages of
+those environments are within reach there, after the installed one's.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ def build(folder: Path, scratch: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def check(package: Path, torch: str, scratch: Path) -> None:
-    """Install `package` where there is nothing else, and use it."""
+def check(package: Path, torch: str, scratch: Path, base: Path | None) -> None:
+    """Install `package` where there is nothing else, but for what an environment has that is the base; and use it."""
     python = _environment(scratch / f"{torch}{package.suffix}")
+    if base is not None:
+        (own,) = Path(python).parent.parent.glob("lib/python*/site-packages")
+        (own / "base.pth").write_text(f"{_packages_of(base)}\n")
     constraints = scratch / f"constraints-{torch}.txt"
     constraints.write_text(
         re.sub(r"^torch==.*$", f"torch=={torch}", (ROOT / "constraints.txt").read_text(), flags=re.M)
@@ -49,6 +54,17 @@ def check(package: Path, torch: str, scratch: Path) -> None:
     outside["LAZY_BACKEND_CACHE_DIR"] = str(scratch / f"cache-{torch}{package.suffix}")  # each compiles by itself
     _run([python, str(shutil.copy(CHECK, scratch)), str(ROOT)], cwd=scratch, env=outside)
     _run([python, "-m", "lazy_backend"], cwd=scratch, env=outside)
+
+
+def _packages_of(environment: Path) -> Path:
+    (found,) = environment.resolve().glob("lib/python*/site-packages")
+    return found
+
+
+def _version_in(environment: Path) -> str:
+    """The version of PyTorch in an environment, without its build."""
+    (found,) = _packages_of(environment).glob("torch-*.dist-info")
+    return found.name.removeprefix("torch-").removesuffix(".dist-info").partition("+")[0]
 
 
 def _environment(folder: Path) -> str:
@@ -65,15 +81,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", default=",".join(VERSIONS), help="comma-separated versions of PyTorch")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of sdist and wheel, made anew")
+    parser.add_argument("--bases", nargs="*", type=Path, default=[], help="environments, each for its PyTorch")
     arguments = parser.parse_args()
+    bases = {_version_in(one): one for one in arguments.bases}
     versions = arguments.torch.split(",")
     shutil.rmtree(arguments.out, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="release-") as name:
         scratch = Path(name)
         sdist, wheel = build(arguments.out.resolve(), scratch)
         for version in versions:
-            check(wheel, version, scratch)
-        check(sdist, versions[0], scratch)
+            check(wheel, version, scratch, bases.get(version))
+        check(sdist, versions[0], scratch, bases.get(versions[0]))
     print(f"{sdist.name} and {wheel.name} work with PyTorch {', '.join(versions)}")
 
 

@@ -33,8 +33,14 @@ def run_on_small(code: str, folder: Path, blocks: int = 1) -> str:
 
 
 def test_the_page_runs(tmp_path: Path) -> None:
-    assert len(PAGE_BLOCKS) == 2
+    assert len(PAGE_BLOCKS) == 3
     run_on_small("assert small_device.native.num_kernels() > 0", tmp_path, blocks=2)
+
+
+def test_the_page_compares_operators(tmp_path: Path) -> None:
+    """On a device that calls operators, as its first block leaves it."""
+    pytest.importorskip("expecttest", reason="torch.testing's databases need expecttest")
+    run_on_small("import warnings\nwarnings.simplefilter('ignore')\n" + PAGE_BLOCKS[2], tmp_path)
 
 
 def test_what_is_computed_lies_on_the_device(tmp_path: Path) -> None:
