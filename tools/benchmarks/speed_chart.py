@@ -138,7 +138,7 @@ def sentences(runs: Sequence[Run]) -> str:
         f"`capture`, [plain loops]({plain_loops}) of {_counted(faster)} of the {_counted(len(plain))} were faster than "
         "eager."
     )
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 127, break_long_words=False, break_on_hyphens=False)
 
 
 def _counted(number: int) -> str:
