@@ -104,7 +104,7 @@ class Planted:
         elif self.kind == "swapped" and before[0].shape == getattr(before[1], "shape", None):
             wrong = node.target(before[1], before[0], *before[2:], **kwargs)
         elif self.kind == "dropped":
-            wrong = before[0]
+            wrong = args[0].copy_(before[0])  # later operators read what was to be written
         if wrong.shape != right.shape:
             self.place = None
             return right
