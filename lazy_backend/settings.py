@@ -25,6 +25,7 @@ class Flag:
     help: str
     env: str | None = None
     in_key: bool = False  # whether compiled code depends on the setting
+    of_machine: bool = False  # whether the default depends on the machine, as `help` says
 
 
 def _positive(value: Any) -> int:
@@ -226,6 +227,7 @@ FLAGS: dict[str, Flag] = {
         "Bytes that may come from the host while calls are recorded: then the trace, which keeps them alive, is cut "
         "before the next batch. By default a 64th of the machine's memory.",
         "LAZY_BACKEND_MAX_PENDING_BYTES",
+        of_machine=True,
     ),
     "max_served_shapes": Flag(
         64,

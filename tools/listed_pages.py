@@ -40,7 +40,7 @@ def settings_page() -> str:
 
 
 def _setting(name: str, flag: Flag) -> str:
-    facts = [f"Default `{flag.default!r}`"]
+    facts = ["Default as above" if flag.of_machine else f"Default `{flag.default!r}`"]
     if flag.env:
         facts.append(f"environment variable `{flag.env}`")
     if flag.in_key:
