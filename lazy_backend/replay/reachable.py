@@ -492,7 +492,10 @@ def _may_change(owner: Any, place: StatePlace, value: Any) -> bool:
     if place.read is _class_entry:
         return not is_installed(module_of(place.container))
     if is_a(owner, types.FunctionType):
-        return not is_installed(owner.__module__) or (is_plain(value) and place.read is not _contents)
+        # a wrapper that a package made says that it is of the module of the function that it wraps
+        is_global = place.container is owner.__globals__
+        module = owner.__globals__.get("__name__") if is_global else owner.__module__
+        return not is_installed(module) or (is_plain(value) and place.read is not _contents)
     return is_plain(value) or not is_installed(module_of(type(owner)))
 
 

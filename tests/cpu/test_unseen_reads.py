@@ -167,6 +167,16 @@ def test_messages_and_what_pytorch_reads_by_itself_keep_no_call_from_being_repla
     assert _replays(step) >= 3
 
 
+def test_globals_of_a_package_whose_decorator_wraps_a_function_are_its_own() -> None:
+    # as `torch.compile` makes its wrapper, whose module names thread-local values
+    source = "def wrapper(x): return written(x) * (1.0 if of_thread else 2.0)"
+    package = {"__name__": "torch._dynamo.eval_frame", "of_thread": threading.local(), "written": torch.sin}
+    exec(source, package)
+    wrapper = package["wrapper"]
+    wrapper.__module__ = __name__
+    assert _replays(lambda x: wrapper(x) + 1) >= 3
+
+
 def test_a_module_within_a_captured_module_is_seen_too(tmp_path: Path) -> None:
     world = World(tmp_path)
     inner = capture(Scaled(lambda: float(os.environ["LAZY_TEST_VALUE"])).to("lazy"))
