@@ -194,7 +194,7 @@ FLAGS: dict[str, Flag] = {
         "starts another. None keeps it.",
     ),
     "max_compiled_nodes": Flag(
-        20_000, _positive, "Graphs with more nodes are interpreted, with a warning: compiling them would take hours."
+        20_000, _positive, "Graphs with more nodes are interpreted, with a warning: compiling them takes many minutes."
     ),
     "compile_blocks_once": Flag(
         True,
