@@ -1,4 +1,4 @@
-"""A served network behind FastAPI: pip install fastapi uvicorn; uvicorn --app-dir examples serve_web:app"""
+"""A served network behind FastAPI: uvicorn --app-dir examples serve_web:app"""
 
 import asyncio
 import io
