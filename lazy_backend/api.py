@@ -100,12 +100,12 @@ def register_device(device: BackingDevice | str) -> BackingDevice:
 
 def _check_device_name(name: str) -> None:
     """Raise `ValueError` for a name that PyTorch takes, but that is not the name of a type of device."""
-    if name == "lazy":
+    kind, colon, _ = name.partition(":")
+    if kind == "lazy":
         raise ValueError(
             "'lazy' is the device that records, and cannot run what it recorded\n"
             "  Fix: pass the name of the accelerator's type, as torch.device(...).type gives it"
         )
-    kind, colon, _ = name.partition(":")
     if colon:
         raise ValueError(
             f"{name!r} names one device, and a type is registered, with all devices that it has\n"

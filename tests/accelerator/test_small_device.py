@@ -156,6 +156,7 @@ def error_of(device):
 assert "before the first" in error_of("small")
 assert "Fix: lazy_backend.register_device('small'); 'lazy:0' is then 'small:0'" in error_of("small:0")
 assert "cannot run what it recorded" in error_of("lazy")
+assert "cannot run what it recorded" in error_of("lazy:0")
 assert "pass 'small'" in error_of("privateuseone")
 assert "import the device's package first" in error_of("absent")
 assert "or a BackingDevice, got int" in error_of(3)
