@@ -49,6 +49,7 @@ from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.recorded_call import (
     NotCapturable,
+    ReadsUnseen,
     RecordedCall,
     Start,
     Values,
@@ -494,7 +495,8 @@ class Captured(Generic[P, R]):
             bound.settle()
         except NotCapturable as reason:
             # without `held` something cannot be seen; that alone is no difference
-            if verified and (held is not None or self._verify_every is not None):
+            may_differ = verified and not isinstance(reason, ReadsUnseen)
+            if may_differ and (held is not None or self._verify_every is not None):
                 raise no_longer_alike(self._name, str(reason)) from None
             self._account.ran_as_written(str(reason))
             # the first steps with a scaler are often skipped, and each makes the state anew: patience begins after them
@@ -576,7 +578,7 @@ class Captured(Generic[P, R]):
         )
         # last, as any other reason says more
         if unseen := record.unseen_read or start.values.unseen:
-            raise NotCapturable(why_unseen(unseen))
+            raise ReadsUnseen(why_unseen(unseen))
         signature.program = program
         signature.failures = self._unbound = 0
         if signature.stale >= 2 * _PATIENCE:

@@ -51,6 +51,10 @@ class NotCapturable(Exception):
     """Why a call that was recorded cannot be replayed."""
 
 
+class ReadsUnseen(NotCapturable):
+    """What a call read that no guard can follow. It says nothing of earlier replays."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReturnedTensor:
     """A tensor that a call returned: what it stands for, and its geometry.

@@ -236,6 +236,20 @@ def test_a_profiler_of_the_program_stays() -> None:
     assert profile.getstats()
 
 
+def test_a_read_that_is_seen_at_a_later_comparison_only_is_no_error() -> None:
+    os.environ["LAZY_TEST_VALUE"] = "2.0"
+    captured = capture(lambda x: x * float(os.environ["LAZY_TEST_VALUE"]))
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(4):
+        captured(torch.ones(3, device="lazy"))
+    profile.disable()
+    assert captures()[-1]["replays"] > 0
+    for _ in range(66):  # at the 64th it is compared
+        assert captured(torch.ones(3, device="lazy")).tolist() == [2.0, 2.0, 2.0]
+    assert any("os.environ" in reason for reason in captures()[-1]["as_written"])
+
+
 def test_an_error_in_a_body_leaves_no_profiler() -> None:
     before = sys.getprofile()
 
