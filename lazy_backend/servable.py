@@ -50,7 +50,6 @@ class RecordedRequest:
     signature: GraphSignature
     weights: dict[str, torch.Tensor]
     constants: tuple[float, ...]
-    examples: tuple[TensorMeta, ...]  # of the inputs
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +104,7 @@ class Servable:
         self._device = context.device
         given = [_example(leaf, context.device) for leaf in leaves]
         recorded = _record(context, self._function, self.name, self._roles, given, self._in_spec)
-        self._orders = [_order_of(meta) for meta in recorded.examples]
+        self._orders = [_order_of(meta) for meta in recorded.signature.examples]
         return recorded
 
     def spare_weights(self, used: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -397,10 +396,10 @@ def _finish(
         signature=GraphSignature(
             weights=tuple(places),
             user_inputs=tuple((f"input {place}", user_places.get(place)) for place in range(len(given))),
+            examples=tuple(tensor._data.meta for tensor in given),
             in_spec=in_spec,
             out_spec=out_spec,
         ),
         weights=weights,
         constants=tuple(trace.constants[place] for place in data.constants),
-        examples=tuple(tensor._data.meta for tensor in given),
     )

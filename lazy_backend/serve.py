@@ -60,9 +60,7 @@ class Served(ManyShapesExecutor):
         # names in the `state_dict` that no shape uses; names of weights that are not in the `state_dict`
         self.unused_names = known - recorded.weights.keys() - spare.keys()
         self.fixed_names = frozenset(recorded.weights.keys() - known)
-        super().__init__(
-            recorded.graph, recorded.signature, recorded.weights, recorded.constants, how, recorded.examples, spare
-        )
+        super().__init__(recorded.graph, recorded.signature, recorded.weights, recorded.constants, how, spare)
 
     @hide_internals
     def __call__(self, *args: Any, state: RequestState | None = None, **kwargs: Any) -> Any:
@@ -130,7 +128,7 @@ class Served(ManyShapesExecutor):
 
         recordings = self.recordings()
         plans = _plans_of([executor for _, executor, _ in recordings])
-        kinds = [meta.dtype for meta in self._examples]
+        kinds = [meta.dtype for meta in self.graph_signature.examples]
         graphs = [
             SavedGraph(one.graph, one.graph_signature, one.constants, list(map(_without_memory, shapes, kinds)), own)
             for shapes, one, own in recordings
@@ -244,9 +242,7 @@ def _load_served(
             for name, one in tensors.items()
         }
 
-    recorded = RecordedRequest(
-        first.graph, first.signature, chosen(saved.weights), first.constants, tuple(map(meta_of, first.inputs))
-    )
+    recorded = RecordedRequest(first.graph, first.signature, chosen(saved.weights), first.constants)
     how = executor_config(num_threads, max(config.max_served_shapes, len(others)))
     served = Served(LoadedFunction(saved.name, saved.state_names), recorded, chosen(saved.spare), how, max_requests)
     for one in others:

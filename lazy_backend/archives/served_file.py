@@ -32,7 +32,7 @@ from lazy_backend.cache.folder import CacheRefused
 from lazy_backend.errors import CacheError, CacheWarning
 from lazy_backend.errors.sites import user_site, warn_user
 from lazy_backend.lowering.ir import portable
-from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.ir.graph import Graph, meta_of
 from lazy_backend.lowering.plans.policy import ArtefactStore
 from lazy_backend.lowering.serving.executor import GraphSignature
 from lazy_backend.ports import trees
@@ -177,5 +177,5 @@ def _graph_of(text: dict[str, Any], inputs: list[torch.Tensor], own: dict[str, t
             raise ValueError(f"it was saved with {text['schemas'][name]}, and this PyTorch has {schema}")
     in_spec, out_spec = (None if spec is None else trees.treespec_loads(spec) for spec in text["specs"])
     weights, user_inputs = (tuple(map(tuple, text[role])) for role in ("weights", "user_inputs"))
-    signature = GraphSignature(weights, user_inputs, in_spec, out_spec)
+    signature = GraphSignature(weights, user_inputs, tuple(map(meta_of, inputs)), in_spec, out_spec)
     return SavedGraph(graph, signature, tuple(map(float.fromhex, text["constants"])), inputs, own)

@@ -62,7 +62,8 @@ class ExtractedGraph:
     @functools.cached_property
     def executor(self) -> Executor:
         names = tuple((f"input {place}", place) for place in range(len(self.graph.inputs)))
-        signature = GraphSignature(weights=(), user_inputs=names)
+        examples = tuple(value.meta for value in self.graph.inputs)
+        signature = GraphSignature(weights=(), user_inputs=names, examples=examples)
         return make_executor(self.graph, signature, self.constants)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.interpreter.task import GraphTask
 from lazy_backend.lowering.ir.aliasing import storages_of
 from lazy_backend.lowering.ir.functional import unsound_writes
-from lazy_backend.lowering.ir.graph import Graph, Value, empty_of
+from lazy_backend.lowering.ir.graph import Graph, TensorMeta, Value, empty_of
 from lazy_backend.lowering.ir.rng import draw_seed
 from lazy_backend.lowering.plans.policy import CompilePolicy
 from lazy_backend.lowering.plans.specialise import CompileReport
@@ -47,6 +47,7 @@ from lazy_backend.lowering.serving.weights import (
     CurrentWeights,
     InputError,
     Weights,
+    check_kind,
     check_tensor,
     lies_as,
     process_weights,
@@ -66,12 +67,14 @@ class GraphSignature:
     """How callers see a graph's inputs and outputs.
 
     `weights` and `user_inputs` pair each name with its place among the graph's inputs; the place is None for a user
-    input that the graph does not use. User inputs are in the order in which callers pass them.
+    input that the graph does not use. User inputs are in the order in which callers pass them, and `examples` has the
+    geometry of those that the graph was made for.
     `in_spec` is the tree of (args, kwargs), `out_spec` that of a call's result, whose leaves are the graph's outputs.
     """
 
     weights: tuple[tuple[str, int], ...]
     user_inputs: tuple[tuple[str, int | None], ...]
+    examples: tuple[TensorMeta, ...]
     in_spec: trees.TreeSpec | None = None
     out_spec: trees.TreeSpec | None = None
 
@@ -139,6 +142,7 @@ class Executor:
         config: ExecutorConfig | None = None,
     ) -> None:
         self.graph = graph
+        self._device = graph.device  # read at each request
         self.graph_signature = signature
         self.config = config or ExecutorConfig()
         self.constants = tuple(constants)
@@ -148,7 +152,10 @@ class Executor:
         ]
         places = {value: place for place, (_, value) in enumerate(self._user_values)}
         self._used = [(places[value], value.meta) for value in graph.inputs if value in places]
-        self._uses_all_inputs = len(self._used) == len(self._user_values)
+        # a graph does not use what its function only asks for its shape, and one over nothing uses no input
+        self._unused = [
+            (place, signature.examples[place]) for place, (_, value) in enumerate(self._user_values) if value is None
+        ]
         self._arguments = None if signature.in_spec is None else ArgumentTree(signature.in_spec)
         self._returns_one_tensor = signature.out_spec is not None and signature.out_spec.is_leaf()
         self._written = {graph.inputs[place] for place in graph.mutated_inputs()}
@@ -291,11 +298,10 @@ class Executor:
         if self._arguments is None:
             raise InputError("the signature has no in_spec to flatten arguments by\n  call execute(inputs)")
         inputs = self._arguments.leaves(args, kwargs)
-        # inputs that lie as the example's have its shapes; the graph has to use all of them to tell
-        conforming = self._conforming(inputs) if self._uses_all_inputs else None
+        conforming = self._conforming(inputs)  # inputs that lie as the example's have its shapes
         executor = self if conforming else self._executor_for(inputs)
         outputs = executor._run(inputs, state, conforming)
-        if self.graph.device.type == "cpu":  # elsewhere the next launch of a graph copies what is held
+        if self._device.type == "cpu":  # elsewhere the next launch of a graph copies what is held
             self._hold(outputs)
         if executor._returns_one_tensor:
             return outputs[0]
@@ -325,18 +331,25 @@ class Executor:
         if len(inputs) != len(self._user_values) or self._writes_arguments:
             return None
         used: list[torch.Tensor] = []
-        device = self.graph.device
-        for place, meta in self._used:
-            given = inputs[place]
-            if not lies_as(given, meta, device):
+        device = self._device
+        try:
+            for place, meta in self._used:
+                given = inputs[place]
+                if not lies_as(given, meta, device):
+                    return None
+                used.append(given)
+            if self._unused and not all(lies_as(inputs[place], meta, device) for place, meta in self._unused):
                 return None
-            used.append(given)
+        except RuntimeError:  # some kinds of tensors have no strides, some no shape
+            return None
         return used
 
     def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(inputs) != len(self._user_values):
             names = ", ".join(name for name, _ in self._user_values)
             raise InputError(f"expected {len(self._user_values)} inputs ({names}), got {len(inputs)}")
+        for place, meta in self._unused:
+            check_kind(f"input {self._user_values[place][0]!r}", inputs[place], meta, self.graph.device)
         used: dict[Value, torch.Tensor] = {}
         for (name, value), given in zip(self._user_values, inputs, strict=True):
             if value is not None:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from lazy_backend.lowering.interpreter.frame import FrameTemplate
-from lazy_backend.lowering.ir.graph import Graph, TensorMeta, Value, meta_of
+from lazy_backend.lowering.ir.graph import Graph, Value, meta_of
 from lazy_backend.lowering.serving.constant_folding import ConstantFolder, split_constants
 from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
-from lazy_backend.lowering.serving.weights import CurrentWeights, InputError, Weights, check_plain, check_tensor
+from lazy_backend.lowering.serving.weights import CurrentWeights, Weights, check_kind, check_tensor
 
 Shapes = tuple[torch.Size, ...]
 
@@ -125,7 +125,7 @@ class ShapeExecutor(Executor):
 class ManyShapesExecutor(Executor, ABC):
     """The executor of the example's shapes, and of others as requests ask for them. See Note [Shapes of requests].
 
-    `examples`: geometry of the example inputs. `spare`: weights that the example's graph does not use.
+    `spare`: weights that the example's graph does not use.
     """
 
     def __init__(
@@ -135,12 +135,10 @@ class ManyShapesExecutor(Executor, ABC):
         weights: Mapping[str, torch.Tensor],
         constants: Sequence[float],
         config: ExecutorConfig,
-        examples: Sequence[TensorMeta],
         spare: Mapping[str, torch.Tensor],
     ) -> None:
         self._spare = {name: meta_of(tensor) for name, tensor in spare.items()}
-        self._examples = tuple(examples)
-        self._example_shapes: Shapes = tuple(torch.Size(meta.shape) for meta in examples)
+        self._example_shapes: Shapes = tuple(torch.Size(meta.shape) for meta in signature.examples)
         self._others: dict[
             Shapes, ShapeExecutor
         ] = {}  # changed only where shapes are recorded, by one thread at a time
@@ -176,7 +174,7 @@ class ManyShapesExecutor(Executor, ABC):
     def _executor_for(self, inputs: Sequence[torch.Tensor]) -> Executor:
         try:
             shapes = tuple([tensor.shape for tensor in inputs])
-        except AttributeError:
+        except (AttributeError, RuntimeError):  # a nested tensor has no shape
             return self  # which says what is wrong
         if shapes == self._example_shapes or not self.config.max_shapes:
             return self
@@ -189,17 +187,11 @@ class ManyShapesExecutor(Executor, ABC):
 
     def _check_kinds(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raise `InputError` for inputs that differ from the examples in more than sizes."""
-        if len(inputs) != len(self._examples):
+        signature = self.graph_signature
+        if len(inputs) != len(signature.examples):
             self._checked(inputs)  # raises
-        device = self.graph.device
-        for place, (given, meta) in enumerate(zip(inputs, self._examples, strict=True)):
-            what = f"input {self.graph_signature.user_inputs[place][0]!r}"
-            if given.ndim != len(meta.shape) or given.dtype != meta.dtype or given.device != device:
-                raise InputError(
-                    f"{what}: expected {meta.dtype} with as many dimensions as {list(meta.shape)} on {device}, "
-                    f"got {given.dtype} {list(given.shape)} on {given.device}"
-                )
-            check_plain(what, given)
+        for (name, _), given, meta in zip(signature.user_inputs, inputs, signature.examples, strict=True):
+            check_kind(f"input {name!r}", given, meta, self.graph.device, any_sizes=True)
 
     @abstractmethod
     def record_shapes(self, shapes: Shapes, inputs: Sequence[torch.Tensor]) -> ShapeExecutor:

@@ -20,7 +20,7 @@ import torch
 from lazy_backend.lowering.interpreter.frame import FrameTemplate
 from lazy_backend.lowering.ir.graph import TensorMeta, Value, empty_of, meta_of
 from lazy_backend.lowering.serving.constant_folding import ConstantFolder
-from lazy_backend.ports.dispatcher import DispatchKey, DispatchKeySet, dispatch_keys
+from lazy_backend.ports.dispatcher import DispatchKey, DispatchKeySet, dispatch_keys, key_named
 
 
 class InputError(ValueError):
@@ -75,15 +75,7 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
 
     A tensor that the graph writes must not be a copy. Raises `InputError`.
     """
-    if not isinstance(given, torch.Tensor):
-        raise InputError(f"{what}: expected a tensor {meta} on {device}, got {type(given).__name__}")
-    if given.shape != meta.shape or given.dtype != meta.dtype or given.device != device:
-        raise InputError(
-            f"{what}: expected {meta.dtype} {list(meta.shape)} on {device}, "
-            f"got {given.dtype} {list(given.shape)} on {given.device}"
-        )
-    check_plain(what, given)
-    tensor = given.detach()
+    tensor = check_kind(what, given, meta, device).detach()
     if meta_of(tensor) is meta:
         return tensor
     if written:
@@ -93,6 +85,34 @@ def check_tensor(what: str, given: object, meta: TensorMeta, device: torch.devic
         )
     with torch.no_grad():
         return empty_of(meta, device).copy_(tensor)
+
+
+def check_kind(
+    what: str, given: object, meta: TensorMeta, device: torch.device, any_sizes: bool = False
+) -> torch.Tensor:
+    """`given`, if it is a tensor with memory on `device`, of the shape and dtype of `meta`. Raises `InputError`.
+
+    With `any_sizes`, of any shape with as many dimensions.
+    """
+    if not isinstance(given, torch.Tensor):
+        raise InputError(f"{what}: expected a tensor {meta} on {device}, got {type(given).__name__}")
+    if given.layout is not torch.strided or given.is_nested:  # some of which have no shape, and most no strides
+        got = "a nested one" if given.is_nested else f"{given.layout}\n  give its to_dense()"
+        raise InputError(f"{what}: expected a dense tensor {meta} on {device}, got {got}")
+    fits = given.ndim == len(meta.shape) if any_sizes else given.shape == meta.shape
+    if not fits or given.dtype != meta.dtype or given.device != device:
+        sizes = f"with as many dimensions as {list(meta.shape)}" if any_sizes else f"{list(meta.shape)}"
+        raise InputError(
+            f"{what}: expected {meta.dtype} {sizes} on {device}, "
+            f"got {given.dtype} {list(given.shape)} on {given.device}"
+        )
+    keys = dispatch_keys(given).raw_repr()
+    if keys & _PYTHON:
+        raise InputError(f"{what}: expected a plain tensor, got {type(given).__name__}, which may have no memory")
+    if keys & (_ZEROS | _TRANSFORMED):
+        kind = "zeros that have no memory" if keys & _ZEROS else "one within a transform such as torch.vmap"
+        raise InputError(f"{what}: expected a plain tensor, got {kind}")
+    return given
 
 
 def lies_as(given: torch.Tensor, meta: TensorMeta, device: torch.device) -> bool:
@@ -111,14 +131,19 @@ def lies_as(given: torch.Tensor, meta: TensorMeta, device: torch.device) -> bool
     )
 
 
-# The keys of tensors that need a closer look.
-_SPECIAL = (
-    DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
+# The keys of tensors that have no memory of their own: those whose operators are Python's, such as fake ones, zeros
+# that were never written, and what a transform such as `torch.vmap` passes on.
+_PYTHON = DispatchKeySet(DispatchKey.Python).raw_repr()
+_ZEROS = DispatchKeySet(DispatchKey.ZeroTensor).raw_repr()
+_TRANSFORMED = (
+    DispatchKeySet(DispatchKey.FuncTorchBatched)
+    | DispatchKeySet(DispatchKey.FuncTorchGradWrapper)
+    | DispatchKeySet(DispatchKey.Functionalize)
 ).raw_repr()
-
-
-def check_plain(what: str, given: torch.Tensor) -> None:
-    """Raise `InputError` for a tensor that may have no memory."""
-    # a tensor whose operators are Python's, such as a fake one, has no memory to compute on
-    if dispatch_keys(given).has(DispatchKey.Python):
-        raise InputError(f"{what}: expected a plain tensor, got {type(given).__name__}, which may have no memory")
+# And of those that need a closer look: these, those that are to be computed yet, and those that are not dense.
+_SPECIAL = (
+    (_PYTHON | _ZEROS | _TRANSFORMED)
+    | (DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)).raw_repr()
+    | (DispatchKeySet(DispatchKey.Sparse) | DispatchKeySet(DispatchKey.SparseCsr)).raw_repr()
+    | (DispatchKeySet(DispatchKey.NestedTensor) | DispatchKeySet(key_named("MkldnnCPU"))).raw_repr()
+)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import Versioned, assert_same, count
@@ -474,6 +475,95 @@ def test_a_fake_tensor_is_refused() -> None:
         fake = torch.zeros(3)
     with pytest.raises(InputError, match="got FakeTensor, which may have no memory"):
         served(fake)
+
+
+class Doubled(nn.Module):
+    """Ignores its input, as a graph over nothing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * 2
+
+
+def x_of(rows: int) -> torch.Tensor:
+    return torch.ones(rows, SIZE)
+
+
+MISFITS = {
+    "dtype": (lambda rows: x_of(rows).int(), "got torch.int32"),
+    "half": (lambda rows: x_of(rows).half(), "got torch.float16"),
+    "complex": (lambda rows: x_of(rows).to(torch.complex64), "got torch.complex64"),
+    "meta": (lambda rows: x_of(rows).to("meta"), "got .* on meta"),
+    "lazy": (lambda rows: x_of(rows).to("lazy"), "got .* on lazy:0"),
+    "rank": (lambda rows: x_of(rows)[None], r"got torch.float32 \[1, "),
+    "coo": (lambda rows: x_of(rows).to_sparse(), r"got torch.sparse_coo\n  give its to_dense\(\)"),
+    "csr": (lambda rows: x_of(rows).to_sparse_csr(), "got torch.sparse_csr"),
+    "csc": (lambda rows: x_of(rows).to_sparse_csc(), "got torch.sparse_csc"),
+    "mkldnn": (lambda rows: x_of(rows).to_mkldnn(), "got torch._mkldnn"),
+    "nested": (lambda rows: torch.nested.nested_tensor([torch.ones(SIZE)] * max(rows, 1)), "got a nested one"),
+    "jagged": (lambda rows: jagged(max(rows, 1)), "got a nested one"),
+    "zeros": (lambda rows: torch._efficientzerotensor((rows, SIZE)), "got zeros that have no memory"),
+    "fake": (lambda rows: FakeTensorMode().from_tensor(x_of(rows)), "got FakeTensor"),
+    "numpy": (lambda rows: np.ones((rows, SIZE), np.float32), "got ndarray"),
+    "number": (lambda rows: 3, "got int"),
+    "none": (lambda rows: None, "got NoneType"),
+}
+
+
+def jagged(rows: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(SIZE)] * rows, layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse CSC", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", MISFITS)
+@pytest.mark.parametrize("served_module", ["uses its input", "ignores it"])
+def test_an_input_of_another_kind_is_refused_for_any_number_of_rows(kind: str, served_module: str) -> None:
+    """Of the example's, of a new number and of one that was asked for before. Of no row, a graph uses no input."""
+    make, text = MISFITS[kind]
+    module = model() if served_module == "uses its input" else Doubled()
+    served = serve(module, torch.zeros(4, SIZE))
+    for rows in (4, 5, 0):
+        expected = module(x_of(rows)).detach()
+        for _ in range(2):
+            with pytest.raises(InputError, match=f"input 'input 0'.*{text}"):
+                served(make(rows))
+            assert_same(served(x_of(rows)), expected)
+        assert_same(served(x_of(rows).t().contiguous().t()), expected)  # laid out in another way
+
+
+def test_inputs_that_a_graph_does_not_use_have_its_sizes() -> None:
+    config.max_served_shapes = 0
+    served = serve(lambda x, rest: x * 2, (torch.zeros(3), {"y": torch.zeros(2), "z": [torch.zeros(())]}))
+    fits: dict[str, Any] = {"y": torch.ones(2), "z": [torch.ones(())]}
+    assert_same(served(torch.ones(3), fits), torch.ones(3) * 2)
+    for other in ({"y": torch.ones(4)}, {"y": torch.ones(2).int()}, {"z": [torch.ones((), device="meta")]}):
+        with pytest.raises(InputError, match=r"input 'input [12]': expected torch.float32"):
+            served(torch.ones(3), {**fits, **other})
+
+
+@pytest.mark.usefixtures("backend")
+def test_an_input_within_a_transform_is_refused() -> None:
+    served, x = serve(model(), torch.zeros(4, SIZE)), torch.zeros(4, SIZE)
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.vmap(served)(torch.stack([x, x])),
+        lambda: torch.func.grad(lambda x: served(x).sum())(x),
+        lambda: torch.func.functionalize(served)(x),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=r"one within a transform such as torch\.vmap"):
+            call()
+
+
+def test_autocast_is_that_of_the_moment_when_serving_began() -> None:
+    x = torch.randn(4, SIZE)
+    served = serve(model(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [served(one).dtype for one in (x, x[:2])] == [torch.float32] * 2
+        served = serve(model(), x)
+    assert [served(one).dtype for one in (x, x[:2])] == [torch.bfloat16] * 2
 
 
 def test_a_module_of_another_device_is_served(two_devices: None) -> None:

@@ -13,6 +13,7 @@ from harness import assert_same
 from torch.utils import _pytree as pytree
 
 from lazy_backend.lowering.checks.refusals import NodeError
+from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.plans.policy import at_once
 from lazy_backend.lowering.serving.executor import Executor, ExecutorConfig, GraphSignature
@@ -69,10 +70,12 @@ def executor_of(
     **specs: Any,
 ) -> Executor:
     data = program.canonical(*wanted)
+    places = {name: token and data.parameter_sequence[token.index] for name, token in user.items()}
     signature = GraphSignature(
         weights=tuple((name, data.parameter_sequence[token.index]) for name, (token, _) in weights.items()),
-        user_inputs=tuple(
-            (name, None if token is None else data.parameter_sequence[token.index]) for name, token in user.items()
+        user_inputs=tuple(places.items()),
+        examples=tuple(
+            meta_of(torch.ones(1)) if place is None else data.graph.inputs[place].meta for place in places.values()
         ),
         **specs,
     )
@@ -159,6 +162,8 @@ def test_a_tree_needs_a_spec() -> None:
         (1, torch.ones(BATCH, SIZE).double(), r"input 'x': expected torch.float32 .*, got torch.float64"),
         (1, torch.ones(BATCH, SIZE, device="meta"), r"input 'x': expected .* on cpu, got .* on meta"),
         (1, 3, r"input 'x': expected a tensor f32\[32, 64\] on cpu, got int"),
+        (2, torch.ones(1).int(), r"input 'unused': expected torch.float32 \[1\] on cpu, got torch.int32 \[1\] on cpu"),
+        (2, None, r"input 'unused': expected a tensor f32\[1\] on cpu, got NoneType"),
     ],
 )  # fmt: skip
 def test_an_input_that_does_not_fit_is_named(place: int, given: Any, text: str) -> None:
@@ -173,9 +178,10 @@ def test_missing_inputs_are_counted() -> None:
         served().execute(some_inputs()[:2])
 
 
-def test_what_the_graph_does_not_use_may_be_anything() -> None:
+def test_what_the_graph_does_not_use_may_lie_in_memory_in_any_way() -> None:
     y, x, _ = some_inputs()
-    served().execute([y, x, None])  # type: ignore[list-item]
+    executor = served()
+    assert_same(executor.execute([y, x, torch.ones(1, 2)[:, 1]]), executor.execute([y, x, torch.ones(1)]))
 
 
 def accumulating() -> Executor:
