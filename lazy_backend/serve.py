@@ -12,6 +12,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -49,8 +50,6 @@ class Served(ManyShapesExecutor):
         how: ExecutorConfig,
         max_requests: int | None = None,
     ) -> None:
-        if max_requests is not None and max_requests < 1:
-            raise ValueError(f"max_requests is {max_requests}\n  pass at least 1, or None for any number of requests")
         self._servable = servable
         self._max_requests = max_requests
         # the requests under way and those that are about to be refused, in order; each change is one call of C, so that
@@ -196,6 +195,7 @@ def make_served(
     max_requests: int | None = None,
 ) -> Served:
     """As `serve`, for at most so many shapes beside those of `args`."""
+    _check_bounds(num_threads, max_requests)
     servable = Servable(function, again=max_shapes > 0)
     recorded = servable.record(args)
     how = executor_config(num_threads, max_shapes)
@@ -224,6 +224,7 @@ def load_served(
 def _load_served(
     path: str | os.PathLike[str], given: Mapping[str, torch.Tensor], num_threads: int, max_requests: int | None
 ) -> Served:
+    _check_bounds(num_threads, max_requests)
     saved = served_file.read(path)
     first, *others = saved.graphs
     device = first.graph.device
@@ -249,6 +250,20 @@ def _load_served(
         shapes = tuple(given.shape for given in one.inputs)
         served.add_shapes(shapes, one.graph, one.signature, one.own, one.constants)
     return served
+
+
+def _check_bounds(num_threads: int, max_requests: int | None) -> None:
+    """Raise `ValueError` for what is no whole number from one on."""
+    if not _is_positive(num_threads):
+        raise ValueError(f"num_threads is {num_threads!r}\n  pass a whole number of at least 1")
+    if not (max_requests is None or _is_positive(max_requests)):
+        raise ValueError(
+            f"max_requests is {max_requests!r}\n  pass a whole number of at least 1, or None for any number of requests"
+        )
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -23,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lazy_backend
-from lazy_backend import CaptureError, config, serve
+from lazy_backend import CaptureError, config, load_served, serve
 from lazy_backend.errors.sites import is_ours
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.serving.weights import InputError
@@ -103,10 +104,21 @@ def test_an_interrupted_request_gives_its_place_back() -> None:
         served(x)
 
 
-@pytest.mark.parametrize("bound", [0, -1])
-def test_a_bound_below_one_is_refused(bound: int) -> None:
-    with pytest.raises(ValueError, match="pass at least 1"):
-        serve(model(), torch.zeros(4, SIZE), max_requests=bound)
+@pytest.mark.parametrize("bound", [0, -1, True, 1.5, "3", None])
+def test_a_bound_that_is_no_whole_number_from_one_on_is_refused(bound: Any) -> None:
+    text = rf"is {re.escape(repr(bound))}\n  pass a whole number of at least 1"
+    if bound is not None:
+        with pytest.raises(ValueError, match=f"max_requests {text}, or None"):
+            serve(model(), torch.zeros(4, SIZE), max_requests=bound)
+        with pytest.raises(ValueError, match=f"max_requests {text}, or None"):
+            load_served("missing", max_requests=bound)
+    with pytest.raises(ValueError, match=f"num_threads {text}$"):
+        serve(model(), torch.zeros(4, SIZE), num_threads=bound)
+
+
+def test_a_bound_may_be_a_number_of_numpy() -> None:
+    served = serve(model(), torch.zeros(4, SIZE), num_threads=np.int64(1), max_requests=np.int64(2))
+    assert served(torch.zeros(4, SIZE)).shape == (4, 3)
 
 
 def test_many_threads_have_the_places_that_there_are() -> None:
