@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazy_backend.lowering.devices.registration import backing_devices
+from lazy_backend.ports.compilers import backend_names, is_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +27,25 @@ class Flag:
     env: str | None = None
     in_key: bool = False  # whether compiled code depends on the setting
     of_machine: bool = False  # whether the default depends on the machine, as `help` says
+    # what an assignment has to pass beyond `check`. The variable is read before the program can register anything
+    check_assigned: Callable[[Any], None] = lambda value: None
 
 
-def _positive(value: Any) -> int:
-    if isinstance(value, bool) or int(value) < 1:
-        raise ValueError("expected a whole number of at least 1")
-    return int(value)
+def _at_least(least: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        refusal = f"expected a whole number of at least {least}"
+        try:
+            number = int(value)
+        except (ValueError, TypeError, OverflowError):
+            raise ValueError(refusal) from None
+        if isinstance(value, bool) or number < least or (isinstance(value, float) and number != value):
+            raise ValueError(refusal)
+        return number
+
+    return check
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or int(value) < 0:
-        raise ValueError("expected a whole number of at least 0")
-    return int(value)
+_positive, _count = _at_least(1), _at_least(0)
 
 
 def _seconds(value: Any) -> float | None:
@@ -73,6 +81,15 @@ def _backend(value: Any) -> Any:
     return value
 
 
+def _check_registered(backend: Any) -> None:
+    if isinstance(backend, str) and not is_backend(backend):
+        raise ValueError(
+            f"torch.compile has no backend of this name. It has {', '.join(backend_names())}.\n"
+            "  Fix: name one of these, or assign the callable itself; a name may be assigned once "
+            "torch._dynamo.register_backend knows it"
+        )
+
+
 def _folders(value: Any) -> tuple[str, ...]:
     found = value.split(os.pathsep) if isinstance(value, str) else () if value is None else value
     if not isinstance(found, list | tuple) or not all(isinstance(one, str | os.PathLike) for one in found):
@@ -97,9 +114,11 @@ FLAGS: dict[str, Flag] = {
     "backend": Flag(
         None,
         _backend,
-        "torch.compile backend, by name or as a callable. None takes the backing device's: Inductor on CPUs and CUDA.",
+        "torch.compile backend, by name or as a callable. None takes the backing device's: Inductor on CPUs and CUDA. "
+        "A name that torch.compile does not know raises at once; the variable's is looked up at the first compile.",
         "LAZY_BACKEND_BACKEND",
         in_key=True,
+        check_assigned=_check_registered,
     ),
     "compile": Flag(
         "background",
@@ -372,17 +391,19 @@ class Config:
                 raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._set(name, value, f"lazy_backend.config.{name} = {value!r}")
+        self._set(name, value, f"lazy_backend.config.{name} = {value!r}", is_assigned=True)
 
     def __getattr__(self, name: str) -> Any:
         # only reached for names that are not set
         raise _unknown(name)
 
-    def _set(self, name: str, value: Any, where: str) -> None:
+    def _set(self, name: str, value: Any, where: str, is_assigned: bool = False) -> None:
         if name not in FLAGS:
             raise _unknown(name)
         try:
             checked = FLAGS[name].check(value)
+            if is_assigned:
+                FLAGS[name].check_assigned(checked)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {error}\n  {FLAGS[name].help}") from None
         self._store(name, checked)

@@ -70,6 +70,16 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
         return None
 
 
+def backend_names() -> list[str]:
+    """The names of backends of `torch.compile`, apart from those for debugging."""
+    return ["eager", *torch.compiler.list_backends()]
+
+
+def is_backend(name: str) -> bool:
+    """Whether there is a backend of `torch.compile` of this name. PyTorch's own are known without a second's import."""
+    return name in ("eager", "aot_eager", "inductor") or name in torch.compiler.list_backends(exclude_tags=())
+
+
 def _through_dynamo(name: str) -> Callable[..., Any]:
     """The public way to a backend: Dynamo traces the module at its first call, and looks at its arguments at each."""
     return lambda module, examples: torch.compile(module, backend=name, fullgraph=True, dynamic=False)

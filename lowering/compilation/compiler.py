@@ -31,7 +31,7 @@ from lazy_backend.lowering.device_graphs.launcher import GraphLauncher
 from lazy_backend.lowering.ir.aliasing import OutputAliases, watched_storages
 from lazy_backend.lowering.ir.graph import Graph
 from lazy_backend.lowering.ir.shapes import symbolic_graph
-from lazy_backend.ports.compilers import for_threads, registered_backend, use_boxed_code
+from lazy_backend.ports.compilers import backend_names, for_threads, registered_backend, use_boxed_code
 from lazy_backend.ports.fake_tensors import quiet_fake_tensors
 from lazy_backend.ports.thread_modes import WithoutAutocast, is_any_autocast_enabled, set_grad_enabled
 
@@ -42,7 +42,7 @@ def lookup_backend(backend: Backend) -> Callable[..., Callable[..., Any]]:
         return backend
     found = registered_backend(backend)
     if found is None:
-        known = ", ".join(["eager", *torch.compiler.list_backends()])
+        known = ", ".join(backend_names())
         raise ValueError(
             f"unknown backend {backend!r}\n  set lazy_backend.config.backend to a callable or one of: {known}"
         )

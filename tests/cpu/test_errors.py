@@ -23,6 +23,7 @@ from lazy_backend import (
     config,
     metrics,
 )
+from lazy_backend.settings import Config
 from lazy_backend.tensors.contexts import contexts
 
 # ----- operators that fail when they run
@@ -646,14 +647,44 @@ def test_a_compiler_that_fails_is_reported_once() -> None:
     assert metrics.counter_value("CompileFailed") == 1
 
 
-def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
-    config.backend = "inductr"
+def test_an_unknown_backend_is_refused_where_it_is_set_with_the_known_ones() -> None:
+    before = config.backend
+    with pytest.raises(
+        ValueError, match=r"config.backend = 'inductr': .* no backend .*eager, .*inductor.*\n  Fix: name"
+    ):
+        config.backend = "inductr"
+    with pytest.raises(ValueError, match="no backend"), config.patch(backend="inductr"):
+        pass
+    assert config.backend is before
+
+
+def test_a_backend_may_be_named_once_it_is_registered() -> None:
+    def registered_late(module: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., object]:
+        return module.forward
+
+    name = f"registered_late_{config.run_in_background}"
+    with pytest.raises(ValueError, match="no backend"):
+        config.backend = name
+    torch._dynamo.register_backend(registered_late, name)
+    config.backend = name
+    run_three_steps()
+    assert metrics.counter_value("UncachedCompile")
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager", "inductor"])
+def test_backends_that_are_known_without_dynamo_are_there(name: str) -> None:
+    assert name in torch.compiler.list_backends(exclude_tags=())
+
+
+def test_a_backend_of_the_variable_is_looked_up_when_graphs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZY_BACKEND_BACKEND", "inductr")
+    config._store("backend", Config().backend)  # a program may register it meanwhile
     with pytest.raises(ValueError, match=r"unknown backend 'inductr'\n.*one of: eager, .*inductor"):
         run_three_steps()
 
 
 def test_a_corrected_backend_goes_on_with_the_same_trace() -> None:
-    config.backend = "inductr"
+    config._store("backend", "inductr")
     with pytest.raises(ValueError, match="unknown backend"):
         run_three_steps()
     config.backend = "eager"
