@@ -5,7 +5,7 @@
 //
 // Note [Known calls in C++]
 // Python decides everything: how a call is described, which of its parts are in the key, what runs at once. It leaves
-// a node for each call at each place of a program. This file only follows a trace along such nodes: where the node
+// a node for each call at each place of a program. This file only follows a trace along such nodes: where a node
 // after the cursor is that of the same operator with the same key, the results are made from what the node says. It
 // makes no node and no key. Wherever something is not plain - another path, a mode of dispatch, a trace that runs its
 // calls, an operand from another device - it changes nothing, and Python gets the call as if this file were not there.
@@ -112,7 +112,7 @@ struct Markers {
 } markers;
 
 struct Names {
-  PyObject *data, *dispatch;
+  PyObject *data, *dispatch, *function;
 } names;
 
 using Slot = Py_ssize_t;
@@ -137,7 +137,7 @@ struct {
 } pace_slots;
 
 struct {
-  Slot next_key, next, call, depth, known;
+  Slot next_key, next, branches, call, depth, known;
 } node_slots;
 
 Slot owner_slot;  // of an RLock: the number of the thread that holds it
@@ -573,25 +573,49 @@ bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
   return true;
 }
 
-// What the node after `cursor` says, read once; null without memory. Both are kept by the caller.
-Ref known_after(PyObject* cursor, PyObject* node) {
-  PyObject*& slot = slot_of(node, node_slots.known);
-  if (is_none(slot)) {
-    PyObject *key = slot_of(cursor, node_slots.next_key), *call = slot_of(node, node_slots.call);
-    auto content = std::make_unique<Known::Content>();
-    const Ref kept_key = Ref::to(key), kept_call = Ref::to(call);
-    if (is_none(key) || is_none(call) || !read_node(key, call, *content)) content->ops.clear();
-    PyErr_Clear();
-    content->depth = PyLong_AsLong(slot_of(node, node_slots.depth));
-    auto* made = PyObject_New(Known, &known_type);
-    if (made == nullptr) {
+// A node that follows another, and the key by which it does.
+struct Follower {
+  Ref key, node;
+
+  // What the node says, read once: that calls Python. Null without memory.
+  Ref known() const {
+    PyObject*& slot = slot_of(node.get(), node_slots.known);
+    if (is_none(slot)) {
+      const Ref call = Ref::to(slot_of(node.get(), node_slots.call));
+      auto content = std::make_unique<Known::Content>();
+      if (is_none(key.get()) || is_none(call.get()) || !read_node(key.get(), call.get(), *content)) content->ops.clear();
       PyErr_Clear();
-      return Ref();
+      content->depth = PyLong_AsLong(slot_of(node.get(), node_slots.depth));
+      auto* made = PyObject_New(Known, &known_type);
+      if (made == nullptr) {
+        PyErr_Clear();
+        return Ref();
+      }
+      made->content = content.release();
+      Py_XDECREF(std::exchange(slot, reinterpret_cast<PyObject*>(made)));
     }
-    made->content = content.release();
-    Py_XDECREF(std::exchange(slot, reinterpret_cast<PyObject*>(made)));
+    return Ref::to(slot);
   }
-  return Ref::to(slot);
+
+  bool was_read() const { return !is_none(slot_of(node.get(), node_slots.known)); }
+};
+
+// The one taken last, if there is any.
+std::optional<Follower> latest_after(PyObject* cursor) {
+  PyObject* node = slot_of(cursor, node_slots.next);
+  if (is_none(node)) return std::nullopt;
+  return Follower{Ref::to(slot_of(cursor, node_slots.next_key)), Ref::to(node)};
+}
+
+// Some of the others: programs that go on in many ways at one place are compared by Python, which has their keys.
+std::vector<Follower> others_after(PyObject* cursor) {
+  constexpr size_t kMost = 16;
+  std::vector<Follower> found;
+  PyObject *branches = slot_of(cursor, node_slots.branches), *key = nullptr, *node = nullptr;
+  if (is_none(branches)) return found;
+  for (Py_ssize_t place = 0; found.size() < kMost && PyDict_Next(branches, &place, &key, &node);)
+    if (node != slot_of(cursor, node_slots.next)) found.push_back({Ref::to(key), Ref::to(node)});
+  return found;
 }
 
 // ----- comparing a call with a node: changes nothing
@@ -790,31 +814,53 @@ struct Arrival {  // a call
   PyObject *first = nullptr, *data_of_first = nullptr;  // a lazy tensor among the arguments, if there is one
 };
 
+struct Match {  // of a call with a node
+  Ref known;
+  Comparison compared;
+};
+
+// Whether a call is the one that `follower` stands for. Python may have been called if not.
+std::optional<Match> match(const Arrival& arrival, const Place& place, const Follower& follower,
+                           at::ArrayRef<IValue> args) {
+  const bool was_read = follower.was_read();
+  Ref kept = follower.known();
+  if (!kept || (!was_read && !place.still_holds())) return std::nullopt;
+  const Known::Content* known = reinterpret_cast<Known*>(kept.get())->content;
+  // not the handle: a program may unregister an operator, and another one then has the same address
+  if (!known->is_of(arrival.python_op) || known->parts.size() != args.size()) return std::nullopt;
+  if (known->depth > place.longest()) return std::nullopt;
+  PyObject* groups = slot_of(place.trace, trace_slots.groups);
+  Comparison compared{arrival.context, slot_of(place.trace, trace_slots.epoch), slot_of(place.trace, trace_slots.inputs),
+                      groups, arrival.device, PyDict_GET_SIZE(groups), {}, {}, arrival.first, arrival.data_of_first};
+  for (size_t argument = 0; argument < args.size(); ++argument)
+    if (!compared.same(known->parts[argument], args[argument])) return std::nullopt;
+  return Match{std::move(kept), std::move(compared)};
+}
+
 // See Note [One commit].
 bool record_known(const Arrival& arrival, torch::jit::Stack* stack) {
-  const OperatorHandle& op = arrival.op;
   PyObject* context = arrival.context;
-  const size_t num_args = op.schema().arguments().size();
+  const size_t num_args = arrival.op.schema().arguments().size();
   const auto args = torch::jit::last(*stack, num_args);
   const auto place = Place::of(context);
   if (!place || !has_usual_dtype(place->trace)) return false;
-  PyObject* node = slot_of(place->cursor, node_slots.next);
-  if (is_none(node)) return false;
-  const Ref kept_trace = Ref::to(place->trace), kept_node = Ref::to(node);
-  const bool was_read = !is_none(slot_of(node, node_slots.known));
-  const Ref kept_known = known_after(place->cursor, node);
-  if (!kept_known || (!was_read && !place->still_holds())) return false;
-  const Known::Content* known = reinterpret_cast<Known*>(kept_known.get())->content;
-  // not the handle: a program may unregister an operator, and another one then has the same address
-  if (!known->is_of(arrival.python_op) || known->parts.size() != num_args) return false;
-  if (known->depth > place->longest()) return false;
-
-  PyObject* epoch = slot_of(place->trace, trace_slots.epoch);
-  PyObject* groups = slot_of(place->trace, trace_slots.groups);
-  Comparison compared{context, epoch, slot_of(place->trace, trace_slots.inputs), groups, arrival.device,
-                      PyDict_GET_SIZE(groups), {}, {}, arrival.first, arrival.data_of_first};
-  for (size_t argument = 0; argument < num_args; ++argument)
-    if (!compared.same(known->parts[argument], args[argument])) return false;
+  const Ref kept_trace = Ref::to(place->trace), kept_cursor = Ref::to(place->cursor);
+  std::optional<Follower> follower = latest_after(place->cursor);
+  if (!follower) return false;
+  auto matched = match(arrival, *place, *follower, args);
+  if (!matched)
+    for (Follower& other : others_after(place->cursor)) {
+      if (!place->still_holds()) return false;
+      matched = match(arrival, *place, other, args);
+      if (matched) {
+        follower = std::move(other);
+        break;
+      }
+    }
+  if (!matched) return false;
+  const Known::Content* known = reinterpret_cast<Known*>(matched->known.get())->content;
+  const Comparison& compared = matched->compared;
+  PyObject *epoch = compared.epoch, *groups = compared.groups;
 
   for (const size_t argument : known->written_lists)  // Python refuses to write inference tensors elsewhere
     for (const IValue& written : args[argument].toListRef())
@@ -879,7 +925,10 @@ bool record_known(const Arrival& arrival, torch::jit::Stack* stack) {
   for (const size_t argument : known->written_lists)  // autograd leaves that to the kernel
     for (const IValue& written : args[argument].toListRef())
       if (!written.toTensor().is_inference()) written.toTensor().unsafeGetTensorImpl()->bump_version();
-  const Ref old_cursor = put(place->trace, trace_slots.cursor, node);
+  // the follower taken last is found first, here and in Python
+  const Ref old[] = {put(place->cursor, node_slots.next_key, follower->key.get()),
+                     put(place->cursor, node_slots.next, follower->node.get()),
+                     put(place->trace, trace_slots.cursor, follower->node.get())};
 
   torch::jit::drop(*stack, num_args);
   if (known->returns_list) {
@@ -1298,6 +1347,19 @@ bool is_free() {
          PyDict_GetItemWithError(classes.lazy_tensor->tp_dict, names.dispatch) == dispatch_in_python;
 }
 
+// ----- what PyTorch asks of each argument
+
+// The attribute of a lazy tensor that PyTorch asks for by a string of C: `__torch_function__`, for each argument of each
+// call. Without this function an object of Python's is made of the string each time. Python itself never comes here.
+PyObject* named_attribute(PyObject* lazy, char* name) {
+  if (std::strcmp(name, "__torch_function__") == 0) {
+    PyObject* found = PyDict_GetItemWithError(Py_TYPE(lazy)->tp_dict, names.function);
+    if (found != nullptr && PyCFunction_Check(found)) return Py_NewRef(found);
+  }
+  const Ref asked = Ref::taking(PyUnicode_InternFromString(name));
+  return asked ? Py_TYPE(lazy)->tp_getattro(lazy, asked.get()) : nullptr;
+}
+
 // ----- between PyTorch's dispatcher and Python
 
 using c10::impl::PyInterpreterVTable;
@@ -1593,11 +1655,12 @@ PyObject* start(PyObject*, PyObject* given) {
                  slot_in(trace, "changes"), slot_in(trace, "longest"), slot_in(trace, "at_once"), slot_in(trace, "room")};
   pace_slots = {slot_in(pace, "latest"), slot_in(pace, "batches"), slot_in(pace, "over"),
                 slot_in(pace, "came")};
-  node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "call"), slot_in(node, "depth"),
-                slot_in(node, "known")};
+  node_slots = {slot_in(node, "next_key"), slot_in(node, "next"), slot_in(node, "_branches"), slot_in(node, "call"),
+                slot_in(node, "depth"), slot_in(node, "known")};
   context_slots = {slot_in(context, "trace"), slot_in(context, "lock"), slot_in(context, "backing"),
                    slot_in(context, "pace"), slot_in(context, "device")};
-  names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("__torch_dispatch__")};
+  names = {PyUnicode_InternFromString("_data"), PyUnicode_InternFromString("__torch_dispatch__"),
+           PyUnicode_InternFromString("__torch_function__")};
   classes.lock = Py_TYPE(lock);
   owner_slot = owner_in(lock);
   for (auto& [names_of, ops] : {std::pair{shares, &sharing}, std::pair{returns, &returning}})
@@ -1616,6 +1679,7 @@ PyObject* start(PyObject*, PyObject* given) {
   interpreter->vtable_ = made;
   stand_before<Factory>(factories);
   stand_before<CopyFrom>(copies);
+  classes.lazy_tensor->tp_getattr = named_attribute;
   Py_RETURN_NONE;
 }
 

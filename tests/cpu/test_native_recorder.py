@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from harness import assert_same
 from known_calls import CALLS, FACTORIES, draws
+from torch._C import DisableTorchFunctionSubclass
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazy_backend
@@ -274,6 +275,58 @@ def test_lists_of_inference_tensors_are_refused_as_in_python() -> None:
         with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
             torch._foreach_add_([value], 1.0)
         lazy_backend.mark_step()
+
+
+def _choosing(device: str, step: int, ways: int) -> torch.Tensor:
+    """A program that goes on in one of several ways, from its first call on and once more later."""
+    way = step % ways
+    x = torch.arange(1.0, 7.0 + way, device=device) if way % 2 else torch.full((6,), 2.0, device=device)
+    made = [x.sin, x.cos, x.exp, x.sqrt][way % 4]() * (step + 1)
+    return (made.reshape(-1, 1) if way < 4 else made.unsqueeze(0)).sum(way % 2)
+
+
+@pytest.mark.parametrize("ways", [2, 3, 8])
+def test_programs_that_take_turns_are_recorded_in_cpp(ways: int) -> None:
+    seen = 4 * ways
+    for step in range(seen):
+        assert_same(_choosing("lazy", step, ways).cpu(), _choosing("cpu", step, ways))
+        lazy_backend.mark_step()
+    others = _others()
+    for step in [*range(seen), *reversed(range(seen))]:
+        found = _choosing("lazy", step, ways)
+        assert _others() == others, f"step {step} went to Python"
+        assert_same(found.cpu(), _choosing("cpu", step, ways))
+        others = _others()  # the read's
+        lazy_backend.mark_step()
+
+
+def test_a_program_with_very_many_ways_to_go_on_is_what_eager_gives() -> None:
+    x = torch.arange(40.0, device="lazy")
+    for _ in range(3):
+        for size in range(1, 31):
+            assert_same(x[:size].sum().cpu(), torch.arange(float(size)).sum())
+            lazy_backend.mark_step()
+
+
+def test_torch_asks_lazy_tensors_for_their_function_as_before() -> None:
+    class Seen(torch.Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls += 1
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    lazy = torch.ones(2, device="lazy")
+    assert not torch.overrides.has_torch_function_unary(lazy)
+    assert not torch.overrides.has_torch_function_variadic(lazy, torch.ones(2))
+    other = torch.tensor(2.0).as_subclass(Seen)
+    assert torch.overrides.has_torch_function_variadic(lazy, other)
+    assert_same((lazy * other).cpu(), torch.full((2,), 2.0))
+    assert Seen.calls > 0
+    lazy.__torch_function__ = Seen.__torch_function__  # of one tensor, which no operator heeds on a CPU either
+    assert_same((lazy + 1).cpu(), torch.full((2,), 2.0))
 
 
 def test_calls_are_recorded_in_cpp_again_when_nobody_watches_them() -> None:
