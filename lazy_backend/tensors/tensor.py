@@ -366,6 +366,7 @@ def assign(tensor: LazyTensor, data: TensorData) -> None:
     # shallow_copy_from keeps the object, its autograd history and its version counter
     with WithoutTorchDispatch():
         if data.meta.conj and not tensor.is_complex():  # only a complex tensor can take the bit: it becomes one first
+            set_neg(tensor, False)
             set_data(tensor, make_view(tensor, wrapper_arguments(data.context, data.meta)))
         # `set_data` refuses tensors whose bits differ; the conjugate bit counts for complex tensors only
         if tensor.is_conj() != data.meta.conj:

@@ -237,6 +237,19 @@ def data_assigned(device: str, sync: Sync):
 
 
 @program
+def data_assigned_between_bits(device: str, sync: Sync):
+    source = torch.complex(grid(device, 4), -grid(device, 4))
+    targets = [source.conj().imag.detach(), source.conj(), source.real.detach(), torch.zeros(2, device=device)]
+    sync()
+    for target in targets:
+        target.data = source.conj()
+        sync()
+        target.data = source.conj().imag if target.is_complex() else source
+    source.add_(1)
+    return source, *targets
+
+
+@program
 def data_mutated(device: str, sync: Sync):
     target = grid(device, 4, 6)
     view = target[0]
