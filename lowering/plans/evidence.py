@@ -119,7 +119,8 @@ class Judgement:
         self._job: Job | None = None
         self._process = os.getpid()
         self._written = threading.Thread(target=self._write, name="lazy_backend evidence")
-        self._written.start()
+        with contextlib.suppress(RuntimeError):  # there are too many threads: the next run judges
+            self._written.start()
 
     def _write(self) -> None:
         with contextlib.suppress(Exception):  # no memory, no disk, or objects that cannot be kept
@@ -130,7 +131,8 @@ class Judgement:
     def begin(self) -> None:
         """Ask, once the file is written."""
         if self._process == os.getpid() and self._job is None:
-            self._written.join()
+            if self._written.ident is not None:
+                self._written.join()
             if self._evidence is not None:
                 self._job = worker.judge(self._evidence.path, self._idle)
 

@@ -18,16 +18,16 @@ interpreter heard (Note [Trials do not communicate]).
 
 A trial that is interrupted has no verdict: the next run is another one. The interpreter has written the step's tensors
 by then, so its results are delivered before the plan runs: an interruption of what only the comparison needs loses
-none. An error of the interpreter is the program's own, and no verdict either; an error of the plan alone counts like
-results that differ, unless a signal handler raised it. A plan for whose trial the device has no memory is used untried,
-and counted.
+none. An error of the interpreter is the program's own, and no verdict either. Where the plan alone raises, it computes
+again at once, of the same inputs. An error that comes again is the plan's, and counts like results that differ. Another
+one came from outside, from a signal handler or another thread (`PyThreadState_SetAsyncExc`), and is raised. A plan for
+whose trial the device has no memory is used untried, and counted.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import signal
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -94,6 +94,7 @@ class Trial:
         self._graph = interpreter.graph
         self._tell = tell
         self._copied = _copied_inputs(interpreter.graph)
+        self._written = interpreter.graph.mutated_inputs()
         self._heard = heard
         self.conforms = False
         self.num_runs = 0
@@ -112,9 +113,7 @@ class Trial:
     ) -> list[torch.Tensor]:
         """Run once. Takes ownership of `inputs`. `deliver` gets the outputs before the plan is tried."""
         with torch.no_grad():
-            given = self._with_copies(inputs)
-            proof = self._plan.proof
-            originals = self._with_copies(given) if proof.is_suspected or proof.may_ask else None
+            given, originals = _with_copies(inputs, self._copied), _with_copies(inputs, self._written)
             written = [inputs[place] for place in self._copied]
             conversation = Conversation(self._heard)
             with conversation.joined() as sent:
@@ -122,38 +121,25 @@ class Trial:
             start = perf_counter()
             self._sent = tuple(sent)
             ours = [*outputs, *written, *sent.values()]
-            verdict = self._try(ours, given, originals, conversation, constants, seeds)
+            run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
+            verdict = self._try(ours, given, run, conversation)
             self._tell(verdict, perf_counter() - start)
             return outputs
 
-    def _with_copies(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        copied = set(self._copied)
-        return [rounding.copy_of(one) if place in copied else one for place, one in enumerate(inputs)]
-
     def _try(
-        self,
-        ours: list[torch.Tensor],
-        given: list[torch.Tensor],
-        originals: list[torch.Tensor] | None,
-        conversation: Conversation,
-        constants: Sequence[float],
-        seeds: Sequence[int],
+        self, ours: Sequence[torch.Tensor], given: list[torch.Tensor], run: TriedRun, conversation: Conversation
     ) -> str:
-        """The verdict."""
-        proof, heard = self._plan.proof, conversation.heard
-        run = None if originals is None else TriedRun(self._graph, originals, constants, seeds, self._sizes, heard)
-        copies = [given[place] for place in self._copied]
-        wrong = ""
+        """The verdict. `run`: with copies of what the graph writes."""
+        proof, wrong = self._plan.proof, ""
         try:
-            with conversation.joined() as sent:
-                theirs = [*self._plan.execute(given, constants, seeds, self._sizes, launches=False), *copies]
-            theirs += sent.values()
-            suspects = self._suspects(ours, theirs)
-            if suspects and run is not None:
-                if proof.ask is not None and proof.may_ask:
-                    compared = {place: (rounding.copy_of(ours[place]), theirs[place]) for place in suspects}
-                    proof.judgement = proof.ask(self._with_copies_of_the_rest(run), compared, self._sent)
-                    return "suspected"
+            theirs, suspects = self._beside(ours, given, run, conversation)
+            if suspects and proof.may_ask and proof.ask is not None:
+                compared = {place: (rounding.copy_of(ours[place]), theirs[place]) for place in suspects}
+                rest = set(range(len(run.inputs))).difference(self._written)
+                unshared = replace(run, inputs=_with_copies(run.inputs, rest))
+                proof.judgement = proof.ask(unshared, compared, self._sent)
+                return "suspected"
+            if suspects and proof.is_suspected:
                 suspects = unexplained(suspects, ours, theirs, run, self._interpreter)
             if suspects:
                 wrong = described(self._graph, self._sent, suspects)
@@ -161,23 +147,30 @@ class Trial:
             proof.go_without()
             return "unverified"
         except Exception as error:
-            if _is_from_signal_handler(error):
+            if not self._fails_again(ours, run, conversation):
                 raise
             wrong = f"{type(error).__name__}: {error}"
         if not wrong:
             proof.agree(self._sizes)
             return "agreed"
-        if run is None or proof.may_ask:
+        if not proof.is_suspected:
             proof.is_suspected = True
             return "suspected"
         proof.refuse(PlanRefused(wrong), run)
         return "refused"
 
-    def _with_copies_of_the_rest(self, run: TriedRun) -> TriedRun:
-        """`run`, of which nothing is shared with the program."""
-        copied = set(self._copied)
-        inputs = (one if place in copied else rounding.copy_of(one) for place, one in enumerate(run.inputs))
-        return replace(run, inputs=list(inputs))
+    def _beside(
+        self, ours: Sequence[torch.Tensor], given: list[torch.Tensor], run: TriedRun, conversation: Conversation
+    ) -> tuple[list[torch.Tensor], dict[int, Discrepancy]]:
+        """The plan's results and those that are suspected, of copies of the inputs, which are written."""
+        copies = [given[place] for place in self._copied]
+        with conversation.joined() as sent:
+            made = self._plan.execute(given, run.constants, run.seeds, self._sizes, launches=False)
+        theirs = [*made, *copies, *sent.values()]
+        return theirs, self._suspects(ours, theirs)
+
+    def _fails_again(self, ours: Sequence[torch.Tensor], run: TriedRun, conversation: Conversation) -> bool:
+        return _raises(lambda: self._beside(ours, _with_copies(run.inputs, self._copied), run, conversation))
 
     def _suspects(self, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> dict[int, Discrepancy]:
         """Results whose differences a few roundings do not explain, by place among outputs and copied inputs."""
@@ -187,6 +180,11 @@ class Trial:
         eps = rounding.coarsest_eps(self._graph)
         found = rounding.differences(ours, theirs)
         return {place: one for place, one in found.items() if rounding.is_suspect(one, eps)}
+
+
+def _with_copies(inputs: Sequence[torch.Tensor], places: Collection[int]) -> list[torch.Tensor]:
+    copied = set(places)
+    return [rounding.copy_of(one) if place in copied else one for place, one in enumerate(inputs)]
 
 
 def unexplained(
@@ -201,19 +199,11 @@ def unexplained(
     # another one: it may be launched as a graph of the device, which calls no operators
     interpreter = SerialGraphExecutor(run.graph, interpreter.kernels, interpreter.exec_info)
     spreads = {place: rounding.Spread(ours[place]) for place in suspects}
-    copied = _copied_inputs(run.graph)
     for sample in range(rounding.SAMPLES):
-        moved = list(map(rounding.copy_of, run.inputs))
-        written = [moved[place] for place in copied]
-        mode = MovedRoundings(sample, eps)
-        for one in moved:
-            mode.move(one, spares_counts=True)
         try:
-            with Conversation(run.heard).joined() as sent, mode:
-                further = [*interpreter.execute(moved, run.constants, run.seeds), *written]
-            further += sent.values()
-        except NodeError as error:
-            if _is_from_signal_handler(error):
+            further = _moved(sample, run, interpreter)
+        except NodeError:
+            if not _raises(functools.partial(_moved, sample, run, interpreter)):
                 raise
             continue  # a value was moved out of an operator's domain
         for place in suspects:
@@ -223,6 +213,18 @@ def unexplained(
         if not suspects:
             break
     return found
+
+
+def _moved(sample: int, run: TriedRun, interpreter: SerialGraphExecutor) -> list[torch.Tensor]:
+    """The results of a run with moved roundings."""
+    moved = list(map(rounding.copy_of, run.inputs))
+    written = [moved[place] for place in _copied_inputs(run.graph)]
+    mode = MovedRoundings(sample, rounding.coarsest_eps(run.graph))
+    for one in moved:
+        mode.move(one, spares_counts=True)
+    with Conversation(run.heard).joined() as sent, mode:
+        made = interpreter.execute(moved, run.constants, run.seeds)
+    return [*made, *written, *sent.values()]
 
 
 def described(graph: Graph, sent: Sequence[int], suspects: Mapping[int, Discrepancy]) -> str:
@@ -245,12 +247,12 @@ def described(graph: Graph, sent: Sequence[int], suspects: Mapping[int, Discrepa
     return "\n  ".join([*lines, f"and {further} more"] if further else lines)
 
 
-def _is_from_signal_handler(error: Exception) -> bool:
-    """Whether a signal handler of the program raised an error or its cause, in the midst of a call."""
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = [getattr(getattr(one, "__func__", one), "__code__", None) for one in handlers]
-    tracebacks = [one.__traceback__ for one in (error, error.__cause__) if one is not None]
-    return any(frame.f_code in codes for one in tracebacks for frame, _ in traceback.walk_tb(one))
+def _raises(run: Callable[[], object]) -> bool:
+    try:
+        run()
+    except Exception:
+        return True
+    return False
 
 
 def _copied_inputs(graph: Graph) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
 import re
 import signal
 import threading
@@ -24,9 +24,10 @@ from torch.nn import functional as F
 import lazy_backend
 from lazy_backend import CompileWarning, config, metrics
 from lazy_backend.archives import commands
-from lazy_backend.lowering.checks import rounding
+from lazy_backend.lowering.checks import moved_roundings, rounding
 from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.checks.rounding import Spread, difference, is_suspect
+from lazy_backend.lowering.interpreter import serial
 from lazy_backend.lowering.plans import evidence, trial
 from lazy_backend.settings import FLAGS
 
@@ -203,15 +204,11 @@ def lines_that_lose_results() -> set[str]:
     return found
 
 
-def test_an_exception_at_any_line_of_a_trial_loses_no_result_of_the_interpreter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config.run_in_background = "never"
-    config.compile = "off"
-    interpreted = lines_that_lose_results()
-    assert interpreted  # a run that is interrupted after a write
-    config.compile, config.verify_compiled = "foreground", "always"
-    monkeypatch.setattr(rounding, "is_suspect", lambda *found: True)  # runs with moved roundings, too
+@pytest.fixture
+def suspected_at_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is a trial, with runs with moved roundings."""
+    config.verify_compiled = "always"
+    monkeypatch.setattr(rounding, "is_suspect", lambda *found: True)
     agreed = Proof.agree
 
     def still_suspected(proof: Proof, sizes: Sequence[int]) -> None:
@@ -219,36 +216,107 @@ def test_an_exception_at_any_line_of_a_trial_loses_no_result_of_the_interpreter(
         proof.is_suspected = True
 
     monkeypatch.setattr(Proof, "agree", still_suspected)
+
+
+def test_an_exception_at_any_line_of_a_trial_loses_no_result_of_the_interpreter(suspected_at_each_run: None) -> None:
+    config.run_in_background = "never"
+    config.compile = "off"
+    interpreted = lines_that_lose_results()
+    assert interpreted  # a run that is interrupted after a write
+    config.compile = "foreground"
     with count("PlanAgreed") as agreements:
         lost = lines_that_lose_results()
     assert agreements() > 100
     assert lost <= interpreted
 
 
-def test_an_error_of_a_signal_handler_is_no_fault_of_the_plan() -> None:
-    def interrupted(node: fx.Node, made: Any, args: Sequence[Any]) -> Any:
-        if signals:
-            os.kill(os.getpid(), signals.pop())
-        return made
+class OutOfTime(Exception):
+    """Raised from outside of what runs."""
 
+    def __init__(self) -> None:
+        super().__init__("out of time")
+
+
+def from_a_signal_handler() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def from_another_thread() -> None:
+    """As another thread sends it: it is raised at one of this thread's next instructions."""
+    this = ctypes.c_ulong(threading.get_ident())
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(this, ctypes.py_object(OutOfTime))
+    for _ in range(1000):
+        pass
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
     def handler(number: int, frame: Any) -> None:
-        raise TimeoutError("out of time")
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def suspicions() -> list[int]:
+    return [metrics.counter_value(name) for name in ("PlanAgreed", "PlanSuspected", "PlanRefused")]
+
+
+@pytest.mark.parametrize("interruption", [from_a_signal_handler, from_another_thread])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_from_outside_is_no_fault_of_the_plan(interruption: Callable[[], None], number: int) -> None:
+    """Neither in its first trial nor in the one that asks what rounding explains."""
+
+    def interrupted(node: fx.Node, made: Any, args: Sequence[Any]) -> Any:
+        if node.target is not aten.mul.Tensor:
+            return made
+        runs[0] += 1
+        if runs[0] == number + 1:
+            interruption()
+        return made.mul_(1 + 40 * EPS) if number else made
 
     config.run_in_background = "never"
     config.backend = with_fault(interrupted)
-    signals = [signal.SIGUSR1]
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        x = torch.ones(2).to("lazy")
-        result = x * 2 + 1
-        with pytest.raises(lazy_backend.ExecutionError, match="out of time"):
-            lazy_backend.mark_step(wait=True)
-        assert result.tolist() == [3.0, 3.0]
-        assert not signals
-        assert [metrics.counter_value(name) for name in ("PlanAgreed", "PlanSuspected")] == [0, 0]
-        step(x)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    runs = [0]
+    x = torch.ones(2).to("lazy")
+    for _ in range(number):
+        (x * 2 + 1).tolist()
+        lazy_backend.mark_step(wait=True)
+    before = suspicions()
+    result = x * 2 + 1
+    with signals_raise(), pytest.raises(lazy_backend.ExecutionError, match="out of time"):
+        lazy_backend.mark_step(wait=True)
+    assert result.tolist() == [3.0, 3.0]
+    assert suspicions() == before
+
+
+def test_an_exception_at_any_line_of_a_trial_is_no_fault_of_the_plan(suspected_at_each_run: None) -> None:
+    config.run_in_background = "never"
+    x = torch.rand(4).to("lazy")
+
+    def tried() -> torch.Tensor:
+        made = (x * 2).exp()
+        lazy_backend.mark_step(wait=True)
+        return made
+
+    def raise_it() -> None:
+        raise OutOfTime
+
+    for _ in range(3):
+        tried()
+    files = (trial.__file__, rounding.__file__, moved_roundings.__file__, serial.__file__)
+    places = {place: number for place, number in places_of(tried).items() if place[0] in files}
+    assert len(places) > 30
+    for place, number in places.items():
+        for which in {1, number}:
+            with pytest.raises((OutOfTime, lazy_backend.ExecutionError)):
+                interrupt(tried, place, which, raise_it)
+            with contextlib.suppress(lazy_backend.LazyBackendError):
+                lazy_backend.wait_device_ops()
+    assert suspicions()[1:] == [0, 0]
 
 
 def test_a_bias_before_a_batch_norm_is_not_the_compilers_fault() -> None:
@@ -375,11 +443,20 @@ def test_rounding_is_judged_by_the_compilers_process(
     assert lazy_backend.explain().records[-1].plan == "compiled"
 
 
-@pytest.mark.parametrize("failing", ["file", "process"])
+@pytest.mark.parametrize("failing", ["thread", "file", "process"])
 def test_what_cannot_be_judged_elsewhere_is_judged_here(
     failing: str, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if failing == "file":
+    if failing == "thread":
+        start = threading.Thread.start
+
+        def start_others(thread: threading.Thread) -> None:
+            if thread.name == "lazy_backend evidence":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_others)
+    elif failing == "file":
         monkeypatch.setattr(evidence, "Evidence", lambda *run: (_ for _ in ()).throw(OSError("the disk is full")))
     else:
         judge = evidence.worker.judge
