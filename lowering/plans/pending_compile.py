@@ -238,9 +238,9 @@ class PendingCompile:
 
     def _keep_marks(self, marks: dict[str, Any]) -> None:
         """Put marks on the artefact on disk, on a thread of their own: no run waits for a disk or a lock."""
-        key, store = self.artefact_key, self.policy.store
-        place = None if key is None or store is None else store.place()
-        if key is not None and place is not None and self._is_elsewhere:
+        store = self.policy.store
+        place = None if store is None or not self._is_elsewhere else store.place()
+        if place is not None and (key := self.artefact_key) is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter is exiting, or there are too many threads
                 threading.Thread(target=_mark, args=(place, key, marks), name="lazy_backend marks").start()
 
