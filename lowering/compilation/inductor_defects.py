@@ -31,6 +31,22 @@ optimizers and in transforms of functions:
                            into a part of it and read nothing: `KeyError: 'buf1'` (pytorch/pytorch#196570)
   sums along columns       a sum in float16 or bfloat16 is cast into a variable of its name before it is stored. A sum
                            that is stored twice declares the variable twice (pytorch/pytorch#194706)
+
+Note [What trials do not replace]
+A plan with a fault is refused, and repaired (Note [A refused plan is repaired]). Each part here is for what that does
+not give:
+
+  reads before writes      whether these defects show depends on values: not if places are in order, where buffers are
+                           zero, or where tensors that are swapped are equal, as they are in first steps. The trial
+                           agrees, and later steps are wrong. Where it refuses the plan, the repaired one takes 1.1 to
+                           1.7 times as long for the operators concerned
+  transposed sums          a write past the end of memory is no result that could be compared
+  code that does not       there is no plan to be tried, and the graph would be interpreted
+    compile
+  checks before writes     the values of the trial are not refused
+
+The same is true of writes that are declined (Note [Writes that compilers get wrong]). Tests say which versions of
+PyTorch have mended each: `MENDED_IN` in `tests/cpu/test_inductor_defects.py`.
 """
 
 from __future__ import annotations

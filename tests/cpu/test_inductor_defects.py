@@ -15,12 +15,13 @@ import pytest
 import torch
 from harness import assert_same
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lazy_backend
-from lazy_backend import metrics
+from lazy_backend import config, metrics
 from lazy_backend.lowering.artefacts import artefact
 from lazy_backend.lowering.artefacts.artefact import Loaded
 from lazy_backend.lowering.compilation import build, inductor_defects
@@ -303,7 +304,7 @@ def test_compiled_right(cases: dict[str, Case]) -> None:
         lazy_backend.mark_step()
         return {name: [x.cpu() for x in tensors] for name, tensors in made.items()}
 
-    lazy_backend.config.backend = "inductor"
+    config.backend = "inductor"
     expected = run("cpu")
     for _ in range(3):
         assert differing(run("lazy"), expected) == []
@@ -439,3 +440,49 @@ def test_transposed_sums_are_wrong_or_mended(port_off: Callable[[Port], None], m
     _, inductors = compiled_here(cases)
     assert "atomic_add_vec" in "".join(ours)
     assert (ours != inductors) is (version() not in MENDED_IN[TRANSPOSED_SUMS])
+
+
+# ----- what a trial does not see
+
+
+def write_back(x: Tensor, places: Tensor) -> None:
+    x.index_put_((places,), x.double().float())
+
+
+def clear_and_add_reversed(x: Tensor) -> None:
+    x.index_fill_(0, x.new_zeros(1, dtype=torch.int64), 0.0)
+    x.add_(x.flip(0))
+
+
+# Programs with inputs that hide the defect, as first steps have them (places in order, zeros, averages that equal their
+# weights), and with others.
+HIDDEN: dict[Port, tuple[Callable[..., None], Callable[[], list[Tensor]], Callable[[], list[Tensor]]]] = {
+    READS_OF_WHAT_IS_WRITTEN: (
+        write_back,
+        lambda: [floats(N), torch.arange(N)],
+        lambda: [floats(N), torch.arange(N - 1, -1, -1)],
+    ),
+    READS_AFTER_WRITES: (clear_and_add_reversed, lambda: [torch.zeros(N)], lambda: [floats(N)]),
+    LATE_READS: (swap, lambda: [floats(N), floats(N)], pair),
+}
+
+
+@pytest.mark.parametrize("mended", [False, True], ids=["as it is", "mended"])
+@pytest.mark.parametrize("port", HIDDEN, ids=lambda port: port.name)
+def test_values_of_a_trial_may_hide_a_defect(port: Port, mended: bool) -> None:
+    """So that trials do not replace what is put in place here."""
+    write, hiding, showing = HIDDEN[port]
+    config.backend = "inductor" if mended else compile_fx  # a backend that this package knows nothing of
+    config.verify_compiled, config.num_profiled_runs = "once", 0
+
+    def is_right(make: Callable[[], list[Tensor]]) -> bool:
+        found, expected = [x.to("lazy") for x in make()], make()
+        lazy_backend.mark_step()
+        write(*found)
+        lazy_backend.mark_step()
+        write(*expected)
+        return all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+
+    assert [is_right(hiding) for _ in range(3)] == [True] * 3
+    assert (metrics.counter_value("PlanAgreed"), metrics.counter_value("PlanRefused")) == (1, 0)
+    assert is_right(showing) is (mended or version() in MENDED_IN.get(port, ()))

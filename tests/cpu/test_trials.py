@@ -28,7 +28,7 @@ from lazy_backend.lowering.checks import moved_roundings, rounding
 from lazy_backend.lowering.checks.proof import Proof
 from lazy_backend.lowering.checks.rounding import Spread, difference, is_suspect
 from lazy_backend.lowering.interpreter import serial
-from lazy_backend.lowering.plans import evidence, trial
+from lazy_backend.lowering.plans import evidence, profiling, trial
 from lazy_backend.settings import FLAGS
 
 aten = torch.ops.aten
@@ -345,6 +345,37 @@ def test_memory_that_nobody_has_written_has_no_value_to_compare() -> None:
         buffer.mul_(2)
         lazy_backend.mark_step()
     assert counts()[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("write", "hiding", "showing"),
+    [
+        (lambda x: x.view(1, 8).expand(1, 8).mul_(-1.0), torch.ones(8), torch.zeros(8)),
+        (lambda x: x.unfold(0, 2, 3).mul_(2.0), torch.zeros(8), torch.ones(8)),
+    ],
+    ids=["expand", "unfold"],
+)
+def test_values_hide_from_a_trial_what_is_declined(
+    write: Callable[[torch.Tensor], object],
+    hiding: torch.Tensor,
+    showing: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that trials do not replace `why_not_functional`."""
+
+    def is_right(values: torch.Tensor) -> bool:
+        x, expected = values.to("lazy"), values.clone()
+        lazy_backend.mark_step()
+        write(x)
+        lazy_backend.mark_step()
+        write(expected)
+        found = x.cpu()
+        return torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())
+
+    monkeypatch.setattr(profiling, "why_not_functional", lambda graph: None)
+    assert [is_right(hiding) for _ in range(3)] == [True] * 3
+    assert counts() == (1, 0)
+    assert not is_right(showing)
 
 
 # ----- what is kept
