@@ -41,7 +41,7 @@ from lazy_backend.lowering.checks.proof import PlanRefused
 from lazy_backend.lowering.checks.refusals import NodeError
 from lazy_backend.lowering.checks.rounding import Discrepancy
 from lazy_backend.lowering.collectives.communication import is_collective
-from lazy_backend.lowering.collectives.conversation import Conversation, Heard, operand
+from lazy_backend.lowering.collectives.conversation import Conversation, Heard, joined, operand
 from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
@@ -112,19 +112,31 @@ class Trial:
         deliver: Callable[[list[torch.Tensor]], None] = lambda outputs: None,
     ) -> list[torch.Tensor]:
         """Run once. Takes ownership of `inputs`. `deliver` gets the outputs before the plan is tried."""
-        with torch.no_grad():
-            given, originals = _with_copies(inputs, self._copied), _with_copies(inputs, self._written)
-            written = [inputs[place] for place in self._copied]
-            conversation = Conversation(self._heard)
-            with conversation.joined() as sent:
-                deliver((outputs := self._interpreter.execute(inputs, constants, seeds)).copy())
-            start = perf_counter()
-            self._sent = tuple(sent)
-            ours = [*outputs, *written, *sent.values()]
-            run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
-            verdict = self._try(ours, given, run, conversation)
-            self._tell(verdict, perf_counter() - start)
-            return outputs
+        try:
+            with torch.no_grad():
+                return self._execute(inputs, constants, seeds, deliver)
+        finally:
+            joined.now = None  # a plain store: an interruption may keep `Conversation.joined` from it
+
+    def _execute(
+        self,
+        inputs: list[torch.Tensor],
+        constants: Sequence[float],
+        seeds: Sequence[int],
+        deliver: Callable[[list[torch.Tensor]], None],
+    ) -> list[torch.Tensor]:
+        given, originals = _with_copies(inputs, self._copied), _with_copies(inputs, self._written)
+        written = [inputs[place] for place in self._copied]
+        conversation = Conversation(self._heard)
+        with conversation.joined() as sent:
+            deliver((outputs := self._interpreter.execute(inputs, constants, seeds)).copy())
+        start = perf_counter()
+        self._sent = tuple(sent)
+        ours = [*outputs, *written, *sent.values()]
+        run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
+        verdict = self._try(ours, given, run, conversation)
+        self._tell(verdict, perf_counter() - start)
+        return outputs
 
     def _try(
         self, ours: Sequence[torch.Tensor], given: list[torch.Tensor], run: TriedRun, conversation: Conversation
