@@ -6,20 +6,15 @@ not by object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lazy_backend.ports.cpython import attributes_of, container_kind, is_a, items_of, mro_of, namespace_of
-from lazy_backend.ports.hooks import BUFFERS, PARAMETERS, REGISTRIES, modules_within
-from lazy_backend.replay.plain_values import has_plain_hash, text_of
+from lazy_backend.ports.cpython import attributes_of, container_kind, mro_of, namespace_of
+from lazy_backend.replay.plain_values import has_plain_hash
+from lazy_backend.replay.structure import Structure
 from lazy_backend.tensors.tensor import LazyTensor
-
-# How deep lists and dicts in a module's attributes are searched for tensors.
-_DEPTH = 3
-_SEARCHED = (dict, list, tuple)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,40 +35,16 @@ def members_of(module: torch.nn.Module) -> list[tuple[MemberPlace, LazyTensor]]:
 
     Without those in containers whose class defines how they are read.
     """
+    walk = Structure([module])
     found: list[tuple[MemberPlace, LazyTensor]] = []
-    for path, owner in modules_within(module):
-        prefix = f"{path}." if path else ""
-        attributes = attributes_of(owner)
-        for registry in (PARAMETERS, BUFFERS):
-            registered = dict.get(attributes, registry, {})
-            found += _lazy(MemberPlace(registered, name, prefix + name) for name in dict.keys(registered))
-        for name, value in list(dict.items(attributes)):
-            if name in REGISTRIES:
-                continue
-            if type(value) is LazyTensor:
-                found.append((MemberPlace(attributes, name, prefix + name), value))
-            else:
-                found += _lazy(_inside(value, prefix + name, _DEPTH))
+    for place, (owner, key, value) in enumerate(walk.entries):
+        if type(value) is LazyTensor and has_plain_hash(key):
+            of = walk.entries[owner][2]
+            kind = container_kind(of)
+            if kind is None or _is_read_as(kind, type(of)):
+                container = attributes_of(of) if kind is None else of
+                found.append((MemberPlace(container, key, walk.path(place).partition(".")[2]), value))
     return found
-
-
-def _lazy(members: Iterable[MemberPlace]) -> Iterator[tuple[MemberPlace, LazyTensor]]:
-    for member in members:
-        tensor = member.tensor()
-        if type(tensor) is LazyTensor:
-            yield member, tensor
-
-
-def _inside(container: Any, name: str, depth: int) -> Iterator[MemberPlace]:
-    kind = container_kind(container)
-    if kind not in _SEARCHED or not _is_read_as(kind, type(container)):
-        return
-    items = dict.items(container) if kind is dict else enumerate(items_of(container))
-    for key, value in list(items):
-        if is_a(value, torch.Tensor) and has_plain_hash(key):
-            yield MemberPlace(container, key, f"{name}[{text_of(key)}]")
-        elif depth and is_a(value, _SEARCHED):
-            yield from _inside(value, f"{name}[{text_of(key)}]", depth - 1)
 
 
 def _is_read_as(kind: type, own: type) -> bool:
