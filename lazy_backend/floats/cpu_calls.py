@@ -37,25 +37,25 @@ def as_upload(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CpuWrite:
-    """An operator that writes its first operand, as a function that returns the new value."""
+class CallOfOne:
+    """An operator that makes one tensor, or writes its first operand, as a function that returns the new value."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]  # of the last operands
+    writes: bool
 
     @property
     def key(self) -> Hashable:
         """What is equal for two objects that do the same; so for all functions of this module."""
-        return "write", self.function, self.names
+        return "one", self.function, self.names, self.writes
 
-    def __call__(self, target: torch.Tensor, *operands: Any) -> torch.Tensor:
-        made = target.clone()
-        if not self.names:
-            self.function(made, *operands)
-            return made
+    def __call__(self, *operands: Any) -> torch.Tensor:
         count = len(operands) - len(self.names)
-        self.function(made, *operands[:count], **dict(zip(self.names, operands[count:], strict=True)))
-        return made
+        args = list(operands[:count])
+        if self.writes:
+            args[0] = args[0].clone()
+        made = self.function(*args, **dict(zip(self.names, operands[count:], strict=True)))
+        return args[0] if self.writes else made  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +80,11 @@ class CpuCall:
 
 def pick(results: tuple[torch.Tensor, ...], place: int) -> torch.Tensor:
     return results[place]
+
+
+def element(value: Any, place: int) -> Any:
+    """An operand of one of the operators that a call of a list is."""
+    return value[place] if isinstance(value, list | tuple) else value
 
 
 def item_of(tensor: torch.Tensor) -> float:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from lazy_backend.floats.cpu_calls import (
+    CallOfOne,
     CpuCall,
-    CpuWrite,
     Reader,
     are_constant,
     constant,
     content,
+    element,
     item_of,
     pick,
     same_bits,
@@ -86,8 +87,8 @@ class CpuTensors:
             same = len(written) == len(first) and all(one is other for one, other in zip(written, first, strict=True))
             if same and method is not None:
                 for place, target in enumerate(first):
-                    options = {key: _element(one, place) for key, one in kwargs.items()}
-                    self._note_in_place(method, target, [_element(one, place) for one in args[1:]], options)
+                    options = {key: element(one, place) for key, one in kwargs.items()}
+                    self._note_in_place(method, target, [element(one, place) for one in args[1:]], options)
                 return
         flat = all(not is_a(one, list | tuple | dict) for one in (*args, *kwargs.values()))
         if flat and len(written) == 1 and written[0] is first and result is first:
@@ -97,7 +98,7 @@ class CpuTensors:
 
     def _note_in_place(self, func: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         key = (func, len(args), tuple(kwargs))
-        call = self._calls.setdefault(key, CpuWrite(func, tuple(kwargs)))
+        call = self._calls.setdefault(key, CallOfOne(func, tuple(kwargs), True))
         operands = [self.operand(target), *map(self.operand, args), *map(self.operand, kwargs.values())]
         self._write(target, self._tape.compute(call, operands, target.detach().clone()))
 
@@ -218,7 +219,3 @@ class CpuTensors:
     def clear(self) -> None:
         self._tracked.clear()
         self._calls.clear()
-
-
-def _element(value: Any, place: int) -> Any:
-    return value[place] if isinstance(value, list | tuple) else value

@@ -11,12 +11,13 @@ tape, and `item` gives a traced float. At a replay the leaves are read from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lazy_backend.floats.cpu_calls import CallOfOne, element
 from lazy_backend.floats.formulas import Literal, Operand, Tape, TracedFloat, untraced
 from lazy_backend.ports.cpython import is_a
 from lazy_backend.ports.tensor_types import version_of
@@ -50,27 +51,6 @@ class _Mirror:
     node: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MirroredCall:
-    """An operator on scalars, as a function that writes none of its operands."""
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]  # of the last operands
-    writes: bool
-
-    @property
-    def key(self) -> Hashable:
-        return "mirrored", self.function, self.names, self.writes
-
-    def __call__(self, *operands: Any) -> torch.Tensor:
-        count = len(operands) - len(self.names)
-        args = list(operands[:count])
-        if self.writes:
-            args[0] = args[0].clone()
-        made = self.function(*args, **dict(zip(self.names, operands[count:], strict=True)))
-        return args[0] if self.writes else made  # type: ignore[no-any-return]
-
-
 class Mirrors:
     """Follows lazy scalars through the calls of a body. `leaf` gives the node of a value from outside."""
 
@@ -79,7 +59,7 @@ class Mirrors:
         self._leaf = leaf
         self._mirrors: dict[int, _Mirror] = {}
         self._outside: set[int] = set()  # ids of scalars that optimizers keep
-        self._calls: dict[Any, MirroredCall] = {}
+        self._calls: dict[Any, CallOfOne] = {}
 
     def expect(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the scalars in the optimizer's state."""
@@ -109,7 +89,7 @@ class Mirrors:
         """Before a call: its operands, once for each scalar that it computes; None if it cannot be followed."""
         if name in _LIST_WRITES and args and isinstance(args[0], list | tuple) and "alpha" not in kwargs:
             count = len(args[0])
-            each = [[one[place] if isinstance(one, list | tuple) else one for one in args] for place in range(count)]
+            each = [[element(one, place) for one in args] for place in range(count)]
         elif name in _FACTORIES or name in _COPIES or (name in _WRITES and "alpha" not in kwargs):
             each = [[*args, *kwargs.values()]]
         else:
@@ -146,7 +126,7 @@ class Mirrors:
             if target.__class__ is not LazyTensor or target.dim() or (not writes and id(target) in self._mirrors):
                 continue
             key = (function, len(operands), tuple(kwargs), writes)
-            call = self._calls.setdefault(key, MirroredCall(function, tuple(kwargs), writes))
+            call = self._calls.setdefault(key, CallOfOne(function, tuple(kwargs), writes))
             values = [self._tape.values[one] if isinstance(one, int) else one.value for one in operands]
             value = run_clean(call, *values)
             if value.dim() or value.device.type != "cpu" or value.dtype != target.dtype:
