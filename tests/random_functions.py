@@ -2,9 +2,8 @@
 
 In: a seed. Out: a `RandomLoop` whose statements are those of the function, in phase "body", and those around its calls,
 which change what the function rests on: its state is exchanged, replaced, aliased, written, held by others; containers
-are reordered; modules, optimizers and arguments change.
-
-What docs/limits.md lists as unchecked is left out: numbers in plain objects, and globals without tensors.
+are reordered; modules, optimizers and arguments change, and values that the function reads without being given them
+(`random_reads`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from random_loops import RandomLoop, Statement
+from random_reads import Read, random_read
 from torch import nn
 
 
@@ -75,7 +75,12 @@ class RandomFunction(RandomLoop):
         lines += self._phase("body")
         result = [one.code for one in self.statements if one.phase == "result"]
         lines.append(f"    return {result[0] if result else 'x * 1'}")
-        lines += [f"step = capture(step{self.options})", "out, kept = None, []", f"for n in range({self.num_steps}):"]
+        lines += [
+            "body = step",
+            f"step = capture(step{self.options})",
+            "out, kept = None, []",
+            f"for n in range({self.num_steps}):",
+        ]
         lines += self._phase("before")
         lines.append("    x = torch.randn(4, 8).to(device)")
         lines += self._phase("input")
@@ -167,6 +172,7 @@ _EVENTS = (
     "S = out if isinstance(out, torch.Tensor) and out.shape == (8,) else S", "if isinstance(out, torch.Tensor): out.add_(1)",  # noqa: E501
     "if isinstance(out, torch.Tensor): kept.append(out)", "S = S.double().float()", "mark(n)", "import gc; gc.collect()",  # noqa: E501
     "kept.append(weakref.ref(S))", "S.requires_grad_(False)", "S.set_(T.clone())", "torch.utils.swap_tensors(S, T)",
+    "body.__defaults__ = (0.25 * n, n % 2 == 0, None)",
 )  # fmt: skip
 # By the beginning of the setup that they need.
 _CONTAINER_EVENTS = {
@@ -212,6 +218,10 @@ _CALLS = (
 )  # fmt: skip
 
 
+# How code uses a number that it reads.
+_USES = ("{}", "(1 + {})", "float({})", "(0.5 if {} > 0.5 else 2.0)", "torch.full((), float({}), device=x.device)")
+
+
 class _Generator:
     def __init__(self, seed: int) -> None:
         self.choose = random.Random(seed)
@@ -219,6 +229,7 @@ class _Generator:
         self.statements: list[Statement] = []
         self.places: list[str] = []
         self.containers: list[str] = []
+        self.reads: list[Read] = []
 
     def generate(self) -> RandomFunction:
         choose = self.choose
@@ -231,6 +242,9 @@ class _Generator:
                 place = choose.randrange(len(self.statements) + 1)
                 self._add("body", choose.choice(_TRAINING))
                 self.statements.insert(place, self.statements.pop())
+        for read in self.reads:
+            place = choose.choice(self.places)
+            self.statements.append(Statement("body", f"{place} = {place} * {choose.choice(_USES).format(read.value)}"))
         self._add("result", choose.choice(_RESULTS))
         if choose.random() < 0.4:
             self._add("call", choose.choice(_CALLS))
@@ -273,6 +287,12 @@ class _Generator:
             self.places += choose.sample(_OF_NET, choose.choice((0, 1, 2)))
         if "h" in self.places:
             self._add("shared", "h, k")
+        if choose.random() < 0.6:
+            # first, as some begin with `global`
+            self.reads = [random_read(choose) for _ in range(choose.choice((1, 1, 2)))]
+            self.statements[:0] = [
+                Statement("setup", setup) for setup in dict.fromkeys(one.setup for one in self.reads)
+            ]
 
     def _event(self, num_steps: int) -> None:
         choose = self.choose
@@ -280,6 +300,8 @@ class _Generator:
         if choose.random() < 0.5:
             container = choose.choice(self.containers)
             code = choose.choice(next(codes for name, codes in _CONTAINER_EVENTS.items() if container.startswith(name)))
+        if self.reads and choose.random() < 0.7:
+            code = choose.choice(choose.choice(self.reads).changes).replace("NOW", "n")
         place = choose.randrange(num_steps)
         when = choose.choice(
             (f"n == {place}", f"n == {place}", f"n == {place}", f"n >= {place}", "n % 3 == 2", "n % 5 == 4")

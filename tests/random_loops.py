@@ -10,18 +10,18 @@ than the same loop as written; `minimize`, which drops statements while a loop s
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import textwrap
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from harness import as_bytes, geometry, reset_state, settle
-from random_nets import BLOCKS, KNOWN_BLOCKS, RANDOM_BLOCKS, Doubled, Options, build
+from random_nets import BLOCKS, KNOWN_BLOCKS, RANDOM_BLOCKS, Doubled, Options, Reading, ReadingSGD, build
+from random_reads import names as names_of_reads
+from random_reads import random_read
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -105,9 +105,10 @@ class RandomLoop:
 
 # Modules and functions of others that only statements name.
 _NAMES = {
+    **names_of_reads(),
     "copy": copy,
-    "functools": functools,
-    "weakref": weakref,
+    "Reading": Reading,
+    "ReadingSGD": ReadingSGD,
     "build": build,
     "Doubled": Doubled,
     "Options": Options,
@@ -468,10 +469,26 @@ class _Generator:
         )
         optimizer = choose.choice(_OPTIMIZERS).replace("PARAMS", parameters)
         self._add("setup", f"optimizer = {choose.choice(('capture', 'capture', 'as_it_is'))}({optimizer})")
+        self._reads()
         if choose.random() < 0.3:
             self._add("setup", f"schedule = {choose.choice(_SCHEDULES)}")
             self._add("end", "schedule.step()")
         return blocks
+
+    def _reads(self) -> None:
+        """Let the model, or the optimizer, read a value that it is not given, and changes of that."""
+        if self.choose.random() < 0.5:
+            return
+        read = random_read(self.choose)
+        self.statements.insert(0, Statement("setup", f"{read.setup}\ndef reads(): return {read.value}"))
+        if self.choose.random() < 0.3:
+            capture = self.choose.choice(("capture", "capture", "as_it_is"))
+            self._add("setup", f"optimizer = {capture}(ReadingSGD(model.parameters(), reads))")
+        else:
+            self._add("setup", f"model.blocks.insert({self.choose.randrange(2)}, Reading(reads))")
+        for _ in range(self.choose.choice((1, 1, 2, 3))):
+            change = self.choose.choice(read.changes).replace("NOW", "step")
+            self.statements.append(Statement(self.choice_of_phase(), change, self._when()))
 
     def _loop(self) -> None:
         choose = self.choose

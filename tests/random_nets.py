@@ -159,6 +159,32 @@ class Shifted(nn.Module):
         return x + (self.one + self.two)
 
 
+class Reading(nn.Module):
+    """Calls a function for a number."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(self.read())
+
+
+class ReadingSGD(torch.optim.Optimizer):
+    """Calls a function for a number in each step."""
+
+    def __init__(self, params: Any, read: Callable[[], float]) -> None:
+        super().__init__(params, {"lr": 0.02})
+        self.read = read
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * float(self.read()))
+
+
 class DroppedLayers(nn.Module):
     """Leaves layers out, by a generator of its own."""
 

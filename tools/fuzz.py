@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
         help="loops: with captured modules and optimizers (default); functions: captured ones with state",
     )
     parser.add_argument("--trials", type=int, default=0, help="compile so many together, and count verdicts of trials")
-    parser.add_argument("--progress", type=int, default=0, help="print what `--trials` counts each so many programs")
+    parser.add_argument("--progress", type=int, default=0, help="print counts each so many programs")
     parser.add_argument("--planted", action="store_true", help="count the planted faults that trials find")
     parser.add_argument(
         "--known", action="append", choices=tuple(KNOWN), default=[], help="loops may have defects of this known class"
@@ -161,6 +161,8 @@ def replay_loops(arguments: argparse.Namespace) -> int:
         counter = _REPLAYED[arguments.replay]
         num_replays = metrics.counter_value(counter)
         totals.update({arguments.replay: 1, counter: num_replays, "without any": int(num_replays == 0)})
+        if arguments.progress and totals[arguments.replay] % arguments.progress == 0:
+            print(f"{len(found)} failures, {totals[arguments.replay]} {arguments.replay}", flush=True)
         if text is not None:
             print(f"loop {seed}: {text[:200]}", flush=True)
             found.append((loop, text))

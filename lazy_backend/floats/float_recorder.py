@@ -389,8 +389,7 @@ class FloatRecorder(FloatSeer):
             self.cpu.seen(),
             self.cpu.problem,
         )
-        self.tape.close()
-        self.cpu.clear()
+        self.close()
         return recorded
 
     def _check_kept(self) -> None:

@@ -58,7 +58,8 @@ from lazy_backend.regions.programs import (
     Source,
     pattern_of,
 )
-from lazy_backend.regions.stretch import NotReplayable, Stretch, StretchStart
+from lazy_backend.regions.stretch import Stretch, StretchStart
+from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.tensors.state import DeviceContext, TensorData, Trace
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 

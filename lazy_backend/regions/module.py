@@ -60,8 +60,9 @@ from lazy_backend.regions.results import (
     unflatten_result,
     why_not_made_anew,
 )
-from lazy_backend.regions.stretch import NotReplayable, RandomState, Stretch, StretchStart
-from lazy_backend.replay.accounts import PATIENCE, RETRY, Account
+from lazy_backend.regions.stretch import Stretch, StretchStart
+from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, NotReplayable
+from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
@@ -186,7 +187,7 @@ class CapturedModule:
                 account.replays += 1
                 account.seconds += perf_counter() - begin
                 return replayed[0]
-        if signature.failures >= PATIENCE and signature.calls % RETRY > 1:
+        if signature.is_hopeless():
             return _run_body(module, args, kwargs)
         if is_due:
             signature.check_at = 2 * signature.calls if self._verify else 2**62
@@ -394,7 +395,7 @@ class CapturedModule:
         known = learn_jump(stretch, program.name, tokens)
         signature.program, signature.is_alike, self._failures = program, difference is None, 0
         if difference is not None:  # it may be alike from now on
-            self._count_failure(signature, f"it recorded {difference}")
+            signature.fail(self.account, f"it recorded {difference}")
         elif not program.is_differentiable:  # otherwise its backward may fail
             signature.failures = 0
         elif before is not None and known.is_confirmed and not known.has_backward:
@@ -497,19 +498,13 @@ class CapturedModule:
 
     def _give_up(self, signature: AlikeCalls, reason: str) -> None:
         signature.program = None
-        self._count_failure(signature, reason)
+        signature.fail(self.account, reason)
 
     def _wait_for_backward(self, signature: AlikeCalls) -> None:
         signature.waiting += 1
         if signature.waiting > _MAX_WAITING:
             self.account.ran_as_written("no backward has run through it")
             signature.failures = PATIENCE  # calls whose backward is never asked for need not be learned
-
-    def _count_failure(self, signature: AlikeCalls, reason: str) -> None:
-        self.account.ran_as_written(reason)
-        signature.failures += 1
-        if signature.failures >= PATIENCE:
-            self.account.warn(reason)
 
 
 def _run_body(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

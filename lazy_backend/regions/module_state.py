@@ -14,50 +14,23 @@ import torch
 from lazy_backend.ports.hooks import REGISTRIES, modules_within
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.regions.members import MemberPlace, members_of
+from lazy_backend.regions.named_by_code import NamedByCode
 from lazy_backend.regions.programs import Program
-from lazy_backend.replay.accounts import FIRST_CHECK
-from lazy_backend.replay.reachable import Reachable
+from lazy_backend.replay.accounts import Attempts
 from lazy_backend.replay.structure import StructureGuard
-from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.tensor import LazyTensor
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
 _IN_ATTRIBUTES = re.compile(rf"^dict(?:\['(?:{'|'.join(REGISTRIES)})'\])?\['(\w+)'\]")
-# Of a container that code names, more values are not searched for sources of random numbers.
-_LARGEST_CONTAINER = 100
 # Argument signatures that one module remembers.
 _MAX_SIGNATURES = 64
 
 
-class NamedByCode:
-    """What a module's code can name: sources of random numbers, and values. Does not refer to the module.
-
-    To find them takes long, as it follows all functions that the code calls. So they are found once, and again if there
-    are more globals.
-    """
-
-    __slots__ = ("generators", "states", "values", "_globals")
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        reach = Reachable([one for _, one in modules_within(module)], largest=_LARGEST_CONTAINER)
-        self.generators = reach.generators
-        self.states = reach.random_states
-        self.values = ValueGuard(reach)
-        self._globals = [(known, len(known)) for known in reach.globals.values()]
-
-    def hold(self) -> bool:
-        """Whether these are all, if the values are what they were."""
-        return all(len(known) == count for known, count in self._globals)
-
-
 @dataclass(slots=True, eq=False)
-class AlikeCalls:
+class AlikeCalls(Attempts):
     """What is known about the calls with one kind of arguments."""
 
     program: Program | None = None
-    calls: int = 0
-    failures: int = 0
-    check_at: int = FIRST_CHECK
     replayed: bool = False
     waiting: int = 0  # calls without a backward
     is_alike: bool = True  # whether the latest call that ran as written did what was recorded before
@@ -102,7 +75,7 @@ class ModuleState:
     def named_by_code(self, module: torch.nn.Module) -> NamedByCode:
         """What the code of the module, which is as this says, can name."""
         if self._named is None or not self._named.hold():
-            self._named = NamedByCode(module)
+            self._named = NamedByCode([one for _, one in modules_within(module)])
         return self._named
 
     def why(self) -> str:

@@ -43,10 +43,12 @@ from lazy_backend.ports.table import REGIONS
 from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, key_of, learn_jump, make_jump, take_jump
-from lazy_backend.regions.stretch import NotReplayable, Stretch, StretchStart
-from lazy_backend.replay.accounts import FIRST_CHECK, PATIENCE, RETRY, Account
+from lazy_backend.regions.named_by_code import NamedByCode
+from lazy_backend.regions.stretch import Stretch, StretchStart
+from lazy_backend.replay.accounts import Account, Attempts, NotReplayable
 from lazy_backend.replay.captured_state import Watch, watches
 from lazy_backend.replay.plain_values import is_plain
+from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.replay.structure import StructureGuard
 from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
 from lazy_backend.tensors.state import DeviceContext
@@ -95,7 +97,7 @@ class _OptimizerParts:
     Does not refer to the optimizer, which would never be freed then.
     """
 
-    __slots__ = ("_lengths", "_values", "_inside")
+    __slots__ = ("_lengths", "_values", "_inside", "_named")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         others = {name: value for name, value in optimizer.__dict__.items() if name not in _SEEN_HERE}
@@ -104,6 +106,13 @@ class _OptimizerParts:
         found = self._find(optimizer)
         self._lengths = list(map(len, found))
         self._values = list(chain.from_iterable(found))
+        self._named: NamedByCode | None = None  # once a step ran as written
+
+    def named_by_code(self, optimizer: torch.optim.Optimizer) -> NamedByCode:
+        """What the code of the optimizer, which is as this says, can name."""
+        if self._named is None or not self._named.hold():
+            self._named = NamedByCode([optimizer])
+        return self._named
 
     @staticmethod
     def _find(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -117,11 +126,12 @@ class _OptimizerParts:
             self._inside.holds()
             and list(map(len, now)) == self._lengths
             and all(map(operator.is_, chain.from_iterable(now), self._values))
+            and (self._named is None or not self._named.values.change())
         )
 
 
 @dataclass(slots=True, eq=False)
-class _StepState:
+class _StepState(Attempts):
     """What is known of the steps in which the same parameters have gradients."""
 
     parts: _OptimizerParts
@@ -131,9 +141,6 @@ class _StepState:
     operands: tuple[_Operand, ...] = ()
     written: tuple[int, ...] = ()
     floats: FormulaProgram | None = None
-    calls: int = 0
-    failures: int = 0
-    check_at: int = FIRST_CHECK
     name: object = None
     names: dict[tuple[Any, ...], object] = field(default_factory=dict)  # of the jumps of each program
 
@@ -303,7 +310,7 @@ class CapturedOptimizer:
             account.replays += 1
             account.seconds += perf_counter() - begin
             return None
-        if state.failures >= PATIENCE and state.calls % RETRY > 1:
+        if state.is_hopeless():
             return self._run(optimizer, args, kwargs)
         if is_due:
             state.check_at = 2 * state.calls if self._verify else 2**62
@@ -386,8 +393,9 @@ class CapturedOptimizer:
         if context is None:
             self.account.ran_as_written("its parameters are not on one lazy device")
             return self._run(optimizer, (), {})
+        named = state.parts.named_by_code(optimizer)
         with context.lock:
-            start = StretchStart(context)
+            start = StretchStart(context, RandomState(named.generators, named.states))
         watch = Watch(())
         before = numbers_in(optimizer)
         with watches.shown_to(watch), context.registry.watching() as uploads:
@@ -403,6 +411,7 @@ class CapturedOptimizer:
             recorded = recorder.finish([optimizer], [0, len(given)])
             has_uploads = bool(uploads)
             uploads.clear()
+        named.values.leave_out_written()
         try:
             self._find_counts(changed_numbers(before, numbers_in(optimizer)))
             if read:
@@ -472,11 +481,8 @@ class CapturedOptimizer:
             raise no_longer_alike(f"{self._name}.step", f"it recorded {difference}")
 
     def _give_up(self, state: _StepState, reason: str) -> None:
-        self.account.ran_as_written(reason)
         state.floats = None
-        state.failures += 1
-        if state.failures >= PATIENCE:
-            self.account.warn(reason)
+        state.fail(self.account, reason)
 
 
 class _Once:

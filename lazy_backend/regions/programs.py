@@ -18,7 +18,8 @@ from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.tensor_types import device_of
 from lazy_backend.regions.members import MemberPlace
 from lazy_backend.regions.results import ResultStructure
-from lazy_backend.regions.stretch import NotReplayable, Stretch, tokens_of
+from lazy_backend.regions.stretch import Stretch, tokens_of
+from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.plain_values import same_plain
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor

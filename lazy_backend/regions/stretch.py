@@ -11,45 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut, Fresh, Token, View
 from lazy_backend.ports.cpython import UNHELD, counts_of
-from lazy_backend.replay.recorded_call import drew_only, host_generators
+from lazy_backend.replay.accounts import NotReplayable
+from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, Trace
 
 Node = TrieNode[Call | Cut]
-
-
-class NotReplayable(Exception):
-    """Why what a callable recorded cannot be replayed. The text is for the user."""
-
-
-class RandomState:
-    """The states of the random number generators that a body may draw from without recording it.
-
-    `generators`, `states`: of the user's own, as far as they are known.
-    """
-
-    def __init__(self, generators: Sequence[torch.Generator] = (), states: Sequence[Callable[[], Any]] = ()) -> None:
-        self._states = states
-        self._host = host_generators(states)
-        self._generators = [(one, one.get_state()) for one in (torch.default_generator, *generators)]
-
-    def check(self, drawn: Sequence[torch.Generator | None]) -> None:
-        """Raise `NotReplayable` unless nothing but one seed each was drawn from `drawn` since. None: the default."""
-        unchanged = host_generators(self._states) == self._host and all(
-            drew_only(sum((one or torch.default_generator) is own for one in drawn), own, before)
-            for own, before in self._generators
-        )
-        if not unchanged:
-            raise NotReplayable(
-                "it draws random numbers on the CPU\n  draw them on the lazy device, or pass them as arguments"
-            )
 
 
 class StretchStart:
@@ -106,7 +78,8 @@ class Stretch:
         self.mutates = frozenset(self.root(token) for call in self.calls for token in call.mutates)
         self.storages = [_weakly(storage) for storage in trace.pending[start.num_pending :]]
         start.check_others()
-        start.random.check(self.generators)
+        if drew := start.random.change(self.generators):
+            raise NotReplayable(drew)
         if not self.calls and not may_be_empty:
             raise NotReplayable("it records no operator")
         if tuple(token for token in self.operands if token in set(self.entered)) != self.entered:

@@ -6,6 +6,7 @@ In: calls, counted as they happen. Out: rows for `explain`, reports and run logs
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from lazy_backend.cache.weak_table import WeakTable
@@ -20,6 +21,10 @@ RETRY = 64
 FIRST_CHECK = 64
 # Reasons that are remembered: some name lines, of which there may be many.
 _MAX_REASONS = 32
+
+
+class NotReplayable(Exception):
+    """Why what a callable recorded cannot be replayed. The text is for the user."""
 
 
 class Account:
@@ -47,11 +52,13 @@ class Account:
 
     def warn(self, reason: str) -> None:
         """Tell the user, once, that calls cannot be replayed."""
+        self.tell(f"runs as written, because it cannot be replayed: {reason}")
+
+    def tell(self, text: str) -> None:
+        """Tell the user, once, something about the captured object."""
         if not self._warned:
             self._warned = True
-            warn_user(
-                f"the captured {self.name} runs as written, because it cannot be replayed: {reason}", CaptureWarning
-            )
+            warn_user(f"the captured {self.name} {text}", CaptureWarning)
 
     def row(self) -> dict[str, Any]:
         """The account as data."""
@@ -64,6 +71,26 @@ class Account:
             "microseconds_per_replay": 1e6 * self.seconds / self.replays if self.seconds else None,
             "as_written": dict(self.reasons.most_common()),
         }
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempts:
+    """The calls of one kind. `failures`: in a row that could not be replayed; `check_at`: the call to be compared."""
+
+    calls: int = 0
+    failures: int = 0
+    check_at: int = FIRST_CHECK
+
+    def is_hopeless(self) -> bool:
+        """Whether this call is not worth learning from."""
+        return self.failures >= PATIENCE and self.calls % RETRY > 1
+
+    def fail(self, account: Account, reason: str) -> None:
+        """Note why a call could not be replayed, and tell the user if others could not before."""
+        account.ran_as_written(reason)
+        self.failures += 1
+        if self.failures >= PATIENCE:
+            account.warn(reason)
 
 
 _accounts: WeakTable[int, Account] = WeakTable()

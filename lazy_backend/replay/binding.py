@@ -1,7 +1,7 @@
 """Bind two recorded calls to a program that replays later ones.
 
 In: two consecutive calls of one function, and the holders of what the second made. Out: a `CapturedProgram`, or
-`NotCapturable`.
+`NotReplayable`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, fol
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.precision.grad_scaler import UnsettledStep
+from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.captured_state import ClearedGrad, GradsAtStart, Holder, TensorHolder
 from lazy_backend.replay.plain_values import is_plain
-from lazy_backend.replay.recorded_call import NotCapturable, RecordedCall, ReturnedTensor, ReturnedValue, Start
+from lazy_backend.replay.recorded_call import RecordedCall, ReturnedTensor, ReturnedValue, Start
 from lazy_backend.replay.replayed_call import (
     Argument,
     ArgumentPlace,
@@ -39,7 +40,7 @@ from lazy_backend.replay.replayed_call import (
 )
 from lazy_backend.replay.state_guard import Found, LeftAlone, StateGuard
 from lazy_backend.replay.state_places import changed_place, outputs_that_stayed, value_of, values_that_moved
-from lazy_backend.replay.value_guard import ValuesRead
+from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.outside import new_data
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -53,22 +54,22 @@ Held = Sequence[Sequence[tuple[Any, Holder]]]
 
 
 def check_same_program(last: RecordedCall, record: RecordedCall) -> None:
-    """Raise `NotCapturable` with the first difference between two calls."""
+    """Raise `NotReplayable` with the first difference between two calls."""
     before, now = last.calls(), record.calls()
     if last.cursor is not record.cursor:
         for a, b in zip(before, now, strict=False):
             if a is not b and not _is_same_call(a, b):
-                raise NotCapturable(f"it recorded {_line(a)} in one call and {_line(b)} in the next")
+                raise NotReplayable(f"it recorded {_line(a)} in one call and {_line(b)} in the next")
         if len(before) != len(now):
             longer = before if len(before) > len(now) else now
             extra = _line(longer[min(len(before), len(now))])
-            raise NotCapturable(f"it recorded {len(before)} operators in one call and {len(now)} in the next: {extra}")
+            raise NotReplayable(f"it recorded {len(before)} operators in one call and {len(now)} in the next: {extra}")
     if last.indices != record.indices:
-        raise NotCapturable(
+        raise NotReplayable(
             "other tensors were alive after one call than after the next: keep a result of each call, or of none"
         )
     if any(before is not now for before, now in zip(last.generators, record.generators, strict=True)):
-        raise NotCapturable(
+        raise NotReplayable(
             "it draws random numbers from another torch.Generator than in the call before\n"
             "  make the generator outside, once"
         )
@@ -97,21 +98,21 @@ def bind(
     left_alone: LeftAlone,
     unsettled: Sequence[UnsettledStep],
 ) -> CapturedProgram:
-    """The program of `record`, bound to the state that the call left. Raises `NotCapturable`.
+    """The program of `record`, bound to the state that the call left. Raises `NotReplayable`.
 
     The caller settles it when `found` is gone.
     """
     # a path that was forgotten since then runs while it is recorded, but its calls are those of `last`
     bound = record.bound or (last.bound if last.settings == record.settings else None)
     if bound is None:
-        raise NotCapturable(
+        raise NotReplayable(
             "its calls were new, and ran while they were recorded" if record.calls() else "it records no operator"
         )
     record.bound = bound
     if held is None:
-        raise NotCapturable("something other than tensors holds what it makes")
+        raise NotReplayable("something other than tensors holds what it makes")
     _check_nothing_piles_up(start, record)
-    _check_unsettled(start, unsettled)
+    _check_unsettled(start, record, unsettled)
     written = {bound.parameters[place].index for place in bound.computation.graph.mutated_inputs()}
     floats.use(bound.constants)
     inputs = [_source(last, record, place, place in written, floats) for place in range(len(record.inputs))]
@@ -122,7 +123,7 @@ def bind(
     outputs = [Output(record.context, meta, holders) for meta, holders in zip(record.metas, held, strict=True)]
     for source in inputs:
         if isinstance(source, Carried) and not outputs[source.output].holders:
-            raise NotCapturable("a tensor that it returned comes back otherwise than as an argument\n  pass it as one")
+            raise NotReplayable("a tensor that it returned comes back otherwise than as an argument\n  pass it as one")
     state_guard = _state_guard(record.context, found, left_alone, start.values, used, held, inputs)
     cleared = tuple(ClearedGrad(p) for p, _ in start.grads if p.grad is None and p in grads.present)
     _check_places(start, record, inputs, cleared)
@@ -152,25 +153,25 @@ def _state_guard(
     context: DeviceContext,
     found: Found,
     left_alone: LeftAlone,
-    before: ValuesRead,
+    values: ValueGuard,
     used: set[TensorData],
     held: Held,
     sources: Sequence[Source],
 ) -> StateGuard:
-    """A guard over the state, and the places of what the call replaced. Raises `NotCapturable`."""
+    """A guard over the state, and the places of what the call replaced. Raises `NotReplayable`."""
     holders = [holder for each in held for _, holder in each if isinstance(holder, TensorHolder)]
     tensors = [tensor for holder in holders if (tensor := holder.tensor()) is not None]
     if any(id(tensor) not in found.tensors for tensor in tensors):
-        raise NotCapturable(f"it leaves a tensor where its code does not show it\n{_ADVICE}")
+        raise NotReplayable(f"it leaves a tensor where its code does not show it\n{_ADVICE}")
     seen = found.data()
     if context.order is not None:
         seen.add(context.order)  # held by the device itself
     unseen = next((source for source in sources if isinstance(source, HeldTensor) and not source.is_among(seen)), None)
     if unseen is not None:
-        raise NotCapturable(
+        raise NotReplayable(
             f"it uses a tensor at {unseen.site} that is held where its code does not show it\n{_ADVICE}"
         )
-    return found.guard(used, set(map(id, tensors)), left_alone, before)
+    return found.guard(used, set(map(id, tensors)), left_alone, values)
 
 
 def _grads_that_matter(start: Start, grads: GradsAtStart) -> Iterator[tuple[LazyTensor, bool]]:
@@ -192,26 +193,26 @@ def _check_nothing_piles_up(start: Start, record: RecordedCall) -> None:
     """What a body replaces must die. A replay could not leave a growing list as its state."""
     returned = record.returned_outputs()
     if any(storage() is not None for storage, number in start.left.items() if number not in returned):
-        raise NotCapturable("tensors that the call before left are still held, as in a list that grows")
+        raise NotReplayable("tensors that the call before left are still held, as in a list that grows")
 
 
-def _check_unsettled(start: Start, unsettled: Sequence[UnsettledStep]) -> None:
+def _check_unsettled(start: Start, record: RecordedCall, unsettled: Sequence[UnsettledStep]) -> None:
     versions = {id(tensor): version for tensor, version in start.host_versions}
     for step in unsettled:
         reason = step.why_not_again(versions)
         if reason:
-            raise NotCapturable(f"{reason}\n  capture the model and the optimizer instead")
+            raise NotReplayable(f"{reason}\n  capture the model and the optimizer instead")
 
 
 def _check_places(
     start: Start, record: RecordedCall, sources: Sequence[Source], cleared: Sequence[ClearedGrad]
 ) -> None:
-    """Raise `NotCapturable` if the call changed what places lead to. See Note [State stays in its place]."""
+    """Raise `NotReplayable` if the call changed what places lead to. See Note [State stays in its place]."""
     after = record.after
     made = {output: number for number, output in enumerate(record.outputs) if output() is not None}
     place = changed_place(start.state, after, made, {id(each.parameter) for each in cleared})
     if place is not None:
-        raise NotCapturable(
+        raise NotReplayable(
             f"it changes which tensor is in {start.numbers.name(place)}, to none or to one that it did not make\n"
             "  copy what it keeps, as in self.last = x.clone()"
         )
@@ -219,9 +220,9 @@ def _check_places(
     moved = values_that_moved(start.state, after)
     for source in sources:
         if isinstance(source, Carried) and source.output not in stayed:
-            raise NotCapturable(f"a tensor that it uses at {source.site}, and replaces, was somewhere else before")
+            raise NotReplayable(f"a tensor that it uses at {source.site}, and replaces, was somewhere else before")
         if isinstance(source, HeldTensor) and (data := source.reference()) and value_of(data) in moved:
-            raise NotCapturable(
+            raise NotReplayable(
                 f"a tensor that it uses at {source.site} was replaced in one of the places that held it, and not in all"
             )
 
@@ -240,13 +241,13 @@ def _argument_places(
     readers = record.numbers.readers(found.reach, found.structure.walk) if places else {}
     for place, number in places:
         if place not in readers or len(before[place]) > 1:
-            raise NotCapturable(f"an argument is also in {record.numbers.name(place)}")
+            raise NotReplayable(f"an argument is also in {record.numbers.name(place)}")
         ((_, meta),) = before[place]
         yield ArgumentPlace(number, readers[place], meta)
 
 
 def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bool, floats: FormulaProgram) -> Source:
-    """Where an input of a recorded call came from, going by the call before. Raises `NotCapturable`."""
+    """Where an input of a recorded call came from, going by the call before. Raises `NotReplayable`."""
     if place in record.arguments:
         if last.arguments.get(place) != record.arguments[place]:  # it is state too
             raise _another_tensor(record, place)
@@ -265,8 +266,8 @@ def _source(last: RecordedCall, record: RecordedCall, place: int, is_written: bo
     raise _another_tensor(record, place)
 
 
-def _another_tensor(record: RecordedCall, place: int) -> NotCapturable:
-    return NotCapturable(
+def _another_tensor(record: RecordedCall, place: int) -> NotReplayable:
+    return NotReplayable(
         f"a tensor that it uses at {record.entered(place).site} was another one in the call before\n"
         "  pass what changes from call to call as an argument, on the lazy device"
     )
@@ -277,17 +278,17 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequence[Source]) -> None:
-    """Raise `NotCapturable` for an argument that is part of the state, or that the body made stand for other data."""
+    """Raise `NotReplayable` for an argument that is part of the state, or that the body made stand for other data."""
     given = {tensor._data.storage for tensor in arguments.tensors}
     for place, source in enumerate(sources):
         data = record.inputs[place]()
         if not isinstance(source, Argument) and data is not None and data.storage in given:
-            raise NotCapturable(f"an argument shares memory with a tensor that it uses at {record.entered(place).site}")
+            raise NotReplayable(f"an argument shares memory with a tensor that it uses at {record.entered(place).site}")
     for tensor, before in zip(arguments.tensors, record.argument_data, strict=True):
         if tensor._data is not before():
-            raise NotCapturable("it gives an argument other data\n  return the new tensor instead")
+            raise NotReplayable("it gives an argument other data\n  return the new tensor instead")
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-            raise NotCapturable("it leaves a .grad on an argument\n  return torch.autograd.grad instead")
+            raise NotReplayable("it leaves a .grad on an argument\n  return torch.autograd.grad instead")
 
 
 # ----- floats
@@ -296,12 +297,12 @@ def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequen
 def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
     """The formulas of one program's constants, as its recorded calls confirm them.
 
-    Raises `NotCapturable` for a constant that changed as no formula predicts.
+    Raises `NotReplayable` for a constant that changed as no formula predicts.
     """
     latest = seen[-1]
     alike = [record for record in seen[:-1] if record.returns_like(latest)]
     if not alike:
-        raise NotCapturable(_RETURNED_ELSE)
+        raise NotReplayable(_RETURNED_ELSE)
     runs = [record.as_run() for record in (*alike, latest)]
     try:
         return follow(runs, [guard.optimizer for guard in latest.guards])
@@ -309,10 +310,10 @@ def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
         if error.upload >= 0:
             raise _another_tensor(latest, error.upload) from None
         if error.earlier is None:
-            raise NotCapturable(str(error)) from None
+            raise NotReplayable(str(error)) from None
         call = latest.constant_call(error.constant)
         before, now = error.earlier.constants[error.constant], latest.constants[error.constant]
-        raise NotCapturable(
+        raise NotReplayable(
             f"a float of {call.op} at {call.site} changed from {before!r} to {now!r}\n"
             "  a replay computes floats from arguments, hyperparameters and step counts, by Python's arithmetic: "
             "pass the float as\n  an argument"
@@ -323,10 +324,10 @@ def follow_floats(seen: Sequence[RecordedCall]) -> FormulaProgram:
 
 
 def _returned(last: RecordedCall, record: RecordedCall, sources: list[Source]) -> Returned:
-    """What a call returns. Adds returned tensors that the call did not use to `sources`. Raises `NotCapturable`."""
+    """What a call returns. Adds returned tensors that the call did not use to `sources`. Raises `NotReplayable`."""
     pairs = list(zip(last.returned, record.returned, strict=False))
     if not last.returns_like(record):
-        raise NotCapturable(_RETURNED_ELSE)
+        raise NotReplayable(_RETURNED_ELSE)
     return Returned(tuple(_leaf(before, now, sources) for before, now in pairs), record.spec)
 
 

@@ -28,9 +28,9 @@ import torch
 from lazy_backend import metrics
 from lazy_backend.diagnostics.history import history
 from lazy_backend.diagnostics.limits import GraphLimit
-from lazy_backend.errors import CaptureError, CaptureWarning
+from lazy_backend.errors import CaptureError
 from lazy_backend.errors.captures import no_longer_alike
-from lazy_backend.errors.sites import user_site, warn_user
+from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.run import Async, RunPlace
 from lazy_backend.execution.sync import executor
@@ -41,14 +41,13 @@ from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.table import REPLAYS
 from lazy_backend.ports.tensor_types import device_of
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
-from lazy_backend.replay.accounts import Account
+from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, Attempts, NotReplayable
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
 from lazy_backend.replay.captured_state import GradsAtStart, Watch, watches, young_objects_stay_young
 from lazy_backend.replay.methods import bound_to
 from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.recorded_call import (
-    NotCapturable,
     ReadsUnseen,
     RecordedCall,
     Start,
@@ -83,14 +82,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Consecutive calls that cannot be replayed before there is a warning: the first steps differ from the rest.
-_PATIENCE = 4
-# After that, only two calls in this many are recorded, in case they can be replayed by then: finding all holders of all
-# state makes a step of a CNN 1.4 times as long.
-_RETRY = 64
-# Unless the caller says otherwise, a replay is compared with its body at this call of a signature, and each time after
-# twice as many calls: a hundredth of the first thousand, less of more.
-_FIRST_CHECK = 64
 # Argument signatures that one captured function remembers.
 _MAX_SIGNATURES = 64
 # Recordings that are compared to learn which floats a program's constants follow.
@@ -171,7 +162,7 @@ def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:
 
 
 @dataclass(slots=True, eq=False)
-class _Signature:
+class _Signature(Attempts):
     """What is known about the calls with one argument signature."""
 
     objects: Sequence[Callable[[], Any]]  # that the key names by id: weak references where there can be
@@ -180,9 +171,6 @@ class _Signature:
     program: CapturedProgram | None = None
     grads: GradsAtStart = field(default_factory=GradsAtStart)  # as those calls found them
     left_alone: LeftAlone = field(default_factory=LeftAlone)
-    failures: int = 0
-    calls: int = 0
-    next_check: int = _FIRST_CHECK
     stale: int = 0  # consecutive calls that could not be replayed, because something had changed
     reason: str = ""  # the latest change
 
@@ -227,7 +215,6 @@ class Captured(Generic[P, R]):
         self._replays = REPLAYS.fits()
         self._name = getattr(function, "__qualname__", None) or f"a {name_of(type(function))}"
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
-        self._warned = False
         self._account = Account(self._name, "function")
         self._unbound = 0  # signatures since a program was bound
         # the optimizers whose steps in a body a GradScaler may skip
@@ -320,8 +307,8 @@ class Captured(Generic[P, R]):
                 return prepared.commit() if is_idle else prepared
         if not context.locker.is_idle():
             return None  # a body runs with the lock held, and would wait for the run under way
-        fails = program is None and signature.failures >= _PATIENCE
-        is_hopeless = not is_due and (fails or signature.stale > 2 * _PATIENCE)
+        fails = program is None and signature.failures >= PATIENCE
+        is_hopeless = not is_due and (fails or signature.stale > 2 * PATIENCE)
         del program  # it holds the flags of steps that may be skipped, which the body replaces
         with watches.shown_to(None):
             body = Body(self._name, context.name)
@@ -330,7 +317,7 @@ class Captured(Generic[P, R]):
                     context.body = body
                     if attempts <= MAX_TIMES_LET_THROUGH and are_others_on_their_way():
                         return None
-                    if is_hopeless and signature.calls % _RETRY > 1:
+                    if is_hopeless and signature.calls % RETRY > 1:
                         return self._run_as_written(context, body, args, kwargs), None
                     return self._record(context, body, signature, arguments, args, kwargs, is_due), None
                 finally:
@@ -349,7 +336,7 @@ class Captured(Generic[P, R]):
         """Whether this call is to be compared with what was captured."""
         if self._verify_every is not None:
             return self._verify_every > 0 and signature.calls % self._verify_every == 0
-        return signature.program is not None and signature.calls >= signature.next_check
+        return signature.program is not None and signature.calls >= signature.check_at
 
     def _home(self, key: tuple[Any, ...], objects: Sequence[Any]) -> DeviceContext:
         """The device of a call without tensor arguments: that of the call before, or of a module that it reaches."""
@@ -370,8 +357,8 @@ class Captured(Generic[P, R]):
                 self._signatures.clear()
             self._unbound += 1
             if self._unbound == _MAX_SIGNATURES:
-                self._warn(
-                    f"{self._name} got other shapes or Python values in each of {_MAX_SIGNATURES} calls, and only "
+                self._account.tell(
+                    f"got other shapes or Python values in each of {_MAX_SIGNATURES} calls, and only "
                     "calls with the same ones can be replayed\n"
                     "  pass numbers that change as floats or as lazy tensors, and objects that stay the same"
                 )
@@ -448,7 +435,7 @@ class Captured(Generic[P, R]):
         """As `_record`. The caller resumes the steps that are added to `unsettled`."""
         metrics.increment("CaptureRecorded")
         if verify:
-            signature.next_check = 2 * signature.calls
+            signature.check_at = 2 * signature.calls
         verified = verify and _is_fresh(signature.program, arguments)
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
@@ -462,6 +449,7 @@ class Captured(Generic[P, R]):
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
                 leaves, spec, read = self._run_recorded(recorder, last, context, body, args, kwargs)
+            start.values.leave_out_written()
             watch.recorder = None
             unsettled += self._set_aside(watch)
             if body.has_read_once:
@@ -493,15 +481,16 @@ class Captured(Generic[P, R]):
             bound = self._bind(signature, start, record, held, arguments, found, unsettled)
             del found
             bound.settle()
-        except NotCapturable as reason:
+        except NotReplayable as reason:
             # without `held` something cannot be seen; that alone is no difference
             may_differ = verified and not isinstance(reason, ReadsUnseen)
             if may_differ and (held is not None or self._verify_every is not None):
                 raise no_longer_alike(self._name, str(reason)) from None
-            self._account.ran_as_written(str(reason))
             # the first steps with a scaler are often skipped, and each makes the state anew: patience begins after them
             if not any(step.makes_state() for step in unsettled):
-                self._give_up(signature, str(reason))
+                signature.fail(self._account, str(reason))
+            else:
+                self._account.ran_as_written(str(reason))
         return unflatten_result(leaves, spec)
 
     def _note_devices(self, signature: _Signature, record: RecordedCall, body: Body) -> None:
@@ -566,7 +555,7 @@ class Captured(Generic[P, R]):
         grads, signature.grads = signature.grads, GradsAtStart()
         signature.grads.add(start.grads)
         if not records:
-            raise NotCapturable("it ran once")
+            raise NotReplayable("it ran once")
         last = records[-1]
         check_same_program(last, record)
         signature.records, signature.grads = [*records, record][-_MAX_RECORDS:], grads
@@ -581,9 +570,9 @@ class Captured(Generic[P, R]):
             raise ReadsUnseen(why_unseen(unseen))
         signature.program = program
         signature.failures = self._unbound = 0
-        if signature.stale >= 2 * _PATIENCE:
-            self._warn(
-                f"{self._name} ran {signature.stale} times as written, because what it uses changed before each call: "
+        if signature.stale >= 2 * PATIENCE:
+            self._account.tell(
+                f"ran {signature.stale} times as written, because what it uses changed before each call: "
                 f"{signature.reason}"
             )
         return program
@@ -594,18 +583,6 @@ class Captured(Generic[P, R]):
             f"  at {user_site()}\n  return the tensor and use it after the call; control flow that depends on values "
             "takes torch.where"
         )
-
-    def _give_up(self, signature: _Signature, reason: str) -> None:
-        signature.failures += 1
-        if signature.failures >= _PATIENCE:
-            self._warn(
-                f"{self._name} ran {signature.failures} times as written, because it cannot be replayed: {reason}"
-            )
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warn_user(text, CaptureWarning)
 
 
 def capture_function(

@@ -23,6 +23,7 @@ import gc
 import sys
 import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 
 from lazy_backend.ports.cpython import (
+    CONTAINERS,
     NO_ATTRIBUTES,
     attributes_of,
     container_kind,
@@ -82,6 +84,14 @@ _PARTS: dict[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     staticmethod: ("__func__",),
 }
+# Objects of C around others, which nothing but the garbage collector comes to.
+_WRAPPERS = (types.MappingProxyType, functools._lru_cache_wrapper)
+# Values whose attributes are at places of their own, or have guards of their own.
+_SEEN_BY_OTHERS = types.ModuleType | type | torch.nn.Module | torch.optim.Optimizer | LazyTensor
+# Objects whose attributes `StructureGuard` sees.
+_WITH_STRUCTURE = torch.nn.Module | torch.optim.Optimizer
+# Values of which at least the number of entries is compared.
+_WITH_LENGTHS = (dict, list, deque, set)
 # What `StructureGuard` sees of a module or an optimizer.
 _REGISTRIES = frozenset((*REGISTRIES, "state", "param_groups", "defaults"))
 
@@ -206,6 +216,7 @@ class Reachable:
                 self._expand_attributes(module)
         elif is_a(value, torch.optim.Optimizer):
             self.optimizers.append(value)
+            self._expand_class(value)
             self._expand_attributes(value)
         elif is_a(value, types.FunctionType):
             self._expand_function(value)
@@ -214,12 +225,12 @@ class Reachable:
             self._find(value.__func__, value, "__func__")
         elif (kind := next((one for one in _PARTS if is_a(value, one)), None)) is not None:
             for name in _PARTS[kind]:
-                self._find(namespace_of(kind)[name].__get__(value), value, name)
+                self._read_at(_slot, value, namespace_of(kind)[name], value)
         elif is_a(value, types.ModuleType):
             attributes = attributes_of(value)
             if not _is_of_library(dict.get(attributes, "__name__")):
                 self._add_named(_entry, attributes, value)
-        elif name_of(type(value)) in ("_lru_cache_wrapper", "_lru_list_elem"):  # what is in there stays the same
+        elif type(value) in _WRAPPERS or name_of(type(value)) == "_lru_list_elem":  # what is in there stays the same
             for number, part in enumerate(islice(gc.get_referents(value), self._largest)):
                 self._find(part, value, number)
         elif is_a(value, torch.Generator):
@@ -293,10 +304,13 @@ class Reachable:
                 self._add_named(_class_entry, value, value)
                 for name in _CONSTRUCTORS:
                     self._read_at(_class_entry, value, name, value)
+                self._expand_class(value)  # that of a metaclass
         elif _is_of_library(module_of(type(value)), ("lazy_backend",)):  # a captured function: what it does
             self._find(attributes_of(value).get("__wrapped__"), value, "__wrapped__")
+            return
         else:
             self._note_random_source(value)
+        if not is_a(value, type) and type(value) not in CONTAINERS:  # the user's containers have attributes besides
             attributes = attributes_of(value)
             for name, attribute in list(dict.items(attributes)):
                 self._find_at(_entry, attributes, name, value, attribute)
@@ -310,7 +324,7 @@ class Reachable:
             self._add_named(_class_entry, kind, value)
             is_foreign = is_installed(module_of(kind))
             for name, function in list(namespace_of(kind).items()):  # another thread may add one
-                if name in _CALLED or (not is_foreign and _is_used_by_operators(name, function)):
+                if _is_called(value, name) or (not is_foreign and _is_used_by_operators(name, function)):
                     self._find_at(_class_entry, kind, name, value, function)
             for slot in slots_of(kind):
                 self._read_at(_slot, value, slot, value)
@@ -371,7 +385,7 @@ class Reachable:
         return [place for place in self.ways_to(found)[0] if not _is_large(place.container)]
 
     def values_read(self) -> tuple[list[tuple[StatePlace, Any]], list[Any]]:
-        """The places that code may read, each with its value, but for lazy tensors; and containers that it may walk.
+        """The places that code may read, each with its value, but for lazy tensors; and all values that it comes to.
 
         Going by names: an attribute is one that some function found here reads, of whatever object. Of installed
         packages only plain values: else there would be thousands of functions. The nearest ones first, and no more than
@@ -382,20 +396,24 @@ class Reachable:
         of_state.update(self.tensors)
         steps = self._steps()
         found: list[tuple[StatePlace, Any]] = []
-        containers: list[Any] = []
+        values: list[Any] = []
         seen, waiting = {id(None)}, deque((id(None),))
-        while waiting and len(found) + len(containers) < _MOST_FOLLOWED:
+        while waiting and len(found) + len(values) < 2 * _MOST_FOLLOWED:
             number = waiting.popleft()
             owner = None if number == id(None) else self._owner(number)
-            if is_a(owner, dict | list | deque | set) and number not in of_state and length_of(owner) <= MOST_KEYS:
-                containers.append(owner)
             for place, value in steps.get(number, ()):
-                if place is not None and id(value) not in of_state and _may_change(owner, place, value):
+                may_change = place is None or _may_change(owner, place, value)
+                is_seen = place is None or (place.read is _entry and is_a(owner, _WITH_STRUCTURE))
+                if place is not None and not is_seen and may_change and id(value) not in of_state:
                     found.append((place, value))
-                if id(value) not in seen and not is_plain(value):
-                    seen.add(id(value))
-                    waiting.append(id(value))
-        return found, containers
+                if id(value) in seen or is_plain(value):
+                    continue
+                seen.add(id(value))
+                waiting.append(id(value))
+                is_compared = not is_a(value, _SEEN_BY_OTHERS) if may_change else is_a(value, _WITH_LENGTHS)
+                if is_compared and id(value) not in of_state:
+                    values.append(value)
+        return found, values
 
     def _steps(self) -> dict[int, list[tuple[StatePlace | None, Any]]]:
         """What code can come to from each value, given by its id: where it is (None: fixed) and what it is."""
@@ -425,7 +443,9 @@ class Reachable:
             return place.container is not owner.__globals__ or (id(place.container), place.key) in self._globals
         if owner is place.container and is_a(owner, dict | list | deque):  # an entry
             return length_of(owner) <= MOST_KEYS
-        return (name := name_of_key(place.key)) in attributes or name in _CALLED or _is_special(name)
+        if is_a(owner, tuple(_PARTS)):
+            return True
+        return (name := name_of_key(place.key)) in attributes or _is_called(owner, name) or _is_special(name)
 
     def num_ways(self, number: int) -> int:
         """How many places lead to the value with this id."""
@@ -475,6 +495,10 @@ def _is_of_library(module: Any, libraries: Container[str] = _LIBRARIES) -> bool:
     return type(module) is str and module.partition(".")[0] in libraries
 
 
+def _is_called(owner: Any, name: Hashable) -> bool:
+    return name in _CALLED or (name == "step" and is_a(owner, torch.optim.Optimizer))
+
+
 def _is_special(name: Hashable) -> bool:
     return type(name) is str and name.startswith("__") and name.endswith("__")
 
@@ -486,15 +510,15 @@ def _is_used_by_operators(name: Any, function: Any) -> bool:
 
 
 def _may_change(owner: Any, place: StatePlace, value: Any) -> bool:
-    """Whether a place is to be followed: `StructureGuard` sees the attributes of modules and optimizers."""
-    if place.read is _entry and is_a(owner, torch.nn.Module | torch.optim.Optimizer):
-        return False
+    """Whether a place is to be followed."""
+    if place.read is _entry and is_a(owner, _WITH_STRUCTURE):
+        return True
     if place.read is _class_entry:
         return not is_installed(module_of(place.container))
     if is_a(owner, types.FunctionType):
         # a wrapper that a package made says that it is of the module of the function that it wraps
-        is_global = place.container is owner.__globals__
-        module = owner.__globals__.get("__name__") if is_global else owner.__module__
+        is_of_wrapper = place.container is owner.__globals__ or is_a(value, weakref.ReferenceType)
+        module = owner.__globals__.get("__name__") if is_of_wrapper else owner.__module__
         return not is_installed(module) or (is_plain(value) and place.read is not _contents)
     return is_plain(value) or not is_installed(module_of(type(owner)))
 

@@ -28,6 +28,7 @@ from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.captured_state import (
     GradHolder,
     Holder,
@@ -41,17 +42,13 @@ from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.state_places import PlacedState, PlaceNumbers
 from lazy_backend.replay.structure import Root, Structure
-from lazy_backend.replay.value_guard import ValuesRead
+from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
 
 
-class NotCapturable(Exception):
-    """Why a call that was recorded cannot be replayed."""
-
-
-class ReadsUnseen(NotCapturable):
+class ReadsUnseen(NotReplayable):
     """What a call read that no guard can follow. It says nothing of earlier replays."""
 
 
@@ -138,7 +135,7 @@ class RecordedCall:
     roots: tuple[Root, ...] = ()  # the modules and optimizers that it reaches or used
     reached_generators: tuple[torch.Generator, ...] = ()
     random_states: tuple[Callable[[], Any], ...] = ()  # of the random generators of the host that it reaches
-    host_generators: Any = None  # the state that the previous call's `random_states` showed after this call
+    drew_unseen: str = ""  # why a replay would not draw the random numbers that the body drew
     other_devices: tuple[str, ...] = ()  # that the body computed on besides
     changed_argument: str = ""  # the type of an argument that the body wrote to, which is no tensor
     unseen_read: str = ""  # what the body read that no guard can follow
@@ -177,13 +174,6 @@ class RecordedCall:
         return self.spec == other.spec and all(
             one.agrees(two) for one, two in zip(self.returned, other.returned, strict=False)
         )
-
-    def own_generators(self) -> list[torch.Generator]:
-        return [generator for generator in self.generators if generator is not None]
-
-    def seeds_from(self, generator: torch.Generator) -> int:
-        """How many seeds were drawn from `generator`."""
-        return sum((own or torch.default_generator) is generator for own in self.generators)
 
     def returned_outputs(self) -> set[int]:
         return {leaf.place for leaf in self.returned if isinstance(leaf, ReturnedTensor) and leaf.kind == "output"}
@@ -226,23 +216,22 @@ class Start:
     guards: tuple[OptimizerGuard, ...]
     host_versions: list[tuple[torch.Tensor, int]]
     grads: list[tuple[LazyTensor, weakref.ref[TensorData] | None]]  # the parameters, and what their .grad stands for
-    generators: list[tuple[torch.Generator, torch.Tensor]]  # with their states
-    host_generators: Any
+    random: RandomState
     structure: Structure | None = None  # of the modules and optimizers of the previous call
     numbers: PlaceNumbers = field(kw_only=True)
     state: PlacedState = field(kw_only=True)
-    values: ValuesRead = field(kw_only=True)
+    values: ValueGuard = field(kw_only=True)
 
 
 def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None, named: Iterable[Any]) -> Start:
     """Note the state before the body runs. `left`: what replays left since `last`. `named`: what leads to the state."""
     reach = Reachable(named)
-    values = ValuesRead(reach)
+    values = ValueGuard(reach)
     if last is None:
         numbers = PlaceNumbers()
         state = numbers.state(reach, Structure((*reach.modules, *reach.optimizers)), ())
-        return Start({}, [], (), [], [], [], host_generators(()), numbers=numbers, state=state, values=values)
-    generators = {torch.default_generator, *last.own_generators(), *last.reached_generators}
+        return Start({}, [], (), [], [], RandomState(), numbers=numbers, state=state, values=values)
+    generators = {one for one in (*last.generators, *last.reached_generators) if one is not None}
     outputs = {output: number for number, output in enumerate(last.outputs) if output() is not None}
     if left is not None:
         outputs = {weakref.ref(storage): number for storage, number in left.items()}
@@ -252,8 +241,7 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
         guards=last.guards,
         host_versions=last.watch.host_versions(),
         grads=[(parameter, _grad_of(parameter)) for parameter in last.watch.parameters()],
-        generators=[(generator, generator.get_state()) for generator in generators],
-        host_generators=host_generators(last.random_states),
+        random=RandomState(generators, last.random_states),
         structure=Structure(last.roots, hold_tensors=False),
         numbers=last.numbers,
         state=last.numbers.state(reach, Structure(last.roots), last.watch.leaves()),
@@ -266,7 +254,7 @@ def _grad_of(parameter: LazyTensor) -> weakref.ref[TensorData] | None:
     return weakref.ref(grad._data) if isinstance(grad, LazyTensor) else None
 
 
-def host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
+def _host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
     """The states of the random generators of Python and numpy, and of `others`."""
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state(legacy=False)
@@ -277,46 +265,63 @@ def host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
 
 def note_changes(start: Start, record: RecordedCall, last: RecordedCall | None) -> None:
     """Note what the body changed besides tensors, right after it ran."""
-    record.host_generators = host_generators(() if last is None else last.random_states)
+    record.drew_unseen = start.random.change(record.generators)
     if start.structure is not None and last is not None:
         record.structure_change = start.structure.difference(Structure(last.roots, hold_tensors=False))
     start.structure = None  # it refers to what the body replaced
 
 
 def check_side_effects(start: Start, record: RecordedCall) -> None:
-    """Raise `NotCapturable` for side effects of a body besides lazy operators, as far as they can be detected."""
+    """Raise `NotReplayable` for side effects of a body besides lazy operators, as far as they can be detected."""
     if record.other_devices:
-        raise NotCapturable(
+        raise NotReplayable(
             f"it computes on {', '.join(record.other_devices)}, and not only on {record.context.name}\n"
             "  capture one function per device"
         )
     if record.changed_argument:
-        raise NotCapturable(f"it changes an argument, of type {record.changed_argument}, which a replay would not do")
+        raise NotReplayable(f"it changes an argument, of type {record.changed_argument}, which a replay would not do")
     if record.structure_change:
-        raise NotCapturable(
+        raise NotReplayable(
             f"its own code changes a value: {record.structure_change}\n"
             "  a replay would not do it again: keep counters outside, or in a lazy tensor"
         )
     if [guard.floats() for guard in start.guards] != start.floats:
-        raise NotCapturable(
+        raise NotReplayable(
             "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
         )
     if record.formulas.problem is not None:
-        raise NotCapturable(record.formulas.problem)
+        raise NotReplayable(record.formulas.problem)
     if any(
         version_of(tensor) != version and id(tensor) not in record.formulas.seen
         for tensor, version in start.host_versions
     ):
-        raise NotCapturable("it changes an optimizer's state on the CPU unseen, which a replay would not do")
-    if record.host_generators != start.host_generators or not all(
-        drew_only(record.seeds_from(generator), generator, before) for generator, before in start.generators
-    ):
-        raise NotCapturable(
-            "it draws random numbers on the CPU\n  draw them on the lazy device, or pass them as arguments"
-        )
+        raise NotReplayable("it changes an optimizer's state on the CPU unseen, which a replay would not do")
+    if record.drew_unseen:
+        raise NotReplayable(record.drew_unseen)
 
 
-def drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor) -> bool:
+class RandomState:
+    """The states of the random number generators that a body may draw from without recording it.
+
+    `generators`, `states`: of the user's own, as far as they are known.
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator] = (), states: Sequence[Callable[[], Any]] = ()) -> None:
+        self._states = states
+        self._host = _host_generators(states)
+        self._generators = [(one, one.get_state()) for one in {torch.default_generator, *generators}]
+
+    def change(self, drawn: Sequence[torch.Generator | None]) -> str:
+        """What else was drawn since than one seed each from `drawn`, as a reason. None: from the default generator."""
+        if _host_generators(self._states) == self._host and all(
+            _drew_only(sum((one or torch.default_generator) is own for one in drawn), own, before)
+            for own, before in self._generators
+        ):
+            return ""
+        return "it draws random numbers on the CPU\n  draw them on the lazy device, or pass them as arguments"
+
+
+def _drew_only(num_seeds: int, generator: torch.Generator, before: torch.Tensor) -> bool:
     """Whether drawing `num_seeds` seeds takes `generator` from the state `before` to its current state."""
     after = generator.get_state()
     try:

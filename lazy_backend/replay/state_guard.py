@@ -16,7 +16,7 @@ from lazy_backend.ports.cpython import young_objects
 from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable, StatePlace
 from lazy_backend.replay.structure import Root, StructureGuard, hooks_of
-from lazy_backend.replay.value_guard import ValueGuard, ValuesRead
+from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.state import TensorData
 from lazy_backend.tensors.tensor import LazyTensor
 
@@ -85,10 +85,10 @@ class Found:
         several = {number for number, tensor in self.reach.tensors.items() if counts[id(tensor._data.storage)] > 1}
         return self.reach.shared_places(several - replaced)
 
-    def guard(self, used: set[TensorData], replaced: set[int], left_alone: LeftAlone, before: ValuesRead) -> StateGuard:
+    def guard(self, used: set[TensorData], replaced: set[int], left_alone: LeftAlone, values: ValueGuard) -> StateGuard:
         """A guard over the tensors whose data is in `used`, and the places of those whose ids are `replaced`.
 
-        `before`: what the code could read when the call began.
+        `values`: what the code could read when the call began.
         """
         kept = {number for number, tensor in self.tensors.items() if tensor._data in used}
         roots = map(id, (*self.reach.modules, *self.reach.optimizers))
@@ -104,7 +104,7 @@ class Found:
             PlaceGuard(places, on_the_way, unique.values()),
             [self.tensors[number] for number in kept],
             [place for place in shared if place not in left_alone],
-            ValueGuard(self.reach, before),
+            values,
         )
 
 

@@ -10,27 +10,29 @@ defaults; small arrays the same contents; tensors on the CPU the same version. N
 attribute that some function reads is looked at in all objects that the functions have at hand. Modules, optimizers and
 lazy tensors have guards of their own.
 
-Some values cannot be followed: thread-local ones, iterators and generators, containers of more than 1000 entries,
-arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen to read the
-environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of installed packages
-only plain values are followed, not which functions, classes and objects they name. Of all values, the 1000 nearest to
-the function are followed.
+Some values cannot be followed: thread-local ones, weak references, iterators and generators, containers of more than
+1000 entries, arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen to
+read the environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of installed
+packages only plain values are followed, not which functions, classes and objects they name. Of all values, the 1000
+nearest to the function are followed.
 
 The check compares by identity, in C: 60 ns for a value. Only if that fails are values compared.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
-from lazy_backend.ports.cpython import is_a, items_of, length_of, mro_of, namespace_of
+from lazy_backend.ports.cpython import is_a, items_of, length_of, mro_of, name_of, namespace_of
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.plain_values import is_array, is_plain, plain_key, same_plain
 from lazy_backend.replay.reachable import MOST_KEYS, NOTHING_THERE, Reachable, StatePlace, is_installed, name_of_key
@@ -42,45 +44,20 @@ _BUILT_IN = (dict, list, set, deque)
 _code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
-class ValuesRead:
-    """What code may read, at one moment. Refers to no more than plain values.
-
-    So it shows what a body writes: that is not what the body goes by, and a replay does not write it. `unseen`: a
-    value that cannot be followed, such as a thread-local one; "" if there is none.
-    """
-
-    def __init__(self, reach: Reachable) -> None:
-        found, containers = reach.values_read()
-        self.unseen = _unseen_among(found)
-        self._values = {place.where: value if is_plain(value) else id(value) for place, value in found}
-        self._facts = {(read, id(one)): fact for read, one, fact in _facts_of(containers, found)}
-
-    def had(self, place: StatePlace, value: Any) -> bool:
-        """Whether `value` was at a place, or nothing was known of the place."""
-        if place.where not in self._values:
-            return True
-        return _is_same(self._values[place.where], value if is_plain(value) else id(value))
-
-    def had_fact(self, read: _Fact, one: Any, fact: Any) -> bool:
-        """As `had`, for what `_facts_of` gives."""
-        return bool(self._facts.get((read, id(one)), fact) == fact)
-
-
 class ValueGuard:
     """Whether code would read what it read. See Note [What code may read].
 
-    `before`: what it would have read before the body ran. What the body writes is not followed. `unseen`: as for
-    `ValuesRead`.
+    Made before the body runs; then `leave_out_written`. `unseen`: a value that cannot be followed, such as a
+    thread-local one; "" if there is none.
     """
 
-    def __init__(self, reach: Reachable, before: ValuesRead | None = None) -> None:
-        found, containers = reach.values_read()
-        self.unseen = _unseen_among(found)
+    def __init__(self, reach: Reachable) -> None:
+        found, values = reach.values_read()
+        self.unseen = _unseen_among(found, values)
         self._groups: dict[Any, _Group] = {}  # by how they are read
         for place, value in {place.where: (place, value) for place, value in found}.values():
-            if before is None or before.had(place, value):
-                self._groups.setdefault(place.read, _Group()).add(place, value)
-        facts = [fact for fact in _facts_of(containers, found) if before is None or before.had_fact(*fact)]
+            self._groups.setdefault(place.read, _Group()).add(place, value)
+        facts = list(_facts_of(values))
         self._reads = [(read, one) for read, one, _ in facts]
         self._facts = [fact for _, _, fact in facts]
         self._held = [_code_of(one) for read, one in self._reads if read is _parts_of]  # which are named by id
@@ -108,16 +85,17 @@ class ValueGuard:
 _Fact = Callable[[Any], Any]
 
 
-def _facts_of(containers: Sequence[Any], found: Iterable[tuple[StatePlace, Any]]) -> Iterator[tuple[_Fact, Any, Any]]:
+def _facts_of(values: Iterable[Any]) -> Iterator[tuple[_Fact, Any, Any]]:
     """What is in values, where that is not at places of its own: how it is read, the value, and what is read."""
-    for container in containers:
-        is_plain_set = is_a(container, set) and all(map(is_plain, items_of(container)))
-        yield _fact(_keys_of if is_plain_set else len if type(container) in _BUILT_IN else length_of, container)
-    for value in {id(value): value for _, value in found}.values():
-        if is_a(value, types.FunctionType):
+    for value in values:
+        if is_a(value, dict | list | deque | set):
+            is_plain_set = is_a(value, set) and all(map(is_plain, items_of(value)))
+            if length_of(value) <= MOST_KEYS:
+                yield _fact(_keys_of if is_plain_set else len if type(value) in _BUILT_IN else length_of, value)
+        elif is_a(value, types.FunctionType):
             if not is_installed(value.__module__):
                 yield _fact(_parts_of, value)
-        elif is_array(value) and value.nbytes <= _LARGEST_ARRAY:
+        elif (is_array(value) or _is_buffer(value)) and _size_of(value) <= _LARGEST_ARRAY:
             yield _fact(_contents_of, value)
         elif is_a(value, torch.Tensor) and not is_a(value, LazyTensor):
             yield _fact(version_of, value)
@@ -136,7 +114,21 @@ def _parts_of(function: Any) -> Any:
 
 
 def _contents_of(array: Any) -> Any:
-    return array.shape, array.dtype, array.tobytes()
+    if is_array(array):
+        return array.shape, array.dtype, array.tobytes()
+    view = memoryview(array)
+    return view.format, view.tobytes()
+
+
+def _size_of(array: Any) -> int:
+    """In bytes."""
+    return int(array.nbytes if is_array(array) else memoryview(array).nbytes)
+
+
+def _is_buffer(value: Any) -> bool:
+    """Whether `value` holds bytes or numbers that Python code may write, as `bytearray` and `array.array` do."""
+    arrays = sys.modules.get("array")
+    return type(value) in (bytearray, memoryview) or (arrays is not None and is_a(value, arrays.array))
 
 
 class _Group:
@@ -192,17 +184,21 @@ def _is_same(value: Any, other: Any) -> bool:
     return same_plain(value, other)
 
 
-def _unseen_among(found: Iterable[tuple[StatePlace, Any]]) -> str:
+def _unseen_among(found: Iterable[tuple[StatePlace, Any]], values: Iterable[Any]) -> str:
     """The first of these values that has contents which nothing here compares; "" if there is none."""
-    for place, value in found:
+    names = {id(value): _text_of(place) for place, value in found}
+    for value in values:
+        name = names.get(id(value), f"a {name_of(type(value))}")
         if is_a(value, threading.local):
-            return f"the thread-local values of {_text_of(place)}"
+            return f"the thread-local values of {name}"
+        if id(value) in names and is_a(value, weakref.ReferenceType | weakref.ProxyType | weakref.CallableProxyType):
+            return f"the weak reference {name}"  # to follow what it refers to would keep that alive
         if _is_iterator_of_c(type(value)):
-            return f"the iterator {_text_of(place)}"
+            return f"the iterator {name}"
         if is_a(value, _BUILT_IN) and length_of(value) > MOST_KEYS:
-            return f"{_text_of(place)}, which has more than {MOST_KEYS:,} entries"
-        if is_array(value) and value.nbytes > _LARGEST_ARRAY:
-            return f"the array {_text_of(place)}, which has more than {_LARGEST_ARRAY:,} bytes"
+            return f"{name}, which has more than {MOST_KEYS:,} entries"
+        if (is_array(value) or _is_buffer(value)) and _size_of(value) > _LARGEST_ARRAY:
+            return f"the array {name}, which has more than {_LARGEST_ARRAY:,} bytes"
     return ""
 
 

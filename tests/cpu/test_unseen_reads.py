@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +54,8 @@ class World:
         self.long = [0.0] * 2000
         self.array = np.zeros(10_000)
         self.values = {"value": 0.0}
+        self.referent = threading.Event()  # any object with attributes
+        self.reference = weakref.ref(self.referent)
         self.set(1.0)
         # an iterator's values come from itself
         self.iterator = iter([1.0] * STILL + [float(number) for number in range(STILL, CALLS)])
@@ -66,6 +69,7 @@ class World:
         self.of_context.set(value)
         self.table[1500] = self.long[1500] = self.array[9000] = value
         self.values["value"] = value
+        self.referent.value = value  # type: ignore[attr-defined]
 
 
 def of_library(name: str) -> float:
@@ -81,6 +85,7 @@ READS: dict[str, Callable[[World], float]] = {
     "os.listdir()": lambda world: float(len(os.listdir(world.folder))),
     "os.stat()": lambda world: float(os.path.getsize(world.file)),
     "thread-local values of of_thread": lambda world: float(world.of_thread.value),
+    "the weak reference reference": lambda world: world.reference().value,  # type: ignore[union-attr]
     "ContextVar.get()": lambda world: world.of_context.get(),
     "eval()": lambda world: float(eval("world.values['value']")),
     "table, which has more than 1,000 entries": lambda world: world.table[1500],

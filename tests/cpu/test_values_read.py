@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import random
 import sys
@@ -39,6 +40,18 @@ class Derived(OfClass):
     pass
 
 
+class Meta(type):
+    rate = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Weighted(list[float]):
+    weight = 1.0
+
+
 class Slotted:
     __slots__ = ("factor",)
 
@@ -68,6 +81,9 @@ class World:
         self.slotted.factor = 1.0  # type: ignore[attr-defined]
         self.table, self.listed, self.queue = {"k": 1.0}, [1.0, [1.0]], deque([1.0])
         self.array, self.host = np.ones(3), torch.ones(3)
+        self.weighted, self.numbers, self.bytes = Weighted(), array.array("d", [1.0]), bytearray(b"\1")
+        self.hidden = {"k": 1.0}
+        self.proxy, self.partial = types.MappingProxyType(self.hidden), functools.partial(float.__mul__, 1.0)
         self.helper: Any = types.FunctionType(scaled.__code__, globals(), "helper", (1.0,))
         self.helper.__kwdefaults__ = {"more": 1.0}
         self.helper.mark = 1.0
@@ -82,8 +98,10 @@ class World:
             nonlocal variable
             variable = value
 
-        def read(x: torch.Tensor) -> torch.Tensor:
-            y = self.helper(x) * SCALE * self.number * self.inner.factor * OfClass.factor * self.of_class.factor
+        def read(x: torch.Tensor, own: float = 1.0) -> torch.Tensor:
+            y = x * own * OfMeta.rate * self.weighted.weight * self.numbers[0] * self.bytes[0]
+            y = y * self.proxy["k"] * self.partial(1.0)
+            y = y * self.helper(x) * SCALE * self.number * self.inner.factor * OfClass.factor * self.of_class.factor
             y = y * self.table["k"] * self.listed[0] * self.listed[1][0] * self.queue[0] * variable
             y = y * float(self.array[0]) * float(sum(self.inner.sizes)) * float(len(self.inner.kinds))
             y = y * SETTINGS.factor * self.derived.inherited * self.slotted.factor * self.helper.mark  # type: ignore[attr-defined]
@@ -93,6 +111,7 @@ class World:
                 y = y - 1
             return y * self.host.to(x.device) if with_host else y
 
+        self.read = read
         return read, set_variable
 
 
@@ -125,6 +144,13 @@ def changes(world: World, set_variable: Callable[[Any], None], value: float) -> 
         "code": lambda: setattr(world.helper, "__code__", (scaled_otherwise if value > 2 else scaled).__code__),
         "an attribute of a function": lambda: setattr(world.helper, "mark", value),
         "another function": lambda: setattr(world, "helper", _named(value)),
+        "defaults of the function itself": lambda: setattr(world.read, "__defaults__", (value,)),
+        "a metaclass": lambda: setattr(Meta, "rate", value),
+        "an attribute of a list": lambda: setattr(world.weighted, "weight", value),
+        "an array of numbers": lambda: world.numbers.__setitem__(0, value),
+        "bytes": lambda: world.bytes.__setitem__(0, int(value)),
+        "a dict behind a proxy": lambda: world.hidden.__setitem__("k", value),
+        "a function within a partial": lambda: world.partial.__setstate__((float.__mul__, (value,), {}, None)),
         "an attribute of a module": lambda: setattr(SETTINGS, "factor", value),
     }
 
@@ -138,11 +164,23 @@ def _named(value: float) -> Any:
 NAMES = list(changes(World(), lambda _: None, 1.0))
 
 
+class ScaledSGD(torch.optim.Optimizer):
+    def __init__(self, params: Any, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.read = read
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.read(parameter.grad) * group["lr"])
+
+
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
     lazy_backend.config.compile = "off"
     yield
-    globals()["SCALE"] = OfClass.factor = Derived.inherited = 1.0
+    globals()["SCALE"] = OfClass.factor = Derived.inherited = Meta.rate = 1.0
     del Derived.inherited
 
 
@@ -186,6 +224,25 @@ def test_a_captured_module_reads_what_its_code_would(name: str) -> None:
                 changes(world, set_variable, 3.0)[name]()
             for got, wanted in zip(step(captured, "lazy"), step(plain, "cpu"), strict=True):
                 torch.testing.assert_close(got.cpu(), wanted)
+    assert jumped() >= 8
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "tensor" not in name])
+def test_a_captured_optimizer_reads_what_its_code_would(name: str) -> None:
+    world = World()
+    read, set_variable = world.reader(with_host=False)
+    weights = [torch.ones(3, device=device, requires_grad=True) for device in ("lazy", "cpu")]
+    optimizers = [ScaledSGD([weight], read) for weight in weights]
+    capture(optimizers[0])
+    with count("RegionJump") as jumped:
+        for number in range(14):
+            if number == 7:
+                changes(world, set_variable, 3.0)[name]()
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                weight.grad = torch.full_like(weight, 0.5)
+                optimizer.step()
+            lazy_backend.mark_step()
+            assert_same(weights[0].detach(), weights[1].detach())
     assert jumped() >= 8
 
 

@@ -1,0 +1,247 @@
+"""Values that code reads without being given them, and how they change between calls: for random programs.
+
+In: a source of random choices. Out: a `Read`: statements that make a value, an expression of it, a number, and
+statements that change it. `NOW` in these stands for the number of the step. They use `names()`.
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import itertools
+import math
+import operator
+import os
+import sys
+import threading
+import types
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Read(NamedTuple):
+    """How a value is made, read and changed."""
+
+    setup: str
+    value: str
+    changes: tuple[str, ...]
+
+
+_CLASS = """class Part:
+    gain = 0.5
+    table = {'a': 0.5}
+    @property
+    def twice(self): return self.gain * 2
+    @staticmethod
+    def fixed(): return 0.5
+    @classmethod
+    def of_class(cls): return cls.gain
+    def scaled(self, by=0.5): return self.gain * by
+    def __float__(self): return float(self.gain)
+    def __len__(self): return 2
+    def __bool__(self): return self.gain > 0
+    def __call__(self): return self.gain
+class Other(Part):
+    gain = 2.0
+part = Part()"""
+_OF_CLASS = (
+    "Part.gain = 0.25 * NOW", "part.gain = 0.25 * NOW", "vars(part).pop('gain', None)", "part.__class__ = Other",
+    "Part.scaled = lambda self, by=0.5: 3.0", "Part.scaled.__defaults__ = (0.25 * NOW,)", "part.scaled = lambda: 0.75",
+    "Part.twice = property(lambda self: 3.0)", "Part.fixed = staticmethod(lambda: 0.25 * NOW)", "Part.table['a'] = NOW",
+    "Part.of_class = classmethod(lambda cls: 1.5)", "Part.__float__ = lambda self: 1.5", "part = Other()",
+    "Part.__len__ = lambda self: NOW", "Part.__bool__ = lambda self: False", "Part.__call__ = lambda self: 0.25 * NOW",
+    "Part.__bases__ = (Gains,)", "Part.__getattribute__ = lambda self, name: 0.25 if name == 'gain' else object.__getattribute__(self, name)",
+    "Part.gain = property(lambda self: 0.25)", "part.gain = True", "part.gain = np.float64(0.25 * NOW)",
+)  # fmt: skip
+_CLASS_VALUES = (
+    "Part.gain", "part.gain", "part.twice", "part.fixed()", "Part.of_class()", "part.scaled()", "float(part)",
+    "Part.table['a']", "len(part)", "(2.0 if part else 0.5)", "part()", "getattr(part, 'gain')", "vars(part).get('gain', 1.0)",
+    "operator.attrgetter('gain')(part)", "getattr(part, 'ga' + 'in')", "operator.methodcaller('scaled')(part)",
+    "sum(one.gain for one in (part, part))", "type(part).gain", "(lambda: part.gain)()", "getattr(part, 'missing', part.gain)",
+    "part.__dict__.get('gain', 2.0)", "next(iter([part])).gain", "max([part], key=lambda one: one.gain).gain",
+)  # fmt: skip
+_NUMBERS = "numbers, table, chosen = [0.5, 2.0], {'a': 0.5}, {1, 2}\nqueue_ = collections.deque([0.5, 1.0])\nnested = {'a': [{'b': 0.5}]}"
+_OF_NUMBERS = (
+    "numbers[1] = 0.25 * NOW", "numbers.append(1.5)", "numbers.reverse()", "numbers[:] = numbers[:1] * 3", "numbers = [0.25, 1.5]",
+    "table['a'] = 0.25 * NOW", "table['b'] = 1.5", "table = {'a': 3.0}", "chosen.add(3)", "chosen.discard(1)",
+    "queue_.append(0.25 * NOW)", "queue_.rotate()", "nested['a'][0]['b'] = 0.25 * NOW", "nested['a'].append({'b': 3.0})",
+    "nested['a'] = [{'b': NOW}]", "table.update(c=1.0)", "table = collections.defaultdict(float, table)",
+    "table = collections.ChainMap({'a': 0.25 * NOW}, table)",
+)  # fmt: skip
+_NUMBER_VALUES = (
+    "numbers[1]", "sum(numbers)", "len(numbers)", "numbers[-1]", "max(numbers)", "table['a']", "table.get('b', 1.0)",
+    "len(table)", "(2.0 if 'b' in table else 1.0)", "sum(table.values())", "len(chosen)", "(2.0 if 3 in chosen else 1.0)",
+    "queue_[0]", "sum(queue_)", "nested['a'][-1]['b']", "len(nested['a'])", "sum(one['b'] for one in nested['a'])",
+    "functools.reduce(operator.add, numbers)", "operator.itemgetter('a')(table)", "dict(table)['a']", "[*numbers][0]",
+    "math.fsum(numbers)", "list(map(float, numbers))[0]", "next(itertools.islice(numbers, 1, None))", "{**table}.get('b', 0.5)",
+)  # fmt: skip
+
+_READS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (_CLASS, _CLASS_VALUES, _OF_CLASS),
+    (_CLASS, _CLASS_VALUES, _OF_CLASS),
+    (_NUMBERS, _NUMBER_VALUES, _OF_NUMBERS),
+    (
+        "global GAIN\nGAIN = 0.5",
+        ("GAIN", "(lambda: GAIN)()", "sum(GAIN for _ in range(2))"),
+        ("GAIN = 0.25 * NOW", "GAIN = 2", "GAIN = True", "GAIN = -0.0", "GAIN = np.float32(0.25 * NOW)", "GAIN = float('nan')"),
+    ),
+    (
+        "global HELP\ndef HELP(): return 0.5",
+        ("HELP()", "(HELP() + 1)"),
+        ("def HELP(): return 0.25 * NOW", "HELP = lambda: 2.0", "HELP.__code__ = (lambda: 0.75).__code__"),
+    ),
+    (
+        "gain_ = 0.5\ndef inner(): return gain_",
+        ("gain_", "inner()", "[inner() for _ in range(2)][1]"),
+        ("gain_ = 0.25 * NOW", "gain_ = 2", "def inner(): return 0.75", "inner.__closure__[0].cell_contents = 0.25 * NOW"),
+    ),
+    (
+        "def scaled_(v=1.0, by=0.5, *, plus=1.0): return v * by + plus",
+        ("scaled_()", "scaled_(2.0)", "scaled_(by=1.0)"),
+        (
+            "scaled_.__defaults__ = (1.0, 0.25 * NOW)", "scaled_.__kwdefaults__ = {'plus': NOW}",
+            "scaled_.__kwdefaults__['plus'] = 0.25 * NOW", "scaled_.__code__ = (lambda v=0, by=0, *, plus=0: v - by + plus).__code__",
+            "def scaled_(v=1.0, by=0.25, plus=0.0): return v - by",
+        ),
+    ),
+    (
+        "def marked(): return marked.gain\nmarked.gain = 0.5",
+        ("marked()", "marked.gain"),
+        ("marked.gain = 0.25 * NOW", "vars(marked)['gain'] = NOW"),
+    ),
+    (
+        "half = functools.partial(operator.mul, 0.5)\nkeyed = functools.partial(scaled_of, by=0.5)",
+        ("half(1.0)", "keyed(2.0)"),
+        ("half = functools.partial(operator.mul, 0.25 * NOW)", "keyed.keywords['by'] = 0.25 * NOW",
+         "half.__setstate__((operator.mul, (3.0,), {}, None))"),
+    ),
+    (
+        "@functools.cache\ndef cached(): return [0.5]",
+        ("cached()[0]", "len(cached())"),
+        ("cached()[0] = 0.25 * NOW", "cached.cache_clear()", "cached().append(1.0)"),
+    ),
+    (
+        "array = np.ones(4, dtype='float32')",
+        ("float(array[0])", "float(array.sum())", "array.ndim", "float(np.mean(array))", "len(array)", "array[1]"),
+        ("array[0] = 0.25 * NOW", "array[1] = 3", "array = array * 2", "array.shape = (2, 2)", "array.fill(0.25)",
+         "array = array.astype('float64')", "array[:] = np.arange(array.size).reshape(array.shape)"),
+    ),
+    (
+        "host = torch.ones(3)",
+        ("float(host[1])", "float(host.sum())", "host.shape[0]", "host.tolist()[1]"),
+        ("host[1] = 0.25 * NOW", "host = host * 2", "host.mul_(0.5)", "host.resize_(2)"),
+    ),
+    (
+        "os.environ['LAZY_TEST_GAIN'] = '0.5'",
+        ("float(os.environ['LAZY_TEST_GAIN'])", "float(os.getenv('LAZY_TEST_GAIN', '2'))", "len(os.environ.get('LAZY_TEST_GAIN', ''))"),
+        ("os.environ['LAZY_TEST_GAIN'] = str(0.25 * NOW)", "os.environ.pop('LAZY_TEST_GAIN', None)\nos.environ['LAZY_TEST_GAIN'] = '3'"),
+    ),
+    ("var = contextvars.ContextVar('var', default=0.5)", ("var.get()",), ("var.set(0.25 * NOW)",)),
+    ("local = threading.local()\nlocal.gain = 0.5", ("local.gain", "vars(local)['gain']"), ("local.gain = 0.25 * NOW",)),
+    ("count_ = itertools.count()", ("next(count_)",), ("next(count_)",)),
+    ("cycle = itertools.cycle([0.5, 2.0, 1.0])", ("next(cycle)",), ("next(cycle)",)),
+    (
+        "def numbers_of():\n    while True: yield from (0.5, 2.0)\ngiven = numbers_of()",
+        ("next(given)", "next(numbers_of())"),
+        ("next(given)", "def numbers_of(): yield 0.25"),
+    ),
+    (
+        "namespace = types.SimpleNamespace(gain=0.5)\nmodule_ = types.ModuleType('random_reads_module')\nmodule_.gain = 0.5\n"
+        "sys.modules['random_reads_module'] = module_",
+        ("namespace.gain", "module_.gain", "__import__('random_reads_module').gain", "sys.modules['random_reads_module'].gain"),
+        ("namespace.gain = 0.25 * NOW", "module_.gain = 0.25 * NOW", "vars(module_)['gain'] = 3",
+         "namespace = types.SimpleNamespace(gain=3.0)",
+         "sys.modules['random_reads_module'] = types.SimpleNamespace(gain=0.75)"),
+    ),
+    (
+        "class Sl: __slots__ = ('gain', '__weakref__')\nsl = Sl()\nsl.gain = 0.5\nref_ = weakref.ref(sl)",
+        ("sl.gain", "ref_().gain"),
+        ("sl.gain = 0.25 * NOW", "Sl.gain.__set__(sl, 3.0)", "sl = Sl()\nsl.gain = 0.25\nref_ = weakref.ref(sl)"),
+    ),
+    (
+        "class Mode(enum.Enum):\n    one = 0.5\n    two = 2.0\nmode_ = Mode.one",
+        ("mode_.value", "Mode['one'].value", "len(Mode)", "(0.5 if mode_ is Mode.one else 3.0)"),
+        ("mode_ = Mode.two", "mode_ = list(Mode)[NOW % 2]"),
+    ),
+    (
+        "@dataclasses.dataclass(frozen=True)\nclass Frozen: gain: float = 0.5\nfrozen = Frozen()",
+        ("frozen.gain", "dataclasses.astuple(frozen)[0]", "dataclasses.asdict(frozen)['gain']", "Frozen().gain", "hash(frozen) % 3"),
+        ("object.__setattr__(frozen, 'gain', 0.25 * NOW)", "frozen = Frozen(3.0)", "Frozen.__init__.__defaults__ = (0.25 * NOW,)"),
+    ),
+    (
+        "class Odd:\n    def __getattr__(self, name): return vars(self)['kept'].get(name, 1.0)\n"
+        "    def __getitem__(self, key): return vars(self)['kept'][key]\n"
+        "    def __contains__(self, key): return key in vars(self)['kept']\nodd = Odd()\nodd.kept = {'gain': 0.5}",
+        ("odd.gain", "odd.other", "odd['gain']", "(2.0 if 'other' in odd else 0.5)"),
+        ("odd.kept['gain'] = 0.25 * NOW", "odd.kept['other'] = 3.0", "odd.other = 0.75", "Odd.__getattr__ = lambda self, name: 3.0"),
+    ),
+    (
+        "class Meta(type):\n    rate = 0.5\n    @property\n    def gain(cls): return cls.rate\nclass Own(metaclass=Meta): pass",
+        ("Own.gain", "Own.rate"),
+        ("Meta.rate = 0.25 * NOW", "Own.rate = 3.0", "Meta.gain = property(lambda cls: 0.75)"),
+    ),
+    (
+        "class Desc:\n    level = 0.5\n    def __get__(self, one, kind): return self.level\nclass Has: gain = Desc()\nhas = Has()",
+        ("has.gain", "Has.gain"),
+        ("Desc.level = 0.25 * NOW", "vars(Has)['gain'].level = 3.0", "vars(has)['gain'] = 0.75", "Has.gain = 0.75"),
+    ),
+    (
+        "bytes_, text_ = bytearray(b'ab'), 'ab'\nview_ = memoryview(bytes_)",
+        ("bytes_[0] * 0.01", "len(text_)", "view_[1] * 0.01", "len(bytes_)"),
+        ("bytes_[0] = NOW", "bytes_[1] = NOW", "text_ = text_ + 'c'", "view_ = memoryview(bytearray(b'xyz'))"),
+    ),
+    (
+        "import array as arrays\nplain_array = arrays.array('d', [0.5, 2.0])",
+        ("plain_array[1]", "sum(plain_array)", "len(plain_array)"),
+        ("plain_array[1] = 0.25 * NOW", "plain_array = arrays.array('d', [0.25, 1.0])"),
+    ),
+    (
+        "kinds = collections.Counter('aab')\nordered = collections.OrderedDict(a=0.5, b=2.0)",
+        ("kinds['a']", "kinds['missing'] + 1", "next(iter(ordered.values()))", "kinds.most_common(1)[0][1]"),
+        ("kinds['a'] += NOW", "kinds.update('bbbb')", "ordered.move_to_end('a')", "ordered['a'] = 0.25 * NOW"),
+    ),
+    (
+        "calls = [lambda: 0.5, lambda: 2.0]\nby_name = {'f': lambda: 0.5}",
+        ("calls[0]()", "by_name['f']()", "sum(one() for one in calls)"),
+        ("calls[0] = lambda: 0.25 * NOW", "calls.reverse()", "by_name['f'] = calls[1]", "by_name.update(f=lambda: 3.0)"),
+    ),
+    (
+        "class Str(str): pass\nclass Num(float):\n    extra = 0.5\nnum = Num(0.5)",
+        ("num", "num.extra", "num * 2"),
+        ("num = Num(0.25 * NOW)", "num.extra = 3.0", "Num.__mul__ = lambda self, other: 0.75", "Num.extra = 0.75"),
+    ),
+    (
+        "class Lst(list):\n    def __getitem__(self, place): return list.__getitem__(self, place) * self.by\n    by = 1.0\n"
+        "lst = Lst([0.5, 2.0])",
+        ("lst[1]", "sum(lst)", "lst.by"),
+        ("lst.by = 0.25 * NOW", "Lst.by = 3.0", "list.__setitem__(lst, 1, 0.25 * NOW)", "lst.append(1.0)"),
+    ),
+)  # fmt: skip
+
+
+class Gains:
+    gain = 4.0
+
+
+def scaled_of(value: float, by: float = 1.0) -> float:
+    return value * by
+
+
+def random_read(choose: Any) -> Read:
+    """A random value, with one expression and all its changes."""
+    setup, values, changes = choose.choice(_READS)
+    return Read(setup, choose.choice(values), changes)
+
+
+def names() -> dict[str, Any]:
+    """What the statements may name besides `torch`."""
+    modules = (
+        collections, contextvars, dataclasses, enum, functools, itertools, math, operator, os, sys, threading, types, weakref,
+    )  # fmt: skip
+    return {one.__name__: one for one in modules} | {"np": np, "Gains": Gains, "scaled_of": scaled_of}
