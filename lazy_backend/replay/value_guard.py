@@ -40,6 +40,8 @@ from lazy_backend.tensors.tensor import LazyTensor
 
 # Bytes of an array, above which its contents are not looked at.
 _LARGEST_ARRAY = 1 << 14
+# Of classes whose instances may become those of another class.
+_OF_PYTHON = 1 << 9
 _BUILT_IN = (dict, list, set, deque)
 _code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
@@ -88,6 +90,8 @@ _Fact = Callable[[Any], Any]
 def _facts_of(values: Iterable[Any]) -> Iterator[tuple[_Fact, Any, Any]]:
     """What is in values, where that is not at places of its own: how it is read, the value, and what is read."""
     for value in values:
+        if type(value).__flags__ & _OF_PYTHON:
+            yield _fact(type, value)
         if is_a(value, dict | list | deque | set):
             is_plain_set = is_a(value, set) and all(map(is_plain, items_of(value)))
             if length_of(value) <= MOST_KEYS:

@@ -40,6 +40,10 @@ class Derived(OfClass):
     pass
 
 
+class Faster(OfClass):
+    factor = 3.0
+
+
 class Meta(type):
     rate = 1.0
 
@@ -129,6 +133,7 @@ def changes(world: World, set_variable: Callable[[Any], None], value: float) -> 
         "a set": lambda: world.inner.kinds.add(int(value)),
         "a class": lambda: setattr(OfClass, "factor", value),
         "an attribute that hides one of the class": lambda: setattr(world.of_class, "factor", value),
+        "another class of an object": lambda: setattr(world.of_class, "__class__", Faster if value > 2 else OfClass),
         "a class that derives": lambda: setattr(Derived, "inherited", value),
         "a slot": lambda: setattr(world.slotted, "factor", value),
         "an entry of a dict": lambda: world.table.__setitem__("k", value),
