@@ -51,6 +51,9 @@ _METADATA = frozenset((
 _TENSOR_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
 # What makes a tensor of Python's values.
 _FROM_VALUES = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
+SCHEDULED_INSIDE = (
+    "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
+)
 
 # A node that a value may come from, and whether it is negated.
 Choice = tuple[int, bool]
@@ -109,7 +112,14 @@ class FloatRecorder(FloatSeer):
     Use: `install` the optimizers that are known, `show` it the body, then `restore` in any case, and `finish`.
     """
 
-    def __init__(self, context: DeviceContext, uploads: list[LazyStorage], floats: Sequence[float]) -> None:
+    def __init__(
+        self,
+        context: DeviceContext,
+        uploads: list[LazyStorage],
+        floats: Sequence[float],
+        counts: Collection[str],
+    ) -> None:
+        """`counts`: the names of entries of groups that steps change, as a replay will: integers are traced too."""
         super().__init__()
         self.tape = Tape()
         self._context = context
@@ -123,7 +133,7 @@ class FloatRecorder(FloatSeer):
         self._replaced: list[tuple[Any, Any, Any, Any, bool]] = []
         self.cpu = CpuTensors(self.tape)
         self._mirrors = Mirrors(self.tape, self.cpu.leaf)
-        self._counts: Collection[str] = ()
+        self._counts = counts
         self._settings: list[tuple[dict[str, Any], str, int]] = []
         self._constants: dict[int, list[Choice]] = {}
         self._unsure: set[int] = set()
@@ -135,18 +145,14 @@ class FloatRecorder(FloatSeer):
         """The `place`-th float argument, traced."""
         return self.tape.traced(self._given[0, place])
 
-    def install(self, optimizer: torch.optim.Optimizer, counts: Collection[str] = ()) -> None:
-        """Put traced floats in place of the optimizer's hyperparameters.
-
-        `counts`: the names of entries that steps change, as a replay will; integers among them are traced too.
-        """
+    def install(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put traced floats in place of the optimizer's hyperparameters."""
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = optimizer
         self._mirrors.expect(optimizer)
-        self._counts = counts
         count = 0
-        for group, name, length in float_places(optimizer, counts):
+        for group, name, length in float_places(optimizer, self._counts):
             original = group[name]
             values = (original,) if length is None else original
             traced = []
@@ -175,6 +181,7 @@ class FloatRecorder(FloatSeer):
     def restore(self) -> None:
         """Put the hyperparameters back. What the body has set itself stays, as plain floats."""
         self._mirrors.clear()  # before anybody asks which lazy tensors are alive
+        self._unfilled.clear()
         while self._replaced:
             container, key, original, new, is_setting = self._replaced[-1]
             try:
@@ -196,12 +203,13 @@ class FloatRecorder(FloatSeer):
         elif is_traced(value) and value.tape is self.tape:
             self._settings.append((group, name, value.number))
         else:
-            self.refuse(f"it changes the entry {name!r} of a group as no formula predicts")
+            self.refuse(
+                f"it changes the entry {name!r} of a group as no formula predicts\n"
+                "  step schedules outside, and compute what steps change by arithmetic"
+            )
 
     def see_schedule(self) -> None:
-        self.refuse(
-            "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
-        )
+        self.refuse(SCHEDULED_INSIDE)
 
     def refuse(self, reason: str) -> None:
         self.cpu.refuse(reason)
@@ -358,6 +366,11 @@ class FloatRecorder(FloatSeer):
                 self._uploads[storage] = list(dict.fromkeys(choices))
 
     # ----- the end
+
+    def given_to(self, optimizer: torch.optim.Optimizer, now: Sequence[float]) -> list[float]:
+        """The floats that the body found in an optimizer which has the floats `now`."""
+        nodes = [self._given.get((id(optimizer), place)) for place in range(len(now))]
+        return [value if node is None else self.tape.values[node] for node, value in zip(nodes, now, strict=True)]
 
     def plain_results(self, leaves: list[Any]) -> list[Any]:
         """The results of the body without traced floats. A replay returns the same floats, or does not take place."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
@@ -31,7 +31,7 @@ from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, Pro
 from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, numbers_in
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.ir.ranges import is_profiling
-from lazy_backend.ports.cpython import attributes_of, is_a
+from lazy_backend.ports.cpython import attributes_of, container_kind, is_a, items_of
 from lazy_backend.ports.hooks import (
     HOOKS_AFTER_ALL_STEPS,
     HOOKS_BEFORE_ALL_STEPS,
@@ -51,9 +51,10 @@ from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.replay.structure import StructureGuard
 from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
+from lazy_backend.tensors.outside import new_data, upload
 from lazy_backend.tensors.state import DeviceContext
-from lazy_backend.tensors.tensor import LazyTensor
-from lazy_backend.tensors.thread_state import describe_autocast
+from lazy_backend.tensors.tensor import LazyTensor, wrap
+from lazy_backend.tensors.thread_state import describe_autocast, run_clean
 
 # Attributes whose contents `_OptimizerParts` and `OptimizerGuard` compare by themselves.
 _SEEN_HERE = ("param_groups", "state", "step", "zero_grad")
@@ -67,9 +68,17 @@ _MAX_PROGRAMS = 16
 _MAX_RUNS = 4
 
 
-# An operand of a step: a parameter or an entry of the state, which `_OptimizerParts` sees replaced; or the number of
-# the parameter whose gradient it is.
-_Operand = LazyTensor | int
+@dataclass(frozen=True, slots=True, eq=False)
+class _Upload:
+    """A tensor that a step uploads from the CPU: its value, and the nodes that may have given it."""
+
+    value: torch.Tensor
+    nodes: Sequence[int]
+
+
+# An operand of a step: a parameter or an entry of the state, which `_OptimizerParts` sees replaced; the number of the
+# parameter whose gradient it is; or an upload.
+_Operand = LazyTensor | int | _Upload
 
 
 def _operands_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Operand, LazyTensor]]:
@@ -78,10 +87,16 @@ def _operands_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Operand, L
         yield parameter, parameter
         if type(parameter.grad) is LazyTensor:
             yield number, parameter.grad
-        state: Any = optimizer.state.get(parameter)
-        for value in dict.values(state) if is_a(state, dict) else ():
-            if type(value) is LazyTensor:
-                yield value, value
+        yield from ((tensor, tensor) for tensor in _tensors_in(optimizer.state.get(parameter)))
+
+
+def _tensors_in(value: Any) -> Iterator[LazyTensor]:
+    """The lazy tensors in an entry of the state, at any depth in lists and dicts: `_OptimizerParts` sees these."""
+    if type(value) is LazyTensor:
+        yield value
+    elif (kind := container_kind(value)) is not None:
+        for one in dict.values(value) if kind is dict else items_of(value):
+            yield from _tensors_in(one)
 
 
 def _nested_in(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -366,14 +381,17 @@ class CapturedOptimizer:
     ) -> bool:
         assert state.floats is not None
         tensors: list[Any] = [grads[one] if one.__class__ is int else one for one in state.operands]  # type: ignore
-        if given is None or not tensors or not all(type(tensor) is LazyTensor for tensor in tensors):
+        own = [tensor for tensor in tensors if tensor.__class__ is not _Upload]
+        if given is None or not own or not all(type(tensor) is LazyTensor for tensor in own):
             return False
         try:
             evaluated = state.floats.evaluate(given)
         except Stale as reason:
             self.account.ran_as_written(str(reason))
             return False
-        context = tensors[0]._data.context
+        context = own[0]._data.context
+        if len(own) < len(tensors):
+            _put_uploads(context, tensors, dict(zip(state.floats.uploads, evaluated.uploads, strict=True)))
         with context.lock:
             data = [tensor._data for tensor in tensors]
             if take_jump(context, state.name, data, constants=evaluated.constants) is None:
@@ -399,9 +417,9 @@ class CapturedOptimizer:
         watch = Watch(())
         before = numbers_in(optimizer)
         with watches.shown_to(watch), context.registry.watching() as uploads:
-            recorder = watch.recorder = FloatRecorder(context, uploads, ())
+            recorder = watch.recorder = FloatRecorder(context, uploads, (), self._counts)
             try:
-                recorder.install(optimizer, self._counts)
+                recorder.install(optimizer)
                 result, read = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
             except BaseException:
                 recorder.restore()
@@ -409,17 +427,20 @@ class CapturedOptimizer:
                 raise
             recorder.restore()
             recorded = recorder.finish([optimizer], [0, len(given)])
-            has_uploads = bool(uploads)
+            uploaded = {
+                storage.token: _Upload(run_clean(storage.tensor.clone), recorded.uploads.get(storage, ()))
+                for storage in uploads
+                if storage.epoch is context.trace.epoch and storage.token is not None and storage.tensor is not None
+            }
+            recorded.uploads.clear()  # it would keep them alive
             uploads.clear()
         named.values.leave_out_written()
         try:
             self._find_counts(changed_numbers(before, numbers_in(optimizer)))
-            if read:
-                raise NotReplayable(why_unseen(read))
-            if has_uploads:
-                raise NotReplayable("it uploads a tensor from the CPU")
+            if unseen := read or named.values.unseen:
+                raise NotReplayable(why_unseen(unseen))
             stretch = Stretch(context, start)
-            self._learn(optimizer, state, start, stretch, recorded, given, is_check)
+            self._learn(optimizer, state, start, stretch, recorded, uploaded, given, is_check)
         except NotReplayable as reason:
             self._give_up(state, str(reason))
         return result
@@ -438,6 +459,7 @@ class CapturedOptimizer:
         start: StretchStart,
         stretch: Stretch,
         recorded: RecordedFloats,
+        uploaded: Mapping[Token, _Upload],
         given: tuple[float, ...],
         is_check: bool,
     ) -> None:
@@ -447,10 +469,18 @@ class CapturedOptimizer:
         if recorded.problem is not None:
             raise NotReplayable(recorded.problem)
         stretch.check_nothing_kept(start.trace, ())
-        operands = _find_operands(stretch, optimizer)
+        operands = _find_operands(stretch, optimizer, uploaded)
         shape = stretch.shape()
         floats = _shifted(recorded, start.num_constants)
-        run = ProgramRun(floats, given, stretch.constants, {}, {}, state.guard.names)
+        uploads = {place: one for place, one in enumerate(operands) if isinstance(one, _Upload)}
+        run = ProgramRun(
+            floats,
+            given,
+            stretch.constants,
+            {place: list(one.nodes) for place, one in uploads.items() if one.nodes},
+            {place: one.value for place, one in uploads.items()},
+            state.guard.names,
+        )
         if is_check:
             self._check(start, state, stretch)
         is_same = shape == state.shape and _same_operands(operands, state.operands)
@@ -501,7 +531,17 @@ def _context_of(optimizer: torch.optim.Optimizer) -> DeviceContext | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _find_operands(stretch: Stretch, optimizer: torch.optim.Optimizer) -> tuple[_Operand, ...]:
+def _put_uploads(context: DeviceContext, operands: list[Any], computed: Mapping[int, torch.Tensor]) -> None:
+    """Put tensors in place of the uploads among `operands`. `computed`: the values that formulas give, by place."""
+    for place, one in enumerate(operands):
+        if one.__class__ is _Upload:
+            value = upload(context, computed[place]) if place in computed else one.value
+            operands[place] = wrap(new_data(context, value))
+
+
+def _find_operands(
+    stretch: Stretch, optimizer: torch.optim.Optimizer, uploaded: Mapping[Token, _Upload]
+) -> tuple[_Operand, ...]:
     known: dict[Token, _Operand] = {}
     for operand, tensor in _operands_of(optimizer):
         data = tensor._data
@@ -512,6 +552,10 @@ def _find_operands(stretch: Stretch, optimizer: torch.optim.Optimizer) -> tuple[
             if other is not operand and not (isinstance(other, int) and other == operand):
                 raise NotReplayable("two of its tensors are one, such as the gradients of two parameters")
     for token in stretch.operands:
+        if token in uploaded and token not in known:
+            if token in stretch.mutates:
+                raise NotReplayable(f"it writes at {stretch.site_of_write(token)} to a tensor that it uploads")
+            known[token] = uploaded[token]
         if token not in known:
             raise NotReplayable(
                 f"it uses a tensor at {stretch.site_of(token)} that is no parameter, gradient or entry of its state"
@@ -520,9 +564,13 @@ def _find_operands(stretch: Stretch, optimizer: torch.optim.Optimizer) -> tuple[
 
 
 def _same_operands(one: tuple[_Operand, ...], other: tuple[_Operand, ...]) -> bool:
-    return len(one) == len(other) and all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True)
-    )
+    return len(one) == len(other) and all(map(_is_same_operand, one, other))
+
+
+def _is_same_operand(one: _Operand, other: _Operand) -> bool:
+    if isinstance(one, int):
+        return isinstance(other, int) and one == other
+    return one is other or (isinstance(one, _Upload) and isinstance(other, _Upload))
 
 
 def _shifted(recorded: RecordedFloats, by: int) -> RecordedFloats:

@@ -200,6 +200,8 @@ def _check_unsettled(start: Start, record: RecordedCall, unsettled: Sequence[Uns
     versions = {id(tensor): version for tensor, version in start.host_versions}
     for step in unsettled:
         reason = step.why_not_again(versions)
+        if not reason and record.formulas.settings:
+            reason = "a GradScaler may skip a step that changes entries of its groups"
         if reason:
             raise NotReplayable(f"{reason}\n  capture the model and the optimizer instead")
 

@@ -216,6 +216,7 @@ class Captured(Generic[P, R]):
         self._name = getattr(function, "__qualname__", None) or f"a {name_of(type(function))}"
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._account = Account(self._name, "function")
+        self._counts: frozenset[str] = frozenset()  # names of entries of optimizers' groups that the body changes
         self._unbound = 0  # signatures since a program was bound
         # the optimizers whose steps in a body a GradScaler may skip
         self._scaled: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -447,10 +448,12 @@ class Captured(Generic[P, R]):
         values = Values(_flatten(args, kwargs)[0])
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
-                recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats)
+                recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats, self._counts)
                 leaves, spec, read = self._run_recorded(recorder, last, context, body, args, kwargs)
             start.values.leave_out_written()
             watch.recorder = None
+            # what the body made to compute into is no upload, and may be gone
+            uploads[:] = [storage for storage in uploads if storage.tensor is not None]
             unsettled += self._set_aside(watch)
             if body.has_read_once:
                 recorder.close()
@@ -458,10 +461,11 @@ class Captured(Generic[P, R]):
                 signature.records = []  # what it did is not done again
                 return unflatten_result(leaves, spec)
             record, storages = record_call(
-                context, arguments, argument_data, start, watch, uploads, leaves, spec, recorder
+                context, arguments, argument_data, start, watch, uploads, leaves, spec, recorder, self._counts
             )
             uploads.clear()
-            note_changes(start, record, last)
+            note_changes(start, record, last, self._counts)
+            self._counts |= record.changed_settings
             signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
             record.changed_argument, record.unseen_read = values.changed(), read

@@ -17,9 +17,9 @@ import torch
 
 from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.computations import current_environment
-from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
+from lazy_backend.floats.float_recorder import SCHEDULED_INSIDE, FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import ProgramRun
-from lazy_backend.floats.hyperparameters import OptimizerGuard
+from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, numbers_in
 from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta
@@ -139,6 +139,7 @@ class RecordedCall:
     other_devices: tuple[str, ...] = ()  # that the body computed on besides
     changed_argument: str = ""  # the type of an argument that the body wrote to, which is no tensor
     unseen_read: str = ""  # what the body read that no guard can follow
+    changed_settings: set[str] = field(default_factory=set)  # names of entries of groups, changed unseen
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
 
     def calls(self) -> list[Call]:
@@ -212,7 +213,7 @@ class Start:
     """The state that a body starts from, as far as the previous call shows where to look for it."""
 
     left: dict[weakref.ref[LazyStorage], int]  # by the previous call, each with the number of its output
-    floats: list[tuple[float, ...] | None]
+    settings: list[list[dict[str, Any]]]  # the numbers in the groups of the previous call's optimizers
     guards: tuple[OptimizerGuard, ...]
     host_versions: list[tuple[torch.Tensor, int]]
     grads: list[tuple[LazyTensor, weakref.ref[TensorData] | None]]  # the parameters, and what their .grad stands for
@@ -237,7 +238,7 @@ def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None
         outputs = {weakref.ref(storage): number for storage, number in left.items()}
     return Start(
         left=outputs,
-        floats=[guard.floats() for guard in last.guards],
+        settings=[numbers_in(guard.optimizer) for guard in last.guards],
         guards=last.guards,
         host_versions=last.watch.host_versions(),
         grads=[(parameter, _grad_of(parameter)) for parameter in last.watch.parameters()],
@@ -263,9 +264,11 @@ def _host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
     return (random.getstate(), plain, *(read() for read in others))
 
 
-def note_changes(start: Start, record: RecordedCall, last: RecordedCall | None) -> None:
-    """Note what the body changed besides tensors, right after it ran."""
+def note_changes(start: Start, record: RecordedCall, last: RecordedCall | None, counts: frozenset[str]) -> None:
+    """Note what the body changed besides tensors, right after it ran. `counts`: entries of groups that it followed."""
     record.drew_unseen = start.random.change(record.generators)
+    for guard, before in zip(start.guards, start.settings, strict=True):
+        record.changed_settings |= changed_numbers(before, numbers_in(guard.optimizer)) - counts
     if start.structure is not None and last is not None:
         record.structure_change = start.structure.difference(Structure(last.roots, hold_tensors=False))
     start.structure = None  # it refers to what the body replaced
@@ -285,10 +288,8 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
             f"its own code changes a value: {record.structure_change}\n"
             "  a replay would not do it again: keep counters outside, or in a lazy tensor"
         )
-    if [guard.floats() for guard in start.guards] != start.floats:
-        raise NotReplayable(
-            "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
-        )
+    if record.changed_settings or any(guard.floats() is None for guard in start.guards):
+        raise NotReplayable(SCHEDULED_INSIDE)
     if record.formulas.problem is not None:
         raise NotReplayable(record.formulas.problem)
     if any(
@@ -346,14 +347,14 @@ def record_call(
     leaves: Sequence[Any],
     spec: trees.TreeSpec | None,
     recorder: FloatRecorder,
+    counts: Collection[str],
 ) -> tuple[RecordedCall, list[LazyStorage]]:
     """The record of a call, made before its trace is synced; and the storages that it made and that are alive."""
     trace = context.trace
     indices, storages = trace.live()
-    guards = tuple(OptimizerGuard(optimizer) for optimizer in watch.optimizers)
-    given_floats = [guard.floats() or () for guard in guards]
-    counts = [len(arguments.floats), *map(len, given_floats)]
-    formulas = recorder.finish([guard.optimizer for guard in guards], counts)
+    guards = tuple(OptimizerGuard(optimizer, counts) for optimizer in watch.optimizers)
+    given_floats = [recorder.given_to(guard.optimizer, guard.floats() or ()) for guard in guards]
+    formulas = recorder.finish([guard.optimizer for guard in guards], [len(arguments.floats), *map(len, given_floats)])
     given = {data(): place for place, data in enumerate(argument_data)}
     left = {storage(): number for storage, number in start.left.items()}
     record = RecordedCall(

@@ -407,6 +407,102 @@ def test_a_count_in_a_group(name: str, first: int | None) -> None:
     assert groups[1]["step"] == NUM_STEPS + (first or 0)
 
 
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+@pytest.mark.parametrize("name", RATES)
+def test_a_count_in_a_group_of_a_captured_function(name: str) -> None:
+    rate, is_followed = RATES[name]
+    found = []
+    with count("CapturedCall") as replayed:
+        for device in ("cpu", "lazy"):
+            parameter = nn.Parameter(torch.ones(3).to(device))
+            optimizer = Counted([parameter], rate, 0)
+
+            def step(x: torch.Tensor, parameter: Any = parameter, optimizer: Any = optimizer) -> torch.Tensor:
+                parameter.grad = x * 1
+                optimizer.step()
+                return x * 1
+
+            run = step if device == "cpu" else capture(step)
+            for number in range(NUM_STEPS):
+                run(torch.full((3,), 1.0 - number % 3).to(device))
+            entries = {key: (type(one), one) for key, one in optimizer.param_groups[0].items() if key != "params"}
+            found.append((parameter.detach().cpu().tolist(), entries))
+    assert found[1] == found[0]
+    assert not is_followed or replayed() >= 0.9 * (NUM_STEPS - 12)
+
+
+class Nested(optim.Optimizer):
+    """Keeps momenta in a dict and in a list in its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p]["momenta"] = {0.5: torch.zeros_like(p), 0.9: torch.zeros_like(p)}
+                self.state[p]["sums"] = [torch.zeros_like(p)]
+            for beta, momentum in self.state[p]["momenta"].items():
+                p.sub_(momentum.mul_(beta).add_(p.grad), alpha=self.param_groups[0]["lr"])
+            self.state[p]["sums"][0].add_(p)
+
+
+class Scratch(optim.Optimizer):
+    """Computes in memory of its own, as Muon's iterations do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            scratch = torch.empty(tuple(p.shape), device=p.device)
+            torch.mul(p.grad, 0.5, out=scratch)
+            p.sub_(scratch, alpha=self.param_groups[0]["lr"])
+
+
+class Uploading(optim.Optimizer):
+    """Uploads a constant, and its learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            factor = torch.tensor([0.5]).to(p.device) * torch.tensor(self.param_groups[0]["lr"]).to(p.device)
+            p.sub_(p.grad * factor)
+
+
+@pytest.mark.parametrize("kind", [Nested, Scratch, Uploading])
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_optimizers_of_other_kinds(kind: Any, schedule: str) -> None:
+    assert_replayed(kind, SCHEDULES[schedule], num_jumps=int(0.95 * 3 * (NUM_STEPS - 12)))
+
+
+@pytest.mark.parametrize("kind", [Nested, Scratch, Uploading])
+def test_optimizers_of_other_kinds_in_a_captured_function(kind: Any) -> None:
+    found = []
+    with count("CapturedCall") as replayed:
+        for device in ("cpu", "lazy"):
+            parameter = nn.Parameter(torch.ones(3).to(device))
+            optimizer = kind([parameter])
+
+            def step(x: torch.Tensor, parameter: Any = parameter, optimizer: Any = optimizer) -> torch.Tensor:
+                parameter.grad = x * 1
+                optimizer.step()
+                return x * 1
+
+            run = step if device == "cpu" else capture(step)
+            for number in range(NUM_STEPS):
+                optimizer.param_groups[0]["lr"] = 0.01 * (number % 4 + 1)
+                run(torch.full((3,), 1.0 - number % 3).to(device))
+            found.append(parameter.detach().cpu().tolist())
+    assert found[1] == found[0]
+    assert replayed() >= 0.8 * NUM_STEPS
+
+
 def test_an_entry_that_no_formula_follows_is_named() -> None:
     def rate(group: Any, count: Any) -> float:
         group["size"] = float(len(TABLE) + int(count))
