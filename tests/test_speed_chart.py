@@ -55,6 +55,15 @@ def test_plain_loops_have_a_table_of_their_own() -> None:
                          "| A & B | 3.00 | 0.75 (0.50 to 1.00) |", "| C | 3.00 | 0.75 (0.50 to 1.00) |"]  # fmt: skip
 
 
+def test_plain_and_captured_loops_are_side_by_side() -> None:
+    assert speed_chart.capture_table([run(1), run(2)]).splitlines()[2:] == [
+        "| A & B, one | 1.50 | 0.75 | - | 3.00 |",
+        "| C, one | - | 0.75 | - | 3.00 |",
+        "| A & B, two | 1.50 | 0.75 | - | 3.00 |",
+        "| C, two | - | 0.75 | - | 3.00 |",
+    ]
+
+
 def test_the_sentences_have_the_ranges() -> None:
     text = " ".join(speed_chart.sentences([run(1), run(2)]).split())
     assert text.startswith(

@@ -1,8 +1,8 @@
 """The pages that list what the code has, all settings and all ports, and those with figures.
 
-In: the code, docs/serving.json and docs/speed.json, which `bench.py` writes. Out: docs/settings.md, the table of
-docs/compatibility.md, those of docs/serving.md and docs/benchmarks.md, the figures of README.md, docs/images/speed.svg.
-`python tools/listed_pages.py` writes them; tests/test_docs.py says when that was forgotten.
+In: the code, docs/serving.json and docs/speed.json, which `bench.py` writes. Out: docs/settings.md, the tables of
+docs/compatibility.md, docs/serving.md, docs/benchmarks.md and docs/performance.md, the figures of README.md,
+docs/images/speed.svg. `python tools/listed_pages.py` writes them; tests/test_docs.py says when that was forgotten.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def benchmarks_page(page: str) -> str:
 def pages() -> dict[Path, str]:
     """All of them, as they should be."""
     found = figures.read()
+    performance = DOCS / "performance.md"
     made = {
+        performance: replace_block(performance.read_text(), "capture", speed_chart.capture_table(found["speed"])),
         SETTINGS: settings_page(),
         PORTS: ports_page(PORTS.read_text()),
         SERVING: serving_page(SERVING.read_text()),

@@ -121,6 +121,20 @@ def plain_table(runs: Sequence[Run]) -> str:
     return f"{heading(run)}, {run['about']['rounds']} rounds; geometric mean {mean:.2f}:\n\n{table(run, ['lazy'])}"
 
 
+def capture_table(runs: Sequence[Run]) -> str:
+    """What `capture` adds to plain loops, for docs/performance.md: all speeds beside eager's."""
+    lines = [
+        "| workload, threads per operator | the better `torch.compile` | plain loop | captured parts | captured step |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for threads in sorted({run["about"]["threads"] for run in runs}):
+        columns = [_fastest_of(runs, threads, names) for *_, names in SERIES]
+        for title in dict.fromkeys(title for column in columns for title in column):
+            cells = [f"{column[title]:.2f}" if title in column else "-" for column in columns]
+            lines.append(f"| {title}, {_counted(threads)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def sentences(runs: Sequence[Run]) -> str:
     """The ranges of captured loops, of `torch.compile` and of plain loops beside eager, for README.md."""
     captured, both = _fastest_of(runs, 1, CAPTURED), _fastest_of(runs, 2, CAPTURED)
