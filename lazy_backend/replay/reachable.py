@@ -36,7 +36,6 @@ from typing import Any
 import torch
 
 from lazy_backend.ports.cpython import (
-    CONTAINERS,
     NO_ATTRIBUTES,
     attributes_of,
     container_kind,
@@ -230,7 +229,7 @@ class Reachable:
             attributes = attributes_of(value)
             if not _is_of_library(dict.get(attributes, "__name__")):
                 self._add_named(_entry, attributes, value)
-        elif type(value) in _WRAPPERS or name_of(type(value)) == "_lru_list_elem":  # what is in there stays the same
+        elif is_a(value, _WRAPPERS) or name_of(type(value)) == "_lru_list_elem":  # what is in there stays the same
             for number, part in enumerate(islice(gc.get_referents(value), self._largest)):
                 self._find(part, value, number)
         elif is_a(value, torch.Generator):
@@ -310,7 +309,7 @@ class Reachable:
             return
         else:
             self._note_random_source(value)
-        if not is_a(value, type) and type(value) not in CONTAINERS:  # the user's containers have attributes besides
+        if not is_a(value, type) and kind is not type(value):  # the user's containers have attributes besides
             attributes = attributes_of(value)
             for name, attribute in list(dict.items(attributes)):
                 self._find_at(_entry, attributes, name, value, attribute)

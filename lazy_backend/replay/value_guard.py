@@ -42,6 +42,7 @@ from lazy_backend.tensors.tensor import LazyTensor
 _LARGEST_ARRAY = 1 << 14
 # Of classes whose instances may become those of another class.
 _OF_PYTHON = 1 << 9
+_flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
 _BUILT_IN = (dict, list, set, deque)
 _code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
@@ -62,7 +63,8 @@ class ValueGuard:
         facts = list(_facts_of(values))
         self._reads = [(read, one) for read, one, _ in facts]
         self._facts = [fact for _, _, fact in facts]
-        self._held = [_code_of(one) for read, one in self._reads if read is _parts_of]  # which are named by id
+        # which are named by id
+        self._held = [type(one) if read is _class_of else _code_of(one) for read, one in self._reads if read in _BY_ID]
 
     def leave_out_written(self) -> None:
         """Follow no longer what has changed: the body, which just ran, writes it."""
@@ -90,8 +92,8 @@ _Fact = Callable[[Any], Any]
 def _facts_of(values: Iterable[Any]) -> Iterator[tuple[_Fact, Any, Any]]:
     """What is in values, where that is not at places of its own: how it is read, the value, and what is read."""
     for value in values:
-        if type(value).__flags__ & _OF_PYTHON:
-            yield _fact(type, value)
+        if _flags_of(type(value)) & _OF_PYTHON:
+            yield _fact(_class_of, value)
         if is_a(value, dict | list | deque | set):
             is_plain_set = is_a(value, set) and all(map(is_plain, items_of(value)))
             if length_of(value) <= MOST_KEYS:
@@ -117,6 +119,13 @@ def _parts_of(function: Any) -> Any:
     return tuple(map(id, _code_of(function)))
 
 
+def _class_of(value: Any) -> int:
+    return id(type(value))
+
+
+_BY_ID = (_parts_of, _class_of)
+
+
 def _contents_of(array: Any) -> Any:
     if is_array(array):
         return array.shape, array.dtype, array.tobytes()
@@ -132,7 +141,7 @@ def _size_of(array: Any) -> int:
 def _is_buffer(value: Any) -> bool:
     """Whether `value` holds bytes or numbers that Python code may write, as `bytearray` and `array.array` do."""
     arrays = sys.modules.get("array")
-    return type(value) in (bytearray, memoryview) or (arrays is not None and is_a(value, arrays.array))
+    return is_a(value, bytearray | memoryview) or (arrays is not None and is_a(value, arrays.array))
 
 
 class _Group:

@@ -21,7 +21,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import capture, mark_step
-from lazy_backend.regions import module_state
+from lazy_backend.regions import named_by_code
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import Structure
 
@@ -338,7 +338,7 @@ def test_walks_do_not_grow_with_the_process(grow: Callable[[int], None]) -> None
     model = Naming()
 
     def work() -> dict[str, int]:
-        sources = Reachable([model], largest=module_state._LARGEST_CONTAINER)
+        sources = Reachable([model], largest=named_by_code._LARGEST_CONTAINER)
         return {"sources": sources.count, "structure": len(Structure([model]).entries)}
 
     grow(1000)
@@ -370,7 +370,7 @@ def test_a_call_as_written_walks_no_code_again(monkeypatch: pytest.MonkeyPatch) 
             found.append(self)
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(module_state, "Reachable", Counted)
+    monkeypatch.setattr(named_by_code, "Reachable", Counted)
     model = capture(Naming().to("lazy"))
     for number in range(12):  # each of another shape: none is replayed
         model(torch.ones(number + 1, 3, device="lazy")).sum().backward()
