@@ -22,7 +22,7 @@ import torch
 from lazy_backend.ports.cpython import attributes_of, is_a, mro_of, name_of, namespace_of, slots_of
 
 # Where a dataclass keeps its fields, and how those that instances have are told from others.
-_FIELDS = "__dataclass_fields__"
+FIELDS = "__dataclass_fields__"
 _IS_FIELD = dataclasses._FIELD  # type: ignore[attr-defined]
 
 PLAIN_TYPES = frozenset(
@@ -141,7 +141,7 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
     seen[id(value)] = len(seen)
     if is_array(value):
         return kind, value.dtype.str, value.shape, digest(value)
-    fields = next((space[_FIELDS] for space in map(namespace_of, mro_of(type(value))) if _FIELDS in space), None)
+    fields = next((space[FIELDS] for space in map(namespace_of, mro_of(type(value))) if FIELDS in space), None)
     if type(fields) is dict:
         return kind, _keys(_values_of_fields(value, fields.values()), seen)
     if kind is types.SimpleNamespace:

@@ -51,7 +51,7 @@ from lazy_backend.ports.cpython import (
     values_view,
 )
 from lazy_backend.ports.hooks import REGISTRIES, modules_within
-from lazy_backend.replay.plain_values import has_plain_hash, is_plain, is_process_wide
+from lazy_backend.replay.plain_values import FIELDS, has_plain_hash, is_plain, is_process_wide
 from lazy_backend.tensors.tensor import LazyTensor
 
 # More values than this are not walked, 1 µs each: what lies beyond is unknown.
@@ -323,7 +323,7 @@ class Reachable:
             self._add_named(_class_entry, kind, value)
             is_foreign = is_installed(module_of(kind))
             for name, function in list(namespace_of(kind).items()):  # another thread may add one
-                if _is_called(value, name) or (not is_foreign and _is_used_by_operators(name, function)):
+                if _is_called(value, name) or (not is_foreign and _is_used_by_operators(kind, name, function)):
                     self._find_at(_class_entry, kind, name, value, function)
             for slot in slots_of(kind):
                 self._read_at(_slot, value, slot, value)
@@ -502,10 +502,11 @@ def _is_special(name: Hashable) -> bool:
     return type(name) is str and name.startswith("__") and name.endswith("__")
 
 
-def _is_used_by_operators(name: Any, function: Any) -> bool:
+def _is_used_by_operators(kind: type, name: Any, function: Any) -> bool:
     """Whether an operator may run a method. Not those that `dataclasses` writes, which read every field."""
-    is_ours = is_a(function, types.FunctionType) and function.__code__.co_filename != "<string>"
-    return is_ours and _is_special(name) and name not in _SELDOM
+    if not is_a(function, types.FunctionType) or not _is_special(name) or name in _SELDOM:
+        return False
+    return function.__code__.co_filename != "<string>" or FIELDS not in namespace_of(kind)
 
 
 def _may_change(owner: Any, place: StatePlace, value: Any) -> bool:
