@@ -143,15 +143,17 @@ FLAGS: dict[str, Flag] = {
     "run_in_background": Flag(
         "auto",
         _choice("auto", "always", "never"),
-        "Whether runs happen on another thread, or within mark_step. 'auto': on CUDA, unless the step is launched as "
-        "one graph, and on the CPU, if nobody waits for the run, for compiled graphs that need no Python if there are "
+        "Whether runs happen on another thread, or within mark_step. 'auto': on CUDA, and on other devices with a "
+        "`GraphDevice`, unless the step is launched as one graph, and on the CPU, if nobody waits for the run, for "
+        "compiled graphs that need no Python if there are "
         "more cores than threads in use, and for others if they take more than 1.5 ms and operators use one thread.",
         "LAZY_BACKEND_RUN_IN_BACKGROUND",
     ),
     "device_graphs": Flag(
         "auto",
         _choice("auto", "off"),
-        "'auto': runs that recur are launched as one CUDA graph, where the device is a GPU. 'off': kernel by kernel.",
+        "'auto': runs that recur are launched as one graph of the device, where it has such graphs: CUDA's, or those "
+        "of a device with a `GraphDevice`. 'off': kernel by kernel.",
         "LAZY_BACKEND_DEVICE_GRAPHS",
     ),
     "overlap_collectives": Flag(

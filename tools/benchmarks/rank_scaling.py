@@ -145,5 +145,11 @@ def main(counts: Sequence[int], show: Callable[[Table], str]) -> None:
                 f"rank {result['astray']:,} by {', '.join(f'rank {rank:,}' for rank in result['found'])}",
             ]
         )
-    head = ["ranks", "a step like the one before, ms", "writes a second", "a step unlike it, ms", "found astray"]
+    head = [
+        "ranks",
+        "a step like the one before, ms",
+        "writes a second",
+        "a step unlike it, ms",
+        "which differed, and who found it",
+    ]
     print(show(Table("simulated ranks at one store", head, rows)))

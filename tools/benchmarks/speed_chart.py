@@ -110,7 +110,9 @@ def tables(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
         if any(set(workload["speeds"]) - {"lazy"} for workload in run["workloads"]):
-            parts.append(f"{heading(run)}, {run['about']['rounds']} rounds:\n\n{table(run)}")
+            has_times = any(workload["eager_ms"] is not None for workload in run["workloads"])
+            kept = "" if has_times else "; eager's own times were not kept"
+            parts.append(f"{heading(run)}, {run['about']['rounds']} rounds{kept}:\n\n{table(run)}")
     return "\n\n".join(parts)
 
 
