@@ -11,11 +11,14 @@ BIN := $(VENV)/bin
 # processes of the test run: a third gains nothing on two cores. A file stays in one process, as its tests share what
 # they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# threads of operators in each of them: with two, the processes wait for each other on two cores, a fifth of the time.
+# `make ground` leaves PyTorch's own number, with which programs run
+THREADS ?= 1
 
 # the other versions of PyTorch that are supported: `make matrix` runs all tests on each
 OTHERS := 2.14.1 2.15.0
 
-.PHONY: help demo test test-cuda-compile cuda-compile scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench wild conformance soak release clean
+.PHONY: help demo test all-tests test-cuda-compile cuda-compile scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench wild conformance interruptions soak release clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -23,6 +26,7 @@ help:
 	@echo "make demo    train a convolutional network on handwritten digits, on device=\"lazy\""
 	@echo "make test    run the tests; ARGS are passed to pytest, as in: make test ARGS='-k views'"
 	@echo "make scenarios  the tests of whole programs, which take as long again"
+	@echo "make all-tests  both in one run, as CI does"
 	@echo "make test TORCH=2.15.0  the same with another PyTorch, in an environment of its own"
 	@echo "make matrix  the tests with every supported PyTorch; make ground: those that concern its internals"
 	@echo "make test-cuda-compile  compile steps for a GPU that is not there, run their kernels by Triton's interpreter"
@@ -32,6 +36,7 @@ help:
 	@echo "make bench   time per recorded operator, per sync and per step, next to eager and torch.compile"
 	@echo "make wild    documented programs of twenty other packages, next to eager; ARGS='--wild geometric_gcn'"
 	@echo "make conformance  PyTorch's own tests of operators, modules and optimizers; ARGS='--help' tells more"
+	@echo "make interruptions  exceptions and handlers at every place of a step, of which the tests try one in 24"
 	@echo "make soak    train while processes are killed, disks are full, steps are interrupted; ARGS='--hours 2'"
 	@echo "make release  sdist and wheel in dist/, each checked in an empty environment with every supported PyTorch"
 	@echo "make clean   remove the environment and everything built"
@@ -40,11 +45,15 @@ demo: $(VENV)/demo.installed
 	$(BIN)/python examples/train_digits.py --device lazy $(ARGS)
 
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest $(WORKERS) -m "not scenario" $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) -m "not scenario" $(ARGS)
+
+# these and `scenarios` in one run, which collects, starts and waits for its last file once instead of twice
+all-tests: $(VENV)/test.installed
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 # whole programs: compiled, of several processes, installed, trained for long
 scenarios: $(VENV)/test.installed
-	$(BIN)/python -m pytest $(WORKERS) -m scenario $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) -m scenario $(ARGS)
 
 # what concerns PyTorch's internals: the self-check, all of tests/ir, and files of tests/cpu that touch ports
 ground: $(VENV)/test.installed
@@ -53,8 +62,8 @@ ground: $(VENV)/test.installed
 		tests/cpu/test_autocast.py tests/cpu/test_runs_beside.py tests/cpu/test_modules.py \
 		tests/cpu/test_torch_compile.py tests/cpu/test_data_parallel.py tests/cpu/test_torch_lazy.py $(ARGS)
 
-matrix: test scenarios
-	for version in $(OTHERS); do $(MAKE) test scenarios TORCH=$$version || exit 1; done
+matrix: all-tests
+	for version in $(OTHERS); do $(MAKE) all-tests TORCH=$$version || exit 1; done
 
 # PyTorch comes with CUDA where pip's index has such builds, as PyPI has for Linux
 test-cuda-compile:
@@ -105,6 +114,10 @@ $(WILD)/wild.installed: pyproject.toml constraints.txt tools/benchmarks/wild_req
 
 conformance: $(VENV)/test.installed
 	$(BIN)/python tools/conformance.py $(ARGS)
+
+# takes long: an exception, a signal handler and a finalizer at every place that a step comes to
+interruptions: $(VENV)/test.installed
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) --runslow tests/cpu/test_interruption.py $(ARGS)
 
 soak: $(VENV)/test.installed
 	$(BIN)/python tools/soak.py $(ARGS)

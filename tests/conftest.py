@@ -95,6 +95,12 @@ _LONG = (
     "test_with_transformers.py",
     "test_cache_travels.py",
     "test_refused_values.py",
+    "test_eager_programs.py",
+    "test_conformance.py",
+    "test_ports_off.py",
+    "test_inductor_defects.py",
+    "test_public_faults.py",
+    "test_small_device.py",
 )
 
 

@@ -6,7 +6,8 @@
 
 In: the checkout, and a network to install from. Out: `dist/` with an sdist and the wheel that was built from it, and an
 exit status of 0 if both work where nothing else is installed: the wheel with every PyTorch, the sdist with the first.
-`tools/installed.py` is what runs there, and then the self-check, `python -m lazy_backend`. With `--bases` packages of
+`tools/installed.py` is what runs there, and then the self-check, `python -m lazy_backend`. The sdist takes the place of
+the wheel in the environment of the first PyTorch, so what both depend on is installed once. With `--bases` packages of
 those environments are within reach there, after the installed one's.
 """
 
@@ -38,16 +39,25 @@ def build(folder: Path, scratch: Path) -> tuple[Path, Path]:
 
 
 def check(package: Path, torch: str, scratch: Path, base: Path | None) -> None:
-    """Install `package` where there is nothing else, but for what an environment has that is the base; and use it."""
-    python = _environment(scratch / f"{torch}{package.suffix}")
-    if base is not None:
+    """Install `package` where there is nothing else, but for what an environment has that is the base; and use it.
+
+    A package that was checked with this PyTorch before is removed there first, and only it.
+    """
+    folder = scratch / torch
+    is_new = not folder.exists()
+    python = _environment(folder) if is_new else str(folder / "bin" / "python")
+    if not is_new:
+        _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "lazy_backend"])
+    if is_new and base is not None:
         (own,) = Path(python).parent.parent.glob("lib/python*/site-packages")
         (own / "base.pth").write_text(f"{_packages_of(base)}\n")
     constraints = scratch / f"constraints-{torch}.txt"
     constraints.write_text(
         re.sub(r"^torch==.*$", f"torch=={torch}", (ROOT / "constraints.txt").read_text(), flags=re.M)
     )
-    _run([python, "-m", "pip", "install", "--quiet", "--constraint", str(constraints), str(package)])
+    # no byte code of what is never imported: 20 s
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+    _run([*install, "--constraint", str(constraints), str(package)])
     # nothing of the checkout may be within reach
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     outside.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
