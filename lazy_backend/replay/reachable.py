@@ -72,6 +72,8 @@ _MOST_FOLLOWED = 1000
 _CALLED = ("__call__", "forward")
 # What code that calls a class runs.
 _CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
+# What finds all attributes of a class's objects.
+_FINDS_ATTRIBUTES = "__getattribute__"
 # What code that uses an object does not run unless it names it.
 _SELDOM = frozenset(
     (*_CONSTRUCTORS, "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__init_subclass__")
@@ -226,9 +228,7 @@ class Reachable:
             for name in _PARTS[kind]:
                 self._read_at(_slot, value, namespace_of(kind)[name], value)
         elif is_a(value, types.ModuleType):
-            attributes = attributes_of(value)
-            if not _is_of_library(dict.get(attributes, "__name__")):
-                self._add_named(_entry, attributes, value)
+            self._add_named(_entry, attributes_of(value), value)
         elif is_a(value, _WRAPPERS) or name_of(type(value)) == "_lru_list_elem":  # what is in there stays the same
             for number, part in enumerate(islice(gc.get_referents(value), self._largest)):
                 self._find(part, value, number)
@@ -241,8 +241,12 @@ class Reachable:
         """Walk the objects in a module or an optimizer that `StructureGuard` does not look into."""
         attributes = attributes_of(value)
         for name, attribute in list(dict.items(attributes)):
+            self._note_properties_to_come(name, value)
             if name not in _REGISTRIES and not (is_a(attribute, dict | set) and not length_of(attribute)):
                 self._find_at(_entry, attributes, name, value, attribute)
+        for registered in (dict.get(attributes, name, {}) for name in REGISTRIES):
+            for name in list(dict.keys(registered)):
+                self._note_properties_to_come(name, value)
 
     def _expand_function(self, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -273,7 +277,13 @@ class Reachable:
 
     def _find_named(self, names: set[str], read: Any, attributes: Any, owner: Any) -> None:
         keys = dict.keys(attributes) if is_a(attributes, dict) else namespace_of(attributes).keys()
-        for name in names & keys:
+        found = names & keys
+        if is_a(owner, types.ModuleType) and _is_of_library(dict.get(attributes, "__name__")):
+            # such as `sys.modules`
+            found = {name for name in found & self._attributes if is_a(attributes[name], _WITH_LENGTHS)}
+            for large in (one for one in map(attributes.get, found) if length_of(one) > MOST_KEYS):
+                self._values[id(large)] = large  # code that names it runs as written: there is no need to walk it
+        for name in found:
             self._read_at(read, attributes, name, owner)
             if read is _class_entry and not is_a(owner, type):
                 self._note_what_could_hide(name, attributes, owner)
@@ -313,7 +323,14 @@ class Reachable:
             attributes = attributes_of(value)
             for name, attribute in list(dict.items(attributes)):
                 self._find_at(_entry, attributes, name, value, attribute)
+                self._note_properties_to_come(name, value)
             self._expand_class(value)
+
+    def _note_properties_to_come(self, name: str, owner: Any) -> None:
+        """Note where a property of that name would be found before the attribute of `owner` itself."""
+        for kind in mro_of(type(owner)):
+            if name not in namespace_of(kind) and not _is_of_library(module_of(kind)):
+                self._plain.append((owner, StatePlace(_class_entry, kind, name, id(None)), None))
 
     def _expand_class(self, value: Any) -> None:
         """The methods and attributes that code names, those that operators and calls use, and attributes in slots."""
@@ -321,6 +338,8 @@ class Reachable:
             if _is_of_library(module_of(kind)):
                 continue
             self._add_named(_class_entry, kind, value)
+            if _FINDS_ATTRIBUTES not in namespace_of(kind):  # nor is to be later
+                self._plain.append((value, StatePlace(_class_entry, kind, _FINDS_ATTRIBUTES, id(None)), None))
             is_foreign = is_installed(module_of(kind))
             for name, function in list(namespace_of(kind).items()):  # another thread may add one
                 if _is_called(value, name) or (not is_foreign and _is_used_by_operators(kind, name, function)):
@@ -394,7 +413,7 @@ class Reachable:
         of_state = {id(one) for one in self.ways_to(self.tensors)[1] if container_kind(one) is not None}
         of_state.update(self.tensors)
         steps = self._steps()
-        found: list[tuple[StatePlace, Any]] = []
+        found: dict[Any, tuple[StatePlace, Any]] = {}
         values: list[Any] = []
         seen, waiting = {id(None)}, deque((id(None),))
         while waiting and len(found) + len(values) < 2 * _MOST_FOLLOWED:
@@ -404,7 +423,7 @@ class Reachable:
                 may_change = place is None or _may_change(owner, place, value)
                 is_seen = place is None or (place.read is _entry and is_a(owner, _WITH_STRUCTURE))
                 if place is not None and not is_seen and may_change and id(value) not in of_state:
-                    found.append((place, value))
+                    found[place.where] = place, value
                 if id(value) in seen or is_plain(value):
                     continue
                 seen.add(id(value))
@@ -412,7 +431,7 @@ class Reachable:
                 is_compared = not is_a(value, _SEEN_BY_OTHERS) if may_change else is_a(value, _WITH_LENGTHS)
                 if is_compared and id(value) not in of_state:
                     values.append(value)
-        return found, values
+        return list(found.values()), values
 
     def _steps(self) -> dict[int, list[tuple[StatePlace | None, Any]]]:
         """What code can come to from each value, given by its id: where it is (None: fixed) and what it is."""

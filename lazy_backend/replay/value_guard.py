@@ -13,8 +13,9 @@ lazy tensors have guards of their own.
 Some values cannot be followed: thread-local ones, weak references, iterators and generators, containers of more than
 1000 entries, arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen to
 read the environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of installed
-packages only plain values are followed, not which functions, classes and objects they name. Of all values, the 1000
-nearest to the function are followed.
+packages only plain values are followed, not which functions, classes and objects they name; of the modules of Python's
+library only containers that code names, such as `sys.path`. Of all values, the 1000 nearest to the function
+are followed.
 
 The check compares by identity, in C: 60 ns for a value. Only if that fails are values compared.
 """
@@ -58,7 +59,7 @@ class ValueGuard:
         found, values = reach.values_read()
         self.unseen = _unseen_among(found, values)
         self._groups: dict[Any, _Group] = {}  # by how they are read
-        for place, value in {place.where: (place, value) for place, value in found}.values():
+        for place, value in found:
             self._groups.setdefault(place.read, _Group()).add(place, value)
         facts = list(_facts_of(values))
         self._reads = [(read, one) for read, one, _ in facts]

@@ -92,6 +92,8 @@ class World:
         self.helper.__kwdefaults__ = {"more": 1.0}
         self.helper.mark = 1.0
         self.variable: Any = 1.0
+        self.plain = type("Plain", (), {})()
+        self.plain.rate = 1.0
         SETTINGS.factor = 1.0  # type: ignore[attr-defined]
 
     def reader(self, with_host: bool = True) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Any], None]]:
@@ -109,7 +111,8 @@ class World:
             y = y * self.table["k"] * self.listed[0] * self.listed[1][0] * self.queue[0] * variable
             y = y * float(self.array[0]) * float(sum(self.inner.sizes)) * float(len(self.inner.kinds))
             y = y * SETTINGS.factor * self.derived.inherited * self.slotted.factor * self.helper.mark  # type: ignore[attr-defined]
-            if self.kind is Kind.DOUBLE:
+            y = y * self.plain.rate
+            if self.kind is Kind.DOUBLE or DOUBLED in sys.argv:
                 y = y + y
             if self.text == "b" and self.nothing is None:
                 y = y - 1
@@ -119,7 +122,15 @@ class World:
         return read, set_variable
 
 
+DOUBLED = "--doubled"
+
+
 def changes(world: World, set_variable: Callable[[Any], None], value: float) -> dict[str, Callable[[], Any]]:
+    kind = type(world.plain)
+
+    def find(self: Any, name: str) -> Any:
+        return value if name == "rate" else object.__getattribute__(self, name)
+
     return {
         "a global": lambda: globals().__setitem__("SCALE", value),
         "a variable": lambda: set_variable(value),
@@ -157,6 +168,9 @@ def changes(world: World, set_variable: Callable[[Any], None], value: float) -> 
         "a dict behind a proxy": lambda: world.hidden.__setitem__("k", value),
         "a function within a partial": lambda: world.partial.__setstate__((float.__mul__, (value,), {}, None)),
         "an attribute of a module": lambda: setattr(SETTINGS, "factor", value),
+        "a property that hides an attribute": lambda: setattr(kind, "rate", property(lambda _: value)),
+        "how attributes are found": lambda: setattr(kind, "__getattribute__", find),
+        "a list of Python's library": lambda: sys.argv.append(DOUBLED) if value > 2 else None,
     }
 
 
@@ -187,6 +201,7 @@ def as_it_was() -> Iterator[None]:
     yield
     globals()["SCALE"] = OfClass.factor = Derived.inherited = Meta.rate = 1.0
     del Derived.inherited
+    sys.argv[:] = [one for one in sys.argv if one != DOUBLED]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -252,6 +267,21 @@ def test_a_captured_optimizer_reads_what_its_code_would(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")  # values change often
+def test_what_is_among_the_modules_is_read_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "of_this_test", types.SimpleNamespace(gain=2.0))  # type: ignore[misc]
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x * sys.modules["of_this_test"].gain
+
+    f, x = capture(read), torch.ones(3)
+    for number in range(6):
+        if number == 4:
+            monkeypatch.setitem(sys.modules, "of_this_test", types.SimpleNamespace(gain=3.0))  # type: ignore[misc]
+        assert_same(f(x.to("lazy")), read(x))
+
+
+# changes before many calls in a row have the function called as written for good, which is told
+@pytest.mark.filterwarnings("ignore::lazy_backend.errors.CaptureWarning")
 @pytest.mark.parametrize("seed", range(20))
 def test_each_call_between_random_changes_is_that_of_the_code(seed: int) -> None:
     world, chance = World(), random.Random(seed)
@@ -259,7 +289,7 @@ def test_each_call_between_random_changes_is_that_of_the_code(seed: int) -> None
     f, x = capture(read), torch.ones(3)
     with count("CapturedCall") as replayed:
         for _ in range(120):
-            for _ in range(chance.choice((0, 0, 0, 0, 0, 1, 2))):
+            for _ in range(chance.choice((0, 0, 0, 0, 0, 0, 0, 0, 1, 2))):
                 changed = changes(world, set_variable, float(chance.randint(1, 4)))
                 changed[chance.choice(NAMES)]()
             assert_same(f(x.to("lazy")), read(x))
