@@ -1350,7 +1350,8 @@ bool is_free() {
 // ----- what PyTorch asks of each argument
 
 // The attribute of a lazy tensor that PyTorch asks for by a string of C: `__torch_function__`, for each argument of each
-// call. Without this function an object of Python's is made of the string each time. Python itself never comes here.
+// call. Without this function an object of Python's is made of the string each time, which takes 0.1 us. Python itself
+// never comes here, and from Python 3.13 on PyTorch does not either.
 PyObject* named_attribute(PyObject* lazy, char* name) {
   if (std::strcmp(name, "__torch_function__") == 0) {
     PyObject* found = PyDict_GetItemWithError(Py_TYPE(lazy)->tp_dict, names.function);
