@@ -18,7 +18,7 @@ THREADS ?= 1
 # the other versions of PyTorch that are supported: `make matrix` runs all tests on each
 OTHERS := 2.14.1 2.15.0
 
-.PHONY: help demo test all-tests test-cuda-compile cuda-compile scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench wild conformance interruptions soak release clean
+.PHONY: help demo test test-cuda-compile cuda-compile scenarios ground matrix lint ruff-check ruff-format mypy docs pictures bench wild conformance interruptions soak release clean
 # two pips in one environment would get in each other's way
 .NOTPARALLEL:
 
@@ -26,7 +26,6 @@ help:
 	@echo "make demo    train a convolutional network on handwritten digits, on device=\"lazy\""
 	@echo "make test    run the tests; ARGS are passed to pytest, as in: make test ARGS='-k views'"
 	@echo "make scenarios  the tests of whole programs, which take as long again"
-	@echo "make all-tests  both in one run, as CI does"
 	@echo "make test TORCH=2.15.0  the same with another PyTorch, in an environment of its own"
 	@echo "make matrix  the tests with every supported PyTorch; make ground: those that concern its internals"
 	@echo "make test-cuda-compile  compile steps for a GPU that is not there, run their kernels by Triton's interpreter"
@@ -47,10 +46,6 @@ demo: $(VENV)/demo.installed
 test: $(VENV)/test.installed
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) -m "not scenario" $(ARGS)
 
-# these and `scenarios` in one run, which collects, starts and waits for its last file once instead of twice
-all-tests: $(VENV)/test.installed
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
-
 # whole programs: compiled, of several processes, installed, trained for long
 scenarios: $(VENV)/test.installed
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) -m scenario $(ARGS)
@@ -62,8 +57,8 @@ ground: $(VENV)/test.installed
 		tests/cpu/test_autocast.py tests/cpu/test_runs_beside.py tests/cpu/test_modules.py \
 		tests/cpu/test_torch_compile.py tests/cpu/test_data_parallel.py tests/cpu/test_torch_lazy.py $(ARGS)
 
-matrix: all-tests
-	for version in $(OTHERS); do $(MAKE) all-tests TORCH=$$version || exit 1; done
+matrix: test scenarios
+	for version in $(OTHERS); do $(MAKE) test scenarios TORCH=$$version || exit 1; done
 
 # PyTorch comes with CUDA where pip's index has such builds, as PyPI has for Linux
 test-cuda-compile:

@@ -243,7 +243,9 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 backend = sys.argv[1]
-config.cache, config.compile, config.backend = backend == "inductor", "foreground", backend
+config.cache, config.compile = backend == "inductor", "foreground"
+if backend != "interpreted":
+    config.backend = backend
 """
 
 # How programs for `run_ranks` begin in which rank 1 is so late that rank 0 does not wait for it any more.
