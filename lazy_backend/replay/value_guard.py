@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.ports.cpython import is_a, items_of, length_of, mro_of, name_of, namespace_of
+from lazy_backend.ports.cpython import attributes_of, is_a, items_of, length_of, mro_of, name_of, namespace_of
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.plain_values import is_array, is_plain, plain_key, same_plain
 from lazy_backend.replay.reachable import MOST_KEYS, NOTHING_THERE, Reachable, StatePlace, is_installed, name_of_key
@@ -95,6 +95,8 @@ def _facts_of(values: Iterable[Any]) -> Iterator[tuple[_Fact, Any, Any]]:
     for value in values:
         if _flags_of(type(value)) & _OF_PYTHON:
             yield _fact(_class_of, value)
+            if any("__getattr__" in namespace_of(kind) for kind in mro_of(type(value))):
+                yield _fact(_num_attributes, value)  # which come before what that method gives
         if is_a(value, dict | list | deque | set):
             is_plain_set = is_a(value, set) and all(map(is_plain, items_of(value)))
             if length_of(value) <= MOST_KEYS:
@@ -122,6 +124,10 @@ def _parts_of(function: Any) -> Any:
 
 def _class_of(value: Any) -> int:
     return id(type(value))
+
+
+def _num_attributes(value: Any) -> int:
+    return len(attributes_of(value))
 
 
 _BY_ID = (_parts_of, _class_of)

@@ -267,6 +267,26 @@ def test_a_captured_optimizer_reads_what_its_code_would(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")  # values change often
+def test_an_attribute_that_comes_where_getattr_gave_one() -> None:
+    class Giving:
+        def __getattr__(self, name: str) -> float:
+            return 2.0
+
+    giving = Giving()
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x * giving.rate
+
+    f, x = capture(read), torch.ones(3)
+    with count("CapturedCall") as replayed:
+        for number in range(6):
+            if number == 4:
+                giving.rate = 3.0
+            assert_same(f(x.to("lazy")), read(x))
+    assert replayed() >= 2
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.errors.CaptureWarning")  # it runs as written, and says so
 def test_what_is_among_the_modules_is_read_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "of_this_test", types.SimpleNamespace(gain=2.0))  # type: ignore[misc]
 
