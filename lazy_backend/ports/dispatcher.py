@@ -28,8 +28,6 @@ kernel_caller: Callable[[OpOverload], Callable[..., Any]] = attrgetter("_op_dk")
 # (name of an operator, name of a key): whether the operator has a kernel of its own there. Raises for unknown names.
 has_kernel: Callable[[str, str], bool] = optional("torch._C._dispatch_has_kernel_for_dispatch_key")
 dispatch_keys: Callable[[torch.Tensor], Any] = optional("torch._C._dispatch_keys")
-# A key by its name: "MkldnnCPU" is no attribute of `DispatchKey`.
-key_named: Callable[[str], DispatchKey] = optional("torch._C._parse_dispatch_key")
 # A guard: calls within it go below autograd.
 BelowAutograd: Any = optional("torch._C._AutoDispatchBelowAutograd")
 # A guard: calls within it go below autograd and the kernels that keep versions and views, as those of a kernel do.

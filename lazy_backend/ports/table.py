@@ -283,7 +283,6 @@ DISPATCHER = Port(
     "torch._C._AutoDispatchBelowAutograd",
     "torch._C._AutoDispatchBelowADInplaceOrView",
     "torch._C._dispatch_keys",
-    "torch._C._parse_dispatch_key",
     "torch.ops.aten.add.Tensor._schema",
     "torch.ops.aten.add.Tensor._opname",
     "torch.ops.aten.add.Tensor._overloadname",

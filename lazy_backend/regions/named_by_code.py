@@ -19,9 +19,8 @@ _LARGEST_CONTAINER = 100
 class NamedByCode:
     """What the code of modules, or of an optimizer, can name: sources of random numbers, and values.
 
-    Does not refer to them.
-    To find them takes long, as it follows all functions that the code calls. So they are found once, and again if there
-    are more globals.
+    Does not refer to the modules. To find all takes long, as functions that the code calls are followed. So it is done
+    once, and again if there are more globals.
     """
 
     __slots__ = ("generators", "states", "values", "_globals")

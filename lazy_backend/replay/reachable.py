@@ -254,13 +254,14 @@ class Reachable:
         if not _is_of_library(function.__module__):
             codes = list(_codes_of(function.__code__))
             names = set().union(*(code.co_names for code in codes))
+            self._new_names |= names - self._names
             for code in codes:
                 global_names, attributes, modules = names_read(code)
+                self._new_names |= attributes - self._attributes  # of modules of a library, names that are read count
                 self._attributes |= attributes
                 self._globals.update((id(function.__globals__), name) for name in global_names)
                 for name in modules & sys.modules.keys():
                     self._read_at(_entry, sys.modules, name, function)
-            self._new_names |= names - self._names
             self._names |= names
             self.globals[id(function.__globals__)] = function.__globals__
             for name in names & dict.keys(function.__globals__):

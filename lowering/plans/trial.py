@@ -125,18 +125,30 @@ class Trial:
         seeds: Sequence[int],
         deliver: Callable[[list[torch.Tensor]], None],
     ) -> list[torch.Tensor]:
-        given, originals = _with_copies(inputs, self._copied), _with_copies(inputs, self._written)
+        copies = self._copies_of(inputs)
         written = [inputs[place] for place in self._copied]
         conversation = Conversation(self._heard)
         with conversation.joined() as sent:
             deliver((outputs := self._interpreter.execute(inputs, constants, seeds)).copy())
         start = perf_counter()
         self._sent = tuple(sent)
-        ours = [*outputs, *written, *sent.values()]
-        run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
-        verdict = self._try(ours, given, run, conversation)
+        if copies is None:
+            self._plan.proof.go_without()
+            verdict = "unverified"
+        else:
+            given, originals = copies
+            ours = [*outputs, *written, *sent.values()]
+            run = TriedRun(self._graph, originals, constants, seeds, self._sizes, conversation.heard)
+            verdict = self._try(ours, given, run, conversation)
         self._tell(verdict, perf_counter() - start)
         return outputs
+
+    def _copies_of(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """The inputs with copies for the plan, and with those of what the graph writes; None without memory."""
+        try:
+            return _with_copies(inputs, self._copied), _with_copies(inputs, self._written)
+        except (MemoryError, torch.OutOfMemoryError):
+            return None
 
     def _try(
         self, ours: Sequence[torch.Tensor], given: list[torch.Tensor], run: TriedRun, conversation: Conversation

@@ -20,7 +20,7 @@ import torch
 from lazy_backend.lowering.interpreter.frame import FrameTemplate
 from lazy_backend.lowering.ir.graph import TensorMeta, Value, empty_of, meta_of
 from lazy_backend.lowering.serving.constant_folding import ConstantFolder
-from lazy_backend.ports.dispatcher import DispatchKey, DispatchKeySet, dispatch_keys, key_named
+from lazy_backend.ports.dispatcher import DispatchKey, DispatchKeySet, dispatch_keys
 
 
 class InputError(ValueError):
@@ -140,10 +140,11 @@ _TRANSFORMED = (
     | DispatchKeySet(DispatchKey.FuncTorchGradWrapper)
     | DispatchKeySet(DispatchKey.Functionalize)
 ).raw_repr()
-# And of those that need a closer look: these, those that are to be computed yet, and those that are not dense.
+# And of those that need a closer look: these, those that are to be computed yet, and those that are not dense. Tensors
+# of oneDNN have no strides to compare.
 _SPECIAL = (
     (_PYTHON | _ZEROS | _TRANSFORMED)
     | (DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)).raw_repr()
     | (DispatchKeySet(DispatchKey.Sparse) | DispatchKeySet(DispatchKey.SparseCsr)).raw_repr()
-    | (DispatchKeySet(DispatchKey.NestedTensor) | DispatchKeySet(key_named("MkldnnCPU"))).raw_repr()
+    | DispatchKeySet(DispatchKey.NestedTensor).raw_repr()
 )

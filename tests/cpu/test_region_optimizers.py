@@ -431,11 +431,13 @@ def test_a_count_in_a_group_of_a_captured_function(name: str) -> None:
     assert not is_followed or replayed() >= 0.9 * (NUM_STEPS - 12)
 
 
-class Nested(optim.Optimizer):
-    """Keeps momenta in a dict and in a list in its state."""
-
+class WithRate(optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
+
+
+class Nested(WithRate):
+    """Keeps momenta in a dict and in a list in its state."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -448,11 +450,8 @@ class Nested(optim.Optimizer):
             self.state[p]["sums"][0].add_(p)
 
 
-class Scratch(optim.Optimizer):
+class Scratch(WithRate):
     """Computes in memory of its own, as Muon's iterations do."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -462,11 +461,8 @@ class Scratch(optim.Optimizer):
             p.sub_(scratch, alpha=self.param_groups[0]["lr"])
 
 
-class Uploading(optim.Optimizer):
+class Uploading(WithRate):
     """Uploads a constant, and its learning rate."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

@@ -152,11 +152,12 @@ def test_an_error_of_the_program_is_no_verdict() -> None:
     assert counts() == (1, 0)
 
 
-def test_without_memory_for_a_trial_a_plan_is_used_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["differences", "copy_of"])
+def test_without_memory_for_a_trial_a_plan_is_used_untried(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*tensors: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(rounding, "differences", out_of_memory)
+    monkeypatch.setattr(rounding, where, out_of_memory)
     x = torch.rand(4).to("lazy")
     runs = [step(x) for _ in range(3)]
     assert torch.equal(runs[0], runs[2])

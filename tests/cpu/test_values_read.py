@@ -293,7 +293,12 @@ def test_what_is_among_the_modules_is_read_as_written(monkeypatch: pytest.Monkey
     def read(x: torch.Tensor) -> torch.Tensor:
         return x * sys.modules["of_this_test"].gain
 
-    f, x = capture(read), torch.ones(3)
+    layer = nn.Identity()
+
+    def named_otherwise(x: torch.Tensor) -> torch.Tensor:
+        return read(x) if sys.byteorder and list(layer.modules()) else x
+
+    f, x = capture(named_otherwise), torch.ones(3)
     for number in range(6):
         if number == 4:
             monkeypatch.setitem(sys.modules, "of_this_test", types.SimpleNamespace(gain=3.0))  # type: ignore[misc]
