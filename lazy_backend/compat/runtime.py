@@ -143,7 +143,7 @@ PARTS: tuple[Part, ...] = (
     Part("tensors.generators", ("_known",), Life.USERS, "lazy generators"),
     Part("lowering.artefacts.environment", ("processor", "lowering_code", "compiler_variables"), Life.FACTS,
          "what keys depend on and no program changes"),
-    Part("lowering.artefacts.environment", ("table", "_switched", "_reads"), Life.FACTS,
+    Part("lowering.artefacts.environment", ("table", "_switched", "_reads", "_asked"), Life.FACTS,
          "the table of what keys depend on, which a registered device adds to"),
     Part("lowering.artefacts.run_thread", ("available_cores",), Life.FACTS, "cores that this process may use"),
     Part("lowering.checks.refusals", ("_library", "require"), Life.PROCESS, "an operator of ours"),

@@ -17,7 +17,7 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.execution.bindings import FirstRun, Indices, bindings_of
 from lazy_backend.execution.disk_cache import artefact_store, expects_hits
 from lazy_backend.execution.run import SyncTensorCollection
-from lazy_backend.lowering.artefacts.environment import Environment, environment
+from lazy_backend.lowering.artefacts.environment import Environment, environment, switches
 from lazy_backend.lowering.compilation.request import Backend
 from lazy_backend.lowering.ir.canonical import PostOrderData, fresh_slots, run_post_order
 from lazy_backend.lowering.ir.graph import Graph, check_graph
@@ -98,6 +98,11 @@ def compile_policy() -> CompilePolicy:
 def current_environment() -> Environment:
     """Everything that a key depends on besides the graph, as of now."""
     return environment(compile_backend() if config.compile != "off" else None)
+
+
+def current_settings() -> tuple[Any, ...]:
+    """Everything that a recorded call depends on besides its arguments and the user's objects, as of now."""
+    return (compile_backend() if config.compile != "off" else None, *switches())
 
 
 def _cache_size() -> int:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import container_kind, is_a, items_of, name_of
 from lazy_backend.ports.tensor_types import device_of
-from lazy_backend.ports.thread_modes import is_deterministic, may_use_efficient, may_use_flash, may_use_math
 from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain, plain_key
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
@@ -70,7 +70,7 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
             return f"it got an argument that cannot be looked into: {name_of(type(error))}"
         if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
             return "it got a dict whose keys are not strings"
-    key: list[Any] = [spec, *_choices_of_kernels(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    key: list[Any] = [spec, switches(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     tensors: list[LazyTensor] = []
     context: DeviceContext | None = None
     first: dict[int, int] = {}
@@ -96,7 +96,7 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
         else:
             return f"it got a {name_of(type(leaf))}, which may change without being noticed"
     autocast = describe_autocast()
-    key += [torch.get_default_dtype(), autocast]
+    key.append(autocast)
     context = context or contexts.get_device_context(None)
     return CallArguments(args, kwargs, leaves, spec, tensors, context, tuple(key), autocast)
 
@@ -111,16 +111,6 @@ def _has_odd_key(value: Any) -> bool:
     if kind is dict:
         return not all(map(has_plain_hash, dict.keys(value))) or any(map(_has_odd_key, dict.values(value)))
     return (kind is list or kind is tuple) and any(map(_has_odd_key, items_of(value)))
-
-
-def _choices_of_kernels() -> tuple[bool, ...]:
-    """Switches by which PyTorch chooses the operators that a module calls."""
-    return (
-        may_use_flash(),
-        may_use_efficient(),
-        may_use_math(),
-        is_deterministic(),
-    )
 
 
 def _is_leaf(arg: Any) -> bool:

@@ -29,6 +29,7 @@ from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, ProgramRun, Stale, follow
 from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, numbers_in
+from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.ir.ranges import is_profiling
 from lazy_backend.ports.cpython import attributes_of, container_kind, is_a, items_of
@@ -316,7 +317,7 @@ class CapturedOptimizer:
             account.ran_as_written(reason)
             return self._run(optimizer, args, kwargs)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        pattern = (describe_autocast(), *[grad is None for grad in grads])
+        pattern = (switches(), describe_autocast(), *[grad is None for grad in grads])
         if not type(optimizer).__module__.startswith("torch.optim."):  # which look at gradients only
             pattern += tuple(p.requires_grad for group in optimizer.param_groups for p in group["params"])
         state, given = self._state(optimizer, pattern)

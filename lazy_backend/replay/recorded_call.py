@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from lazy_backend.cache.trie import TrieNode
-from lazy_backend.execution.computations import current_environment
+from lazy_backend.execution.computations import current_settings
 from lazy_backend.floats.float_recorder import SCHEDULED_INSIDE, FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import ProgramRun
 from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, numbers_in
-from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut
@@ -125,7 +124,7 @@ class RecordedCall:
     floats: tuple[float, ...]  # of the arguments, then of the optimizers
     formulas: RecordedFloats
     computed: dict[int, list[int]]  # by input that the body uploaded: the nodes of `formulas` that gave its value
-    settings: Environment
+    settings: tuple[Any, ...]
     numbers: PlaceNumbers
     after: PlacedState = field(default_factory=PlacedState)
     argument_places: frozenset[tuple[int, int]] = (
@@ -375,7 +374,7 @@ def record_call(
         spec=spec,
         watch=watch,
         guards=guards,
-        settings=current_environment(),
+        settings=current_settings(),
         floats=arguments.floats + tuple(value for floats in given_floats for value in floats),
         formulas=formulas,
         computed={

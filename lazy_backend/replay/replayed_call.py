@@ -20,12 +20,11 @@ from typing import Any
 import torch
 
 from lazy_backend import metrics
-from lazy_backend.execution.computations import current_environment
+from lazy_backend.execution.computations import current_settings
 from lazy_backend.execution.run import Async, SyncTensorCollection
 from lazy_backend.execution.sync import executor
 from lazy_backend.floats.formula_program import Evaluated, FormulaProgram, Stale
 from lazy_backend.floats.hyperparameters import OptimizerGuard
-from lazy_backend.lowering.artefacts.environment import Environment
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
@@ -237,7 +236,7 @@ class CapturedProgram:
 
     context: DeviceContext
     bound: CachedComputation
-    settings: Environment
+    settings: tuple[Any, ...]
     sources: tuple[Source, ...]
     parameters: tuple[tuple[int, bool], ...]  # each the place of a source, and whether its base is wanted
     outputs: tuple[Output, ...]
@@ -292,7 +291,7 @@ class CapturedProgram:
         count = self.context.locker.count  # a signal handler may replay after this: then this call begins again
         evaluated = self.check(arguments)
         arguments.uploads = evaluated.uploads
-        if current_environment() != self.settings:
+        if current_settings() != self.settings:
             raise Stale("the settings changed")
         inputs = [source.data(self, arguments) for source in self.sources]
         commit = evaluated.commit

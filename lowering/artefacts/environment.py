@@ -10,8 +10,10 @@ more entry; a backing device that is registered brings its own. The scopes are:
 - `PROCESS`: a program may change it mid-run and must then not get code from before the change. Every sync reads these.
 - `COMPILE`: code generation reads it, so the worker process takes it over, and artefacts on disk are specific to it.
 - `ARTEFACT`: it must be the same in the process that makes an artefact and in one that loads it.
+- `CODE`: Python asks for it, that of PyTorch or of the user, and calls other operators. So what a captured function,
+  module or optimizer recorded is not replayed under another value, nor under one of the first scope.
 
-The key on disk contains all of the last two, a hash of the code that lowers graphs, the compiler settings that the
+The key on disk contains all of the second and third scope, a hash of the code that lowers graphs, the compiler settings that the
 program changed, and the compiler's environment variables. Which C++ compiler built an artefact is not in it: any
 compiler's code is right, and what was compiled is also for machines that have no compiler, or name another.
 """
@@ -37,6 +39,7 @@ from lazy_backend.lowering.devices.interface import BackingDevice
 from lazy_backend.lowering.devices.registration import backing_devices
 from lazy_backend.ports.port import VARIABLE
 from lazy_backend.ports.replacements import inductor
+from lazy_backend.ports.thread_modes import SWITCHES
 
 # Raise it when the contents of artefacts change.
 FORMAT = 6
@@ -90,13 +93,14 @@ _GENERAL = (
     # compiled kernels have arrays with one element per thread
     Dependency("threads", SWITCHED | Scope.ARTEFACT, torch.get_num_threads, torch.set_num_threads),
     attribute("mkldnn", torch.backends.mkldnn, "enabled", inductor.is_mkldnn_enabled, SWITCHED),
-    Dependency("float32 matmul precision", Scope.COMPILE, _legacy_precision, _follow_legacy_precision),
+    Dependency("float32 matmul precision", Scope.COMPILE | Scope.CODE, _legacy_precision, _follow_legacy_precision),
     *precisions("mkldnn", SWITCHED),
     Dependency("format", Scope.ARTEFACT, lambda: FORMAT),
     Dependency("torch", Scope.ARTEFACT, lambda: torch.__version__),
     Dependency("python", Scope.ARTEFACT, importlib.util.MAGIC_NUMBER.hex),
     Dependency("abi", Scope.ARTEFACT, lambda: importlib.machinery.EXTENSION_SUFFIXES[0]),
     Dependency("processor", Scope.ARTEFACT, processor),
+    *(Dependency(name, Scope.CODE, read) for name, read in SWITCHES.items()),
 )
 
 
@@ -116,7 +120,7 @@ def _versions_of(device: BackingDevice) -> Dependency:
 
 def see_devices() -> None:
     """Take over the dependencies of a backing device that was registered."""
-    for found in (table, _switched, _reads):
+    for found in (table, _switched, _reads, _asked):
         found.cache_clear()
 
 
@@ -133,6 +137,19 @@ def _switched() -> tuple[Dependency, ...]:
 @functools.cache
 def _reads() -> tuple[Callable[[], Any], ...]:
     return tuple(one.read for one in _switched())
+
+
+@functools.cache
+def _asked() -> tuple[Callable[[], Any], ...]:
+    return tuple(one.read for one in table() if (Scope.PROCESS | Scope.CODE) & one.scope)
+
+
+def switches() -> tuple[Any, ...]:
+    """The current values of the process's settings that Python code may ask for, or that a key depends on.
+
+    Every call of something captured calls this function: 3 µs.
+    """
+    return tuple([read() for read in _asked()])
 
 
 def environment_names() -> tuple[str, ...]:

@@ -20,6 +20,7 @@ class Scope(enum.Flag):
     PROCESS = enum.auto()
     COMPILE = enum.auto()
     ARTEFACT = enum.auto()
+    CODE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
