@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ import torch
 from lazy_backend.floats.formulas import bits
 from lazy_backend.ports.cpython import is_a, items_of
 
+# The attribute of an optimizer that has them.
+GROUPS = "param_groups"
 _PLAIN = frozenset(map(id, (type(None), bool, int, float, str)))
 
 
@@ -89,6 +91,26 @@ class OptimizerGuard:
                 if not is_count and not _same_but_for_floats(value, before):
                     return None
         return self._read_floats()
+
+
+class SettingsGuard:
+    """The hyperparameters of optimizers that code reads, and does not step: none may change."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._guards = list(map(OptimizerGuard, optimizers))
+        self._floats = list(map(_bits_of, self._guards))
+
+    def change(self) -> str:
+        """What has changed; empty if nothing has."""
+        for guard, before in zip(self._guards, self._floats, strict=True):
+            if before is None or _bits_of(guard) != before:
+                return "the settings of an optimizer that its code may read changed"
+        return ""
+
+
+def _bits_of(guard: OptimizerGuard) -> list[Any] | None:
+    floats = guard.floats()
+    return None if floats is None else list(map(bits, floats))
 
 
 def numbers_in(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -85,9 +85,19 @@ def is_a(value: Any, kinds: Any) -> bool:
 mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 namespace_of: Callable[[type], MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
 name_of: Callable[[type], str] = type.__dict__["__name__"].__get__
-module_of: Callable[[type], Any] = type.__dict__["__module__"].__get__  # no string if the class sets it so
+_module_of: Callable[[type], Any] = type.__dict__["__module__"].__get__
+_flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
 _offset_of_dict: Callable[[type], int] = type.__dict__["__dictoffset__"].__get__
 _basic_size_of: Callable[[type], int] = type.__dict__["__basicsize__"].__get__
+
+_HEAP_TYPE = 1 << 9  # of the flags of a class: it is not one of C that is built in
+
+
+def module_of(kind: type) -> Any:
+    """The name of the module of a class: no string if the class sets it so, "" if `exec` made it where none has one."""
+    module = _module_of(kind)
+    return "" if type(module) is str and module == "builtins" and _flags_of(kind) & _HEAP_TYPE else module
+
 
 # An instance that has a `__dict__` and nothing else: larger ones have state in C, or slots.
 _SIZE_OF_PLAIN_INSTANCE: int = type("_Plain", (), {}).__basicsize__

@@ -51,6 +51,7 @@ from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jump, take_jump
 from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
+from lazy_backend.regions.named_by_code import NamedByCode
 from lazy_backend.regions.programs import ArgumentLeaf, MadeLeaf, Program, learn_program
 from lazy_backend.regions.results import (
     ResultStructure,
@@ -176,12 +177,11 @@ class CapturedModule:
             return _run_body(module, args, kwargs)
         if not arguments.tensors:
             arguments.context = _context_of(module) or arguments.context
-        state = self._state(module)
-        signature = state.signature(arguments.key)
+        state, signature = self._known(module, arguments.key)
         program = signature.program
         is_due = program is not None and signature.replayed and signature.calls >= signature.check_at
         if program is not None and not is_due:
-            replayed = self._replay(module, state, program, arguments)
+            replayed = self._replay(module, state, signature, program, arguments)
             if replayed is not None:
                 signature.replayed = True
                 account.replays += 1
@@ -193,24 +193,38 @@ class CapturedModule:
             signature.check_at = 2 * signature.calls if self._verify else 2**62
         return self._write(module, state, signature, arguments, args, kwargs, is_due)
 
-    def _state(self, module: torch.nn.Module) -> ModuleState:
-        """What is known of the module as it is now."""
+    def _known(self, module: torch.nn.Module, kind: Any) -> tuple[ModuleState, AlikeCalls]:
+        """What is known of the module as it is now, and of its calls with this kind of arguments."""
+        state, change = self._state(module)
+        signature, other_change = state.signature(kind)
+        if not (change or other_change):
+            self._changes = 0
+        else:
+            self._changes += 1
+            if self._changes == 2 * PATIENCE:
+                self.account.warn(f"it changed before each of {self._changes} calls: {change or other_change}")
+        return state, signature
+
+    def _state(self, module: torch.nn.Module) -> tuple[ModuleState, str]:
+        """What is known of the module as it is now; and what changed since the call before, if that is nothing."""
         states = self._states
         for holds in (ModuleState.is_untouched, ModuleState.is_equal):  # the second takes longer
             for place, state in enumerate(states):
                 if holds(state, module):
                     if place:
                         states.insert(0, states.pop(place))
-                    self._changes = 0
-                    return state
-        if states:
-            self._changes += 1
-            if self._changes == 2 * PATIENCE:
-                self.account.warn(f"it changed before each of {self._changes} calls: {states[0].why()}")
-        made = ModuleState(module)
+                    return state, ""
+        made, change = ModuleState(module), states[0].why() if states else ""
         # a state keeps alive what it refers to, so it must not outlive what was replaced
         self._states = [made, *[state for state in states if state.refers_only_to(made)]][:_MAX_STATES]
-        return made
+        return made, change
+
+    def _named(self, module: torch.nn.Module, state: ModuleState) -> NamedByCode:
+        """What the code of the module can name now."""
+        named = state.named_by_code(module)
+        for one in self._states:
+            one.keep(named)
+        return named
 
     # ----- a replayed call
 
@@ -218,6 +232,7 @@ class CapturedModule:
         self,
         module: torch.nn.Module,
         state: ModuleState,
+        signature: AlikeCalls,
         program: Program,
         arguments: CallArguments,
     ) -> tuple[Any] | None:
@@ -243,7 +258,7 @@ class CapturedModule:
                 saved,
                 operands,
                 program.inputs,
-                lambda: self._rebuild(module, state, program, saved, operands, arguments),
+                lambda: self._rebuild(module, state, signature, program, saved, operands, arguments),
                 self._refuse,
                 [*others.values()],
             )
@@ -275,6 +290,7 @@ class CapturedModule:
         self,
         module: torch.nn.Module,
         state: ModuleState,
+        signature: AlikeCalls,
         program: Program,
         saved: Saved,
         operands: Sequence[LazyTensor],
@@ -284,8 +300,9 @@ class CapturedModule:
 
         It draws the random numbers that the call drew, and leaves the buffers that it writes as they are.
         """
-        if not state.holds(module):
-            raise cannot_run_again(f"was changed since ({state.why()})")
+        change = state.why() if not state.holds(module) else signature.change()
+        if change:
+            raise cannot_run_again(f"was changed since ({change})")
         written = [operands[place] for place in program.written]
         with torch.no_grad():
             before = [tensor.clone() for tensor in written]
@@ -330,13 +347,13 @@ class CapturedModule:
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
         followed = [(tensor, version_of(tensor) if tensor.requires_grad else -1) for tensor in arguments.tensors]
-        named = state.named_by_code(module)
+        named = self._named(module, state)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
         result, read = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
-        named.values.leave_out_written()
+        signature.named = named.without_written()
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None
@@ -350,11 +367,11 @@ class CapturedModule:
         try:
             if unfit is not None:
                 raise NotReplayable(unfit)
-            if unseen := read or named.values.unseen:
+            if unseen := read or named.unseen:
                 raise NotReplayable(why_unseen(unseen))
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")
-            self._check_module(module, state)
+            self._check_module(module, state, named)
             if not all(map(operator.is_, grads, _grads_of(members))):
                 raise NotReplayable("it sets the gradients of its parameters")
             stretch = Stretch(context, start)
@@ -390,7 +407,7 @@ class CapturedModule:
         elif is_check:
             difference = "calls that use or return other tensors"
         if difference is not None and is_check:
-            state.signatures.clear()
+            state.forget()
             raise no_longer_alike(self._name, f"it recorded {difference}")
         known = learn_jump(stretch, program.name, tokens)
         signature.program, signature.is_alike, self._failures = program, difference is None, 0
@@ -427,16 +444,19 @@ class CapturedModule:
                 f"  at {user_site()}\n  return its tensors, or do not capture this module"
             )
 
-    def _check_module(self, module: torch.nn.Module, state: ModuleState) -> None:
-        if not state.holds(module):
+    def _check_module(self, module: torch.nn.Module, state: ModuleState, named: NamedByCode) -> None:
+        change = state.why() if not state.holds(module) else named.change_of_others()
+        if change:
             self._failures += 1
             if self._failures >= PATIENCE:
-                self.account.warn(f"a call changes what it is made of: {state.why()}")
-            raise NotReplayable(f"a call changes what it is made of: {state.why()}")
+                self.account.warn(f"a call changes what it is made of: {change}")
+            raise NotReplayable(f"a call changes what it is made of: {change}")
         for path, inner in modules_within(module):
             registries = [dict.get(attributes_of(inner), name) or {} for name in CALL_HOOKS]
             if not all(map(self._knows_hook, chain.from_iterable(map(dict.values, registries)))):
                 raise NotReplayable(f"{path or self._name} has hooks, which a replay would not call")
+        if other := named.hooked(self._knows_hook):
+            raise NotReplayable(f"another module that it names, {other}, has hooks, which a replay would not call")
         hooked = _hooked(members_of(module))
         if hooked is not None:
             raise NotReplayable(f"{hooked} has hooks")
@@ -492,7 +512,7 @@ class CapturedModule:
     def _refuse(self, reason: str) -> None:
         """Record the calls as written from now on."""
         for state in self._states:
-            for signature in state.signatures.values():
+            for signature in state.signatures():
                 signature.program, signature.failures = None, PATIENCE
         self.account.warn(reason)
 

@@ -1,15 +1,22 @@
 """What the code of a captured module or optimizer can name, besides what it is made of.
 
-In: modules, or an optimizer. Out: the random generators there, and a guard over the values.
+In: modules, or an optimizer. Out: the random generators there, and a guard over values, other modules and optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 
+from lazy_backend.floats.hyperparameters import GROUPS, SettingsGuard
+from lazy_backend.ports.cpython import attributes_of, is_a, name_of
+from lazy_backend.ports.hooks import CALL_HOOKS
 from lazy_backend.replay.reachable import Reachable
+from lazy_backend.replay.structure import HostGuard, StructureGuard
 from lazy_backend.replay.value_guard import ValueGuard
 
 # Of a container that code names, more values are not searched for sources of random numbers.
@@ -17,21 +24,68 @@ _LARGEST_CONTAINER = 100
 
 
 class NamedByCode:
-    """What the code of modules, or of an optimizer, can name: sources of random numbers, and values.
+    """What the code of modules, or of an optimizer, can name: sources of random numbers, values, other modules.
 
-    Does not refer to the modules. To find all takes long, as functions that the code calls are followed. So it is done
-    once, and again if there are more globals.
+    Does not refer to `parts`, the modules or the optimizer. To find all takes long, as functions that the code calls
+    are followed: it is done again only if there are more globals, or other values.
     """
-
-    __slots__ = ("generators", "states", "values", "_globals")
 
     def __init__(self, parts: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> None:
         reach = Reachable(parts, largest=_LARGEST_CONTAINER)
         self.generators = reach.generators
         self.states = reach.random_states
-        self.values = ValueGuard(reach)
+        self._values = ValueGuard(reach)
         self._globals = [(known, len(known)) for known in reach.globals.values()]
+        own = set(map(id, parts))
+        others = [one for one in reach.parts_read if id(one) not in own]
+        modules = [one for one in others if is_a(one, torch.nn.Module)]
+        optimizers: list[Any] = [one for one in others if is_a(one, torch.optim.Optimizer)]
+        self._others = StructureGuard(modules, optimizers) if others else None  # type: ignore[arg-type]
+        self._host = HostGuard(() if self._others is None else self._others.tensors)
+        self._settings = SettingsGuard(optimizers if reach.reads(GROUPS) else ())
 
-    def hold(self) -> bool:
-        """Whether these are all, if the values are what they were."""
-        return all(len(known) == count for known, count in self._globals)
+    @property
+    def unseen(self) -> str:
+        """See `ValueGuard`."""
+        return self._values.unseen
+
+    def is_current(self) -> bool:
+        """Whether these are all, and are what they were."""
+        return all(len(known) == count for known, count in self._globals) and not self.change()
+
+    def change(self) -> str:
+        """What has changed; empty if nothing has."""
+        return self._values.change() or ("" if self._others is None else self._change_of(self._others))
+
+    def change_of_others(self) -> str:
+        """What has changed of other modules and optimizers; empty if nothing has."""
+        return "" if self._others is None else self._change_of(self._others)
+
+    def _change_of(self, others: StructureGuard) -> str:
+        if not others.holds():
+            return others.why()
+        return self._host.change() or self._settings.change()
+
+    def hooked(self, knows_hook: Callable[[Any], bool]) -> str:
+        """The class of another module that has hooks on its calls, besides those that `knows_hook`; or nothing."""
+        for module in () if self._others is None else self._others.modules:
+            registries = [dict.get(attributes_of(module), name) or {} for name in CALL_HOOKS]
+            if not all(map(knows_hook, chain.from_iterable(map(dict.values, registries)))):
+                return name_of(type(module))
+        return ""
+
+    def without_written(self) -> NamedByCode:
+        """These without the values that the body, which just ran, writes."""
+        values = self._values.without_written()
+        if values is self._values:
+            return self
+        made = copy.copy(self)
+        made._values = values
+        return made
+
+    def refers_only_to(self, other: NamedByCode) -> bool:
+        """Whether all tensors of other modules and optimizers are in the other one too."""
+        return self._others is None or self._tensors() <= other._tensors()
+
+    def _tensors(self) -> set[int]:
+        return set() if self._others is None else set(map(id, self._others.tensors))

@@ -113,7 +113,7 @@ class _OptimizerParts:
     Does not refer to the optimizer, which would never be freed then.
     """
 
-    __slots__ = ("_lengths", "_values", "_inside", "_named")
+    __slots__ = ("_lengths", "_values", "_inside", "_named", "read")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         others = {name: value for name, value in optimizer.__dict__.items() if name not in _SEEN_HERE}
@@ -122,11 +122,12 @@ class _OptimizerParts:
         found = self._find(optimizer)
         self._lengths = list(map(len, found))
         self._values = list(chain.from_iterable(found))
-        self._named: NamedByCode | None = None  # once a step ran as written
+        self._named: NamedByCode | None = None  # as before the latest step that ran as written
+        self.read: NamedByCode | None = None  # the same without what that step wrote
 
     def named_by_code(self, optimizer: torch.optim.Optimizer) -> NamedByCode:
-        """What the code of the optimizer, which is as this says, can name."""
-        if self._named is None or not self._named.hold():
+        """What the code of the optimizer, which is as this says, can name now."""
+        if self._named is None or not self._named.is_current():
             self._named = NamedByCode([optimizer])
         return self._named
 
@@ -142,7 +143,7 @@ class _OptimizerParts:
             self._inside.holds()
             and list(map(len, now)) == self._lengths
             and all(map(operator.is_, chain.from_iterable(now), self._values))
-            and (self._named is None or not self._named.values.change())
+            and (self.read is None or not self.read.change())
         )
 
 
@@ -435,11 +436,13 @@ class CapturedOptimizer:
             }
             recorded.uploads.clear()  # it would keep them alive
             uploads.clear()
-        named.values.leave_out_written()
+        state.parts.read = named.without_written()
         try:
             self._find_counts(changed_numbers(before, numbers_in(optimizer)))
-            if unseen := read or named.values.unseen:
+            if unseen := read or named.unseen:
                 raise NotReplayable(why_unseen(unseen))
+            if change := named.change_of_others():
+                raise NotReplayable(f"a step changes what it is made of: {change}")
             stretch = Stretch(context, start)
             self._learn(optimizer, state, start, stretch, recorded, uploaded, given, is_check)
         except NotReplayable as reason:

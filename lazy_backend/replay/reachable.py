@@ -169,6 +169,7 @@ class Reachable:
         self.generators: list[torch.Generator] = []
         self.random_states: list[Callable[[], Any]] = []
         self.globals: dict[int, dict[str, Any]] = {}  # of the functions found, by id
+        self.parts_read: list[torch.nn.Module | torch.optim.Optimizer] = []  # that `values_read` came to
         self.count = 0
         # by id of a value: who leads to it, and where; no place but a part's name if that cannot change, as in a tuple
         self._ways: dict[int, list[tuple[int, StatePlace | Hashable]]] = {}
@@ -429,10 +430,16 @@ class Reachable:
                     continue
                 seen.add(id(value))
                 waiting.append(id(value))
+                if is_a(value, _WITH_STRUCTURE):
+                    self.parts_read.append(value)
                 is_compared = not is_a(value, _SEEN_BY_OTHERS) if may_change else is_a(value, _WITH_LENGTHS)
                 if is_compared and id(value) not in of_state:
                     values.append(value)
         return list(found.values()), values
+
+    def reads(self, name: str) -> bool:
+        """Whether code may read attributes of that name."""
+        return name in self._attributes
 
     def _steps(self) -> dict[int, list[tuple[StatePlace | None, Any]]]:
         """What code can come to from each value, given by its id: where it is (None: fixed) and what it is."""

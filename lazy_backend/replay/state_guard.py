@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.floats.hyperparameters import GROUPS, SettingsGuard
 from lazy_backend.ports.cpython import young_objects
 from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable, StatePlace
@@ -56,7 +57,7 @@ class Found:
         self,
         reach: Reachable,
         modules: Iterable[torch.nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
+        optimizers: Sequence[torch.optim.Optimizer],
         leaves: Iterable[LazyTensor],
     ) -> None:
         self.reach = reach
@@ -67,6 +68,9 @@ class Found:
         all_optimizers = {id(one): one for one in (*optimizers, *reach.optimizers)}.values()
         self.roots: tuple[Root, ...] = (*all_modules, *all_optimizers)
         self.structure = StructureGuard(all_modules, all_optimizers)
+        stepped = set(map(id, optimizers))
+        read = [one for one in reach.optimizers if id(one) not in stepped] if reach.reads(GROUPS) else ()
+        self.settings = SettingsGuard(read)
         everywhere = (*self.structure.tensors, *reach.tensors.values(), *self.leaves)
         self.tensors = {id(tensor): tensor for tensor in everywhere if isinstance(tensor, LazyTensor)}
 
@@ -101,6 +105,7 @@ class Found:
         left_alone.keep(shared)
         return StateGuard(
             self.structure,
+            self.settings,
             PlaceGuard(places, on_the_way, unique.values()),
             [self.tensors[number] for number in kept],
             [place for place in shared if place not in left_alone],
@@ -114,12 +119,14 @@ class StateGuard:
     def __init__(
         self,
         structure: StructureGuard,
+        settings: SettingsGuard,
         places: PlaceGuard,
         tensors: Sequence[LazyTensor],
         shared: Sequence[StatePlace],
         values: ValueGuard,
     ) -> None:
         self._structure = structure
+        self._settings = settings
         self._values = values
         self._shared = shared
         self._places = places
@@ -142,6 +149,8 @@ class StateGuard:
         """What has changed; empty if nothing has."""
         if not self._structure.holds():
             return self._structure.why()
+        if settings_change := self._settings.change():
+            return settings_change
         if not self._hooks.holds():
             return "a global hook of modules or optimizers was added or removed"
         if not all(map(is_, map(_data_of, self._tensors), self._data)):

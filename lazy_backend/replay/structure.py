@@ -48,8 +48,10 @@ from lazy_backend.ports.cpython import (
     values_view,
 )
 from lazy_backend.ports.hooks import REGISTRIES, UNREAD
+from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.replay.plain_values import is_plain, is_process_wide, plain_key, same_plain, text_of
+from lazy_backend.tensors.tensor import LazyTensor
 
 # What is looked at: a dict stands for the module whose attributes it holds, which is not kept alive then.
 Root = torch.nn.Module | torch.optim.Optimizer | dict[str, Any]
@@ -409,3 +411,18 @@ class StructureGuard:
         if not self._why:
             self._take(now)
         return not self._why
+
+
+class HostGuard:
+    """Whether tensors on the CPU, whose values Python may read, were written."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        host = [one for one in tensors if not is_a(one, LazyTensor)]
+        self._tensors = [one for one in host if not one.is_inference()]  # which count no writes
+        self._versions = list(map(version_of, self._tensors))
+
+    def change(self) -> str:
+        """What has changed; empty if nothing has."""
+        if list(map(version_of, self._tensors)) != self._versions:
+            return "a tensor on the CPU was written"
+        return ""

@@ -67,6 +67,16 @@ class ValueGuard:
         # which are named by id
         self._held = [type(one) if read is _class_of else _code_of(one) for read, one in self._reads if read in _BY_ID]
 
+    def without_written(self) -> ValueGuard:
+        """A guard without what has changed: the body, which just ran, writes it. This one if nothing has."""
+        if not self.change():
+            return self
+        made: ValueGuard = object.__new__(type(self))
+        vars(made).update(vars(self))
+        made._groups = {read: group.copied() for read, group in self._groups.items()}
+        made.leave_out_written()
+        return made
+
     def leave_out_written(self) -> None:
         """Follow no longer what has changed: the body, which just ran, writes it."""
         for group in self._groups.values():
@@ -167,6 +177,12 @@ class _Group:
         self.values.append(value)
         self._containers.append(place.container)
         self._keys.append(place.key)
+
+    def copied(self) -> _Group:
+        made = _Group()
+        made.places, made.values = [*self.places], [*self.values]
+        made._containers, made._keys = [*self._containers], [*self._keys]
+        return made
 
     def holds(self) -> bool:
         """Whether the same objects are there."""

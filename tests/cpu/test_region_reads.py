@@ -1,8 +1,13 @@
-"""Captured code reads what is outside of it: switches of the process, other modules and optimizers. Each call is that of
-the code as written."""
+"""Captured code reads what is outside of it: switches of the process, other modules, other optimizers.
+
+Each call is that of the code as written.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -147,3 +152,193 @@ def test_a_switch_of_the_process(name: str, form: str) -> None:
         changes_are_seen(form, world)
     finally:
         write(before)
+
+
+# ----- other modules and optimizers
+
+
+class Other(nn.Module):
+    """A module that code names, and that is no part of what is captured."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.parts = 2.0, nn.ModuleList([nn.Identity(), nn.ReLU()])
+        self.register_buffer("host", torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x * self.scale * self.rate
+
+
+class Frozen(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 5.0
+
+
+def _hook(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 3.0
+
+
+def _set_rate(other: Other) -> None:
+    type(other).rate = 4.0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda other: setattr(other, "scale", 3.0),
+    "a new attribute": lambda other: setattr(other, "rate", 3.0),
+    "of the class": _set_rate,
+    "a part": lambda other: other.parts.append(nn.Hardtanh()),
+    "another part": lambda other: other.parts.__setitem__(0, nn.Sigmoid()),
+    "its mode": lambda other: other.eval(),
+    "a hook": lambda other: other.register_forward_hook(_hook),
+    "a hook within": lambda other: other.parts[1].register_forward_hook(_hook),
+    "its class": lambda other: setattr(other, "__class__", type("More", (Frozen, type(other)), {})),
+    "a tensor on the CPU": lambda other: other.host.fill_(3.0),
+}
+
+
+@in_each_form
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_module(name: str, form: str) -> None:
+    def world(device: str) -> tuple[Any, list[Any]]:
+        other = type("OfTest", (Other,), {})()
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return other(x) * (1.0 if other.training else 7.0) * other.host.item()
+
+        return function, [lambda: CHANGES[name](other)]
+
+    changes_are_seen(form, world)
+
+
+@in_each_form
+def test_the_settings_of_another_optimizer(form: str) -> None:
+    def world(device: str) -> tuple[Any, list[Any]]:
+        other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.5)
+        (group,) = other.param_groups
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return x * other.param_groups[0]["lr"] * (2.0 if other.param_groups[0]["nesterov"] else 3.0)
+
+        return function, [lambda: group.update(lr=0.2), lambda: group.update(nesterov=True)]
+
+    changes_are_seen(form, world)
+
+
+def test_a_module_with_a_counter_in_another_one_runs_as_written() -> None:
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    def world(device: str) -> tuple[Any, list[Any]]:
+        other = Counts()
+        return lambda x: other(x), [lambda: setattr(other, "calls", 0)]
+
+    for form in FORMS:
+        changes_are_seen(form, world, replayed=0)
+
+
+def test_another_module_that_is_replaced_is_not_kept_alive() -> None:
+    class World:
+        other: Any = None
+
+    world = World()
+
+    def call(other: nn.Module) -> Any:
+        world.other = other.to("lazy")
+        for _ in range(4):
+            module(torch.ones(3, device="lazy"))
+            mark_step()
+        return weakref.ref(other)
+
+    module = lazy_backend.capture(Calls(lambda x: x * (2.0 if world.other.training else 3.0)))
+    first = call(nn.Linear(2, 2))
+    second = call(nn.Linear(2, 2))
+    gc.collect()
+    assert first() is None
+    assert second() is not None
+
+
+# ----- values that the code itself writes
+
+
+@in_each_form
+def test_a_value_that_the_first_call_alone_writes(form: str) -> None:
+    def world(device: str) -> tuple[Any, list[Any]]:
+        class Lazily:
+            rate = 2.0
+
+            @functools.cached_property
+            def factor(self) -> float:
+                return self.rate
+
+        table: dict[str, float] = {}
+        lazily = Lazily()
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return x * table.setdefault("a", 2.0) * lazily.factor
+
+        return function, [
+            lambda: table.update(a=3.0),
+            table.clear,
+            lambda: setattr(lazily, "rate", 4.0),
+            lambda: delattr(lazily, "factor"),
+            lambda: setattr(lazily, "factor", 5.0),
+        ]
+
+    changes_are_seen(form, world)
+
+
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_a_value_that_calls_of_another_shape_write(form: str) -> None:
+    """Calls of one shape read it and do not write it."""
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        table = {"a": 1.0}
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 2:
+                table["a"] = 2.0
+            return x * table["a"]
+
+        call = FORMS[form](wrap, device, function)
+        values = []
+        for size in (3, 3, 3, 3, 2, 3, 3, 3):
+            values.append(call(torch.ones(size).to(device)))
+            mark_step()
+        return values
+
+    check(program)
+
+
+def test_calls_of_several_shapes_that_count_are_replayed() -> None:
+    counts = {"calls": 0}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        counts["calls"] += 1
+        return x * 2.0
+
+    module = lazy_backend.capture(Calls(function))
+    with count("RegionJump") as jumps:
+        for number in range(12):
+            module(torch.ones(2 + number % 2, device="lazy"))
+            mark_step()
+    assert jumps() >= 6
+
+
+def test_values_that_change_to_and_fro_are_remembered() -> None:
+    table = {"a": 1.0}
+    module = lazy_backend.capture(Calls(lambda x: x * table["a"]))
+    with count("RegionJump") as jumps:
+        for number in range(16):
+            table["a"] = 1.0 + number % 2
+            result = module(torch.ones(2, device="lazy"))
+            mark_step()
+            assert result.tolist() == [table["a"]] * 2
+    assert jumps() >= 8
