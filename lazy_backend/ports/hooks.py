@@ -65,6 +65,16 @@ def modules_within(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]
     return list(found.values())
 
 
+def registered_tensors(part: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters and buffers of a module, without those of modules within, or the parameters of an optimizer."""
+    attributes = attributes_of(part)
+    if is_a(part, torch.nn.Module):
+        found = [one for name in (PARAMETERS, BUFFERS) for one in dict.values(dict.get(attributes, name) or {})]
+    else:
+        found = [one for group in dict.get(attributes, "param_groups") or () for one in group.get("params", ())]
+    return [one for one in found if is_a(one, torch.Tensor)]
+
+
 # What `Module.__call__` calls in place of the module's code, as `Module.compile` sets it; None for most. Copies and
 # pickles of a module leave it out.
 entry_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")

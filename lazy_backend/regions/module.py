@@ -219,11 +219,11 @@ class CapturedModule:
         self._states = [made, *[state for state in states if state.refers_only_to(made)]][:_MAX_STATES]
         return made, change
 
-    def _named(self, module: torch.nn.Module, state: ModuleState) -> NamedByCode:
+    def _named(self, module: torch.nn.Module, state: ModuleState, signature: AlikeCalls) -> NamedByCode:
         """What the code of the module can name now."""
         named = state.named_by_code(module)
         for one in self._states:
-            one.keep(named)
+            one.keep(named, signature)
         return named
 
     # ----- a replayed call
@@ -347,7 +347,7 @@ class CapturedModule:
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
         followed = [(tensor, version_of(tensor) if tensor.requires_grad else -1) for tensor in arguments.tensors]
-        named = self._named(module, state)
+        named = self._named(module, state, signature)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
         result, read = watching_reads(lambda: _run_body(module, given.args, given.kwargs))

@@ -16,7 +16,7 @@ from lazy_backend.ports.hooks import REGISTRIES, modules_within
 from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.named_by_code import NamedByCode
 from lazy_backend.regions.programs import Program
-from lazy_backend.replay.accounts import Attempts
+from lazy_backend.replay.accounts import PATIENCE, Attempts
 from lazy_backend.replay.structure import HostGuard, StructureGuard
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
@@ -83,10 +83,15 @@ class ModuleState:
             self._named = NamedByCode([one for _, one in modules_within(module)])
         return self._named
 
-    def keep(self, named: NamedByCode) -> None:
-        """Forget the calls that read modules which the code can name no longer: these would be kept alive."""
+    def keep(self, named: NamedByCode, signature: AlikeCalls) -> None:
+        """Forget calls that read tensors which the code can name no longer, and would keep them alive.
+
+        But for `signature`, whose call is about to run as written.
+        """
         for kind, known in list(self._signatures.items()):
-            self._signatures[kind] = [one for one in known if one.named is None or one.named.refers_only_to(named)]
+            self._signatures[kind] = [
+                one for one in known if one is signature or one.named is None or one.named.refers_only_to(named)
+            ]
         if self._named is not None and not self._named.refers_only_to(named):
             self._named = None
 
@@ -121,6 +126,9 @@ class ModuleState:
                 found.calls += 1
                 return found, ""
             change = change or changed
-        known.insert(0, made := AlikeCalls(calls=1))
+        made = AlikeCalls(calls=1)
+        if known:  # patience does not start again, but one call may be learned from
+            made.failures = min(known[0].failures, PATIENCE - 1)
+        known.insert(0, made)
         del known[_MAX_VALUES:]
         return made, change

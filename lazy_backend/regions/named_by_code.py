@@ -6,7 +6,8 @@ In: modules, or an optimizer. Out: the random generators there, and a guard over
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from lazy_backend.floats.hyperparameters import GROUPS, SettingsGuard
 from lazy_backend.ports.cpython import attributes_of, is_a, name_of
-from lazy_backend.ports.hooks import CALL_HOOKS
+from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tensors
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
 from lazy_backend.replay.value_guard import ValueGuard
@@ -34,13 +35,16 @@ class NamedByCode:
         reach = Reachable(parts, largest=_LARGEST_CONTAINER)
         self.generators = reach.generators
         self.states = reach.random_states
-        self._values = ValueGuard(reach)
+        self._values = ValueGuard(reach, state=True)
+        self._reached = set(reach.tensors)  # ids
         self._globals = [(known, len(known)) for known in reach.globals.values()]
         own = set(map(id, parts))
         others = [one for one in reach.parts_read if id(one) not in own]
-        modules = [one for one in others if is_a(one, torch.nn.Module)]
+        modules: list[Any] = [one for one in others if is_a(one, torch.nn.Module)]
         optimizers: list[Any] = [one for one in others if is_a(one, torch.optim.Optimizer)]
-        self._others = StructureGuard(modules, optimizers) if others else None  # type: ignore[arg-type]
+        self._others = StructureGuard(tuple(modules), optimizers) if others else None
+        modules += [one for one in parts if is_a(one, torch.nn.Module)]
+        self._grads = _GradGuard(modules if reach.reads("grad") else ())
         self._host = HostGuard(() if self._others is None else self._others.tensors)
         self._settings = SettingsGuard(optimizers if reach.reads(GROUPS) else ())
 
@@ -55,15 +59,14 @@ class NamedByCode:
 
     def change(self) -> str:
         """What has changed; empty if nothing has."""
-        return self._values.change() or ("" if self._others is None else self._change_of(self._others))
+        return self._values.change() or self._grads.change() or self.change_of_others()
 
     def change_of_others(self) -> str:
         """What has changed of other modules and optimizers; empty if nothing has."""
-        return "" if self._others is None else self._change_of(self._others)
-
-    def _change_of(self, others: StructureGuard) -> str:
-        if not others.holds():
-            return others.why()
+        if self._others is None:
+            return ""
+        if not self._others.holds():
+            return self._others.why()
         return self._host.change() or self._settings.change()
 
     def hooked(self, knows_hook: Callable[[Any], bool]) -> str:
@@ -84,8 +87,25 @@ class NamedByCode:
         return made
 
     def refers_only_to(self, other: NamedByCode) -> bool:
-        """Whether all tensors of other modules and optimizers are in the other one too."""
-        return self._others is None or self._tensors() <= other._tensors()
+        """Whether the other one refers to all tensors that this one does."""
+        return self._tensors() <= other._tensors()
 
     def _tensors(self) -> set[int]:
-        return set() if self._others is None else set(map(id, self._others.tensors))
+        return self._reached if self._others is None else self._reached | set(map(id, self._others.tensors))
+
+
+class _GradGuard:
+    """Which parameters of modules have a `.grad`."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        within = {id(one): one for module in modules for _, one in modules_within(module)}
+        tensors = chain.from_iterable(map(registered_tensors, within.values()))
+        self._tensors = [(weakref.ref(one), one.grad is None) for one in tensors if one.is_leaf]
+
+    def change(self) -> str:
+        """What has changed; empty if nothing has."""
+        for reference, has_none in self._tensors:
+            tensor = reference()
+            if tensor is not None and (tensor.grad is None) is not has_none:
+                return f"a parameter has {'a' if has_none else 'no'} .grad"
+        return ""

@@ -38,6 +38,7 @@ from lazy_backend.ports.hooks import (
     HOOKS_BEFORE_ALL_STEPS,
     SCHEDULED,
     pass_on_schedule,
+    registered_tensors,
     step_hooks_of,
 )
 from lazy_backend.ports.table import REGIONS
@@ -113,7 +114,7 @@ class _OptimizerParts:
     Does not refer to the optimizer, which would never be freed then.
     """
 
-    __slots__ = ("_lengths", "_values", "_inside", "_named", "read")
+    __slots__ = ("_lengths", "_values", "_attributes", "_num_attributes", "_inside", "_named", "read")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         others = {name: value for name, value in optimizer.__dict__.items() if name not in _SEEN_HERE}
@@ -122,6 +123,9 @@ class _OptimizerParts:
         found = self._find(optimizer)
         self._lengths = list(map(len, found))
         self._values = list(chain.from_iterable(found))
+        # how many attributes somebody gave the parameters: `read` follows their values
+        self._attributes = list(map(attributes_of, registered_tensors(optimizer)))
+        self._num_attributes = list(map(len, self._attributes))
         self._named: NamedByCode | None = None  # as before the latest step that ran as written
         self.read: NamedByCode | None = None  # the same without what that step wrote
 
@@ -143,6 +147,7 @@ class _OptimizerParts:
             self._inside.holds()
             and list(map(len, now)) == self._lengths
             and all(map(operator.is_, chain.from_iterable(now), self._values))
+            and list(map(len, self._attributes)) == self._num_attributes
             and (self.read is None or not self.read.change())
         )
 

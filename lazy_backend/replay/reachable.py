@@ -50,9 +50,9 @@ from lazy_backend.ports.cpython import (
     slots_of,
     values_view,
 )
-from lazy_backend.ports.hooks import REGISTRIES, modules_within
+from lazy_backend.ports.hooks import REGISTRIES, modules_within, registered_tensors
 from lazy_backend.replay.plain_values import FIELDS, has_plain_hash, is_plain, is_process_wide
-from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # More values than this are not walked, 1 µs each: what lies beyond is unknown.
 _MOST_VALUES = 20_000
@@ -174,7 +174,8 @@ class Reachable:
         # by id of a value: who leads to it, and where; no place but a part's name if that cannot change, as in a tuple
         self._ways: dict[int, list[tuple[int, StatePlace | Hashable]]] = {}
         self._values: dict[int, Any] = {}
-        self._within: dict[int, tuple[torch.nn.Module, int]] = {}  # modules, each with the id of one that it is part of
+        # modules and their tensors, each with the id of one that it is part of
+        self._within: dict[int, tuple[torch.nn.Module | torch.Tensor, int]] = {}
         self._plain: list[tuple[Any, StatePlace, Any]] = []  # plain values: the owner, where, and the value
         self._names: set[str] = set()  # that the functions found so far name
         self._attributes: set[str] = set()  # of those, attributes that are read, not only called
@@ -245,6 +246,11 @@ class Reachable:
             self._note_properties_to_come(name, value)
             if name not in _REGISTRIES and not (is_a(attribute, dict | set) and not length_of(attribute)):
                 self._find_at(_entry, attributes, name, value, attribute)
+        for tensor in registered_tensors(value):
+            if type(tensor) is LazyTensor and (own := own_attributes(tensor)):
+                self._within.setdefault(id(tensor), (tensor, id(value)))
+                for name, attribute in own.items():
+                    self._find_at(_entry, attributes_of(tensor), name, tensor, attribute)
         for registered in (dict.get(attributes, name, {}) for name in REGISTRIES):
             for name in list(dict.keys(registered)):
                 self._note_properties_to_come(name, value)
@@ -404,16 +410,18 @@ class Reachable:
                 found[id(value)] = None
         return [place for place in self.ways_to(found)[0] if not _is_large(place.container)]
 
-    def values_read(self) -> tuple[list[tuple[StatePlace, Any]], list[Any]]:
+    def values_read(self, state: bool = False) -> tuple[list[tuple[StatePlace, Any]], list[Any]]:
         """The places that code may read, each with its value, but for lazy tensors; and all values that it comes to.
 
         Going by names: an attribute is one that some function found here reads, of whatever object. Of installed
         packages only plain values: else there would be thousands of functions. The nearest ones first, and no more than
-        some.
+        some. `state`: lazy tensors, and what holds them, too. A function has a guard of its own over these, and callers
+        store results there.
         """
-        # what holds state has a guard of its own, and is what callers store results in
         of_state = {id(one) for one in self.ways_to(self.tensors)[1] if container_kind(one) is not None}
         of_state.update(self.tensors)
+        if state:
+            of_state.clear()
         steps = self._steps()
         found: dict[Any, tuple[StatePlace, Any]] = {}
         values: list[Any] = []

@@ -7,9 +7,9 @@ Note [What a structure guard sees]
 It sees, of every module and of all modules within: its class, its whole `__dict__`, and with that its children,
 parameters, buffers, hooks and plain attributes, `training` among them; lists, dicts, sets and tuples in there, at any
 depth; the attributes of objects that hold nothing but such values, as configurations do. Of parameters and buffers:
-`requires_grad` and hooks. Of an optimizer: its `__dict__`, the lists of parameters, and its state by entry. Numbers,
-strings and the like are compared by value, signed zeros told apart; tensors and all other objects by identity. It never
-compares tensors with `==`, which would call an operator.
+`requires_grad`, hooks and how many attributes they were given. Of an optimizer: its `__dict__`, the lists of
+parameters, and its state by entry. Numbers, strings and the like are compared by value, signed zeros told apart;
+tensors and all other objects by identity. It never compares tensors with `==`, which would call an operator.
 
 It does not see what is inside other objects (a trainer with its modules, a loader with its iterator, an array),
 attributes of classes, and the hyperparameters in param groups, which `OptimizerGuard` follows. Of containers with more
@@ -109,6 +109,7 @@ class Structure:
         self.modules: list[torch.nn.Module] = []
         self.types: list[type] = []  # of the modules: a parametrization changes them
         self.tensors: list[torch.Tensor] = []  # of modules
+        self.attributes: list[dict[str, Any]] = []  # of the lazy ones
         self.state_tensors: list[torch.Tensor] = []  # of optimizers, which need no gradients
         self.dicts: list[dict[Any, Any]] = []  # that have only strings and numbers as keys
         self.odd_dicts: list[dict[Any, Any]] = []
@@ -144,6 +145,9 @@ class Structure:
             return
         place = len(self.entries) - 1
         self.tensors.append(tensor)
+        if type(tensor) is LazyTensor:
+            self.attributes.append(attributes_of(tensor))
+            self.entries.append((place, "number of attributes", len(self.attributes[-1])))
         with WithoutSubclasses():
             if _IS_LEAF(tensor):
                 self.entries.append((place, "requires_grad", _REQUIRES_GRAD(tensor)))
@@ -354,6 +358,7 @@ class StructureGuard:
         self._keys = list(chain.from_iterable(self._views_of_keys))
         self._odd_keys = list(chain.from_iterable(self._views_of_odd_keys))
         self._facts = _facts(walk.tensors)
+        self._num_attributes = list(map(len, walk.attributes))
 
     @property
     def walk(self) -> Structure:
@@ -402,6 +407,7 @@ class StructureGuard:
             and all(map(is_, map(type, walk.modules), walk.types))
             # the hooks themselves are among the values
             and all(map(is_, _facts(walk.tensors), self._facts))
+            and list(map(len, walk.attributes)) == self._num_attributes
         )
 
     def _is_equal(self) -> bool:

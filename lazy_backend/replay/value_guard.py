@@ -55,8 +55,8 @@ class ValueGuard:
     thread-local one; "" if there is none.
     """
 
-    def __init__(self, reach: Reachable) -> None:
-        found, values = reach.values_read()
+    def __init__(self, reach: Reachable, state: bool = False) -> None:
+        found, values = reach.values_read(state)
         self.unseen = _unseen_among(found, values)
         self._groups: dict[Any, _Group] = {}  # by how they are read
         for place, value in found:

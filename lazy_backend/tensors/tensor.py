@@ -282,6 +282,18 @@ class LazyTensor(torch.Tensor):
 make: Any = make_wrapper_subclass
 
 
+# Attributes that are not the user's: what a tensor stands for, and whether it is a parameter.
+_NOT_OF_USERS = frozenset(("_data", "_is_param"))
+
+
+def own_attributes(tensor: LazyTensor) -> dict[str, Any]:
+    """The attributes that somebody gave a tensor, as in `tensor.scale = 2.0`."""
+    attributes = tensor.__dict__
+    if len(attributes) == 1:
+        return {}
+    return {name: value for name, value in dict.items(attributes) if name not in _NOT_OF_USERS}
+
+
 def wrapper_arguments(context: DeviceContext, meta: TensorMeta) -> tuple[Any, ...]:
     """The positional arguments of `make` after the class: parsing keywords would cost 0.1 µs per tensor."""
     return (meta.shape, meta.stride, meta.storage_offset, None, meta.dtype, torch.strided, context.device)

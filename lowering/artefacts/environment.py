@@ -13,9 +13,9 @@ more entry; a backing device that is registered brings its own. The scopes are:
 - `CODE`: Python asks for it, that of PyTorch or of the user, and calls other operators. So what a captured function,
   module or optimizer recorded is not replayed under another value, nor under one of the first scope.
 
-The key on disk contains all of the second and third scope, a hash of the code that lowers graphs, the compiler settings that the
-program changed, and the compiler's environment variables. Which C++ compiler built an artefact is not in it: any
-compiler's code is right, and what was compiled is also for machines that have no compiler, or name another.
+The key on disk contains all of the second and third scope, a hash of the code that lowers graphs, the compiler settings
+that the program changed, and the compiler's environment variables. Which C++ compiler built an artefact is not in it:
+any compiler's code is right, and what was compiled is also for machines that have no compiler, or name another.
 """
 
 from __future__ import annotations

@@ -342,3 +342,119 @@ def test_values_that_change_to_and_fro_are_remembered() -> None:
             mark_step()
             assert result.tolist() == [table["a"]] * 2
     assert jumps() >= 8
+
+
+# ----- tensors
+
+
+@pytest.mark.parametrize("form", ["module", "optimizer"])
+def test_a_name_for_a_parameter_that_becomes_one_for_another_tensor(form: str) -> None:
+    """It was recorded as the parameter, which is still there."""
+
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        named: dict[str, Any] = {}
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * named["weight"]
+
+        class Steps(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> Any:
+                named["weight"].sub_(named["weight"].grad)
+
+        net = Net().to(device)
+        other = nn.Parameter(torch.full((3,), 5.0).to(device))
+        named["weight"] = net.weight
+        optimizer = Steps([net.weight, other], {})
+        wrap(net if form == "module" else optimizer)
+        values: list[Any] = []
+        for number in range(12):
+            if number == 6:
+                named["weight"] = other
+            if form == "module":
+                with torch.no_grad():
+                    values.append(net(torch.ones(3).to(device)))
+            else:
+                net.weight.grad, other.grad = torch.ones(3).to(device), torch.ones(3).to(device)
+                optimizer.step()
+                values += [net.weight.detach().clone(), other.detach().clone()]
+            mark_step()
+        return values
+
+    check(program, num_jumps=2)
+
+
+@pytest.mark.parametrize("form", ["module", "optimizer"])
+def test_attributes_and_gradients_of_parameters(form: str) -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                weight: Any = self.weight
+                x = x * weight * weight.scale * getattr(weight, "later", 1.0)
+                return x if weight.grad is None else x + 1
+
+        class Steps(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> Any:
+                for p in self.param_groups[0]["params"]:
+                    p.sub_(p.grad * p.scale * getattr(p, "later", 1.0))
+
+        net = Net().to(device)
+        weight: Any = net.weight
+        weight.scale = 2.0
+        optimizer = Steps(net.parameters(), {})
+        wrap(net if form == "module" else optimizer)
+        values: list[Any] = []
+        for number in range(24):
+            if number == 6:
+                weight.scale = 5.0
+            elif number == 12:
+                weight.later = 7.0
+            elif number == 18 and form == "module":
+                weight.grad = torch.ones(3).to(device)
+            if form == "module":
+                with torch.no_grad():
+                    values.append(net(torch.ones(3).to(device)))
+            else:
+                weight.grad = torch.ones(3).to(device)
+                optimizer.step()
+                values.append(weight.detach().clone())
+            mark_step()
+        return values
+
+    check(program, num_jumps=6)
+
+
+def test_an_optimizer_of_a_class_that_exec_made() -> None:
+    def program(device: str, wrap: Wrap) -> list[Any]:
+        space: dict[str, Any] = {"Optimizer": torch.optim.Optimizer, "no_grad": torch.no_grad}
+        exec(
+            "class Steps(Optimizer):\n"
+            "    rate = 2.0\n"
+            "    @no_grad()\n"
+            "    def step(self, closure=None):\n"
+            "        for p in self.param_groups[0]['params']:\n"
+            "            p.sub_(p.grad * self.rate)\n",
+            space,
+        )
+        parameter, values = nn.Parameter(torch.ones(3).to(device)), []
+        optimizer = wrap(space["Steps"]([parameter], {}))
+        for number in range(12):
+            if number == 6:
+                space["Steps"].rate = 3.0
+            parameter.grad = torch.ones(3).to(device)
+            optimizer.step()
+            values.append(parameter.detach().clone())
+            mark_step()
+        return values
+
+    check(program, num_jumps=4)
