@@ -113,8 +113,8 @@ def coarsest_eps(graph: Graph) -> float:
 
     Floats of 8 bits or less are stored alone: no operator computes with them, and 16 of their roundings are anything.
     """
-    values = (value for node in graph.nodes for value in (*node.outputs, *node.inputs()) if value is not None)
-    dtypes = {value.meta.dtype for value in values}
+    made = (value for node in graph.nodes for value in node.outputs if value is not None)
+    dtypes = {value.meta.dtype for value in (*graph.inputs, *made)}
     floats = [dtype for dtype in dtypes if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1]
     return max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
 
