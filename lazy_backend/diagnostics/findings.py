@@ -194,7 +194,7 @@ def _kind_of(difference: Line) -> tuple[str, str, str]:
 
 
 # Outcomes of compiles that give no plan, as findings put them.
-_FAILED = {"failed": "failed on", "refused": "computes something else than", "repaired": "computes a part wrong of"}
+_FAILED = {"failed": "failed on", "refused": "computes something else than", "repaired": "gets a part wrong of"}
 
 
 def _compiles(run: Run) -> Iterable[Finding]:

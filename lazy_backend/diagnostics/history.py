@@ -423,10 +423,17 @@ class History:
 
     # ----- compiles
 
-    def compile_began(self, graph: Graph, record: CompileRecord) -> None:
-        """Add the record of a compile that began. `graph` identifies the compile until `compile_ended`."""
+    def compile_began(self, graph: Graph, record: CompileRecord) -> CompileRecord:
+        """Add the record of a compile that began. `graph` identifies the compile until `compile_ended`.
+
+        A compile that goes on with another form of the graph, since the compiler has failed, has its record already.
+        """
+        found = self._underway.get(graph)
+        if found is not None:
+            return found
         self._underway[graph] = record
         self._add_compile(record)
+        return record
 
     def compile_ended(self, graph: Graph, record: CompileRecord) -> CompileRecord:
         """Complete the record of a compile, or add `record` if the compile was never under way."""

@@ -96,7 +96,6 @@ def record_compile(report: CompileReport) -> CompileRecord:
     error = None if report.error is None else f"{type(report.error).__name__}: {report.error}"
     record = CompileRecord("", len(report.graph.nodes), reason, began, report.stage, difference=found, error=error)
     if report.stage == "started":
-        history.compile_began(report.graph, record)
-        return record
+        return history.compile_began(report.graph, record)
     record.end, record.seconds = now, report.seconds
     return history.compile_ended(report.graph, record)

@@ -111,9 +111,9 @@ class CompileReports:
     @staticmethod
     def _warn_of_repaired(repaired: Exception, nodes: int) -> None:
         warn_user(
-            f"the compiled form of a graph of {nodes} nodes computed something else than its operators, and was not "
-            f"used:\n  {repaired}\n  PyTorch's own kernel computes this from now on, and the rest is compiled: results "
-            "are eager's. This is a fault of the compiler",
+            f"the compiler gets a graph of {nodes} nodes wrong, and its compiled form was not used:\n  {repaired}\n"
+            "  PyTorch's own kernel computes this from now on, and the rest is compiled: results are eager's. This is "
+            "a fault of the compiler",
             CompileWarning,
         )
 

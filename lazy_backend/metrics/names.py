@@ -59,7 +59,7 @@ COUNTERS = (
     Meaning("PlanAgreed", "compiled graphs that computed what the interpreter computes, and are used from then on"),
     Meaning("PlanSuspected", "compiled graphs whose differences had to be compared with those that rounding makes"),
     Meaning("PlanRefused", "compiled graphs that computed something else, and are not used"),
-    Meaning("PlanRepaired", "of these, those that are used since the operators at fault are left to PyTorch's kernels"),
+    Meaning("PlanRepaired", "compiled graphs that leave to PyTorch's kernels what the compiler gets wrong or fails on"),
     Meaning("PlanUnverified", "compiled graphs used without a trial, for which memory did not suffice"),
     Meaning("ShapeLimitPassed", "programs with more shapes than the settings give plans to"),
     Meaning("ExecuteComputation", "graphs that ran, steps and replays; a first step too, which runs as it is recorded"),

@@ -130,6 +130,15 @@ class Loaded:
     is_in_blocks: bool = False
 
 
+# The kind of an artefact of a graph that the compiler fails on: its marks say what has to be left to kernels.
+NO_PLAN = "no plan"
+
+
+def without_plan() -> bytes:
+    """An artefact that has nothing but marks."""
+    return pack({"kind": NO_PLAN, "guards": None}, [])
+
+
 def marks_of(data: bytes) -> dict[str, Any]:
     """The header of an artefact, with the marks that runs have left in it. Raises `BadArtefact`."""
     return unpack(data)[0]
@@ -154,6 +163,8 @@ def _load(data: bytes) -> Loaded:
         return Loaded(runners.calls[0], header["guards"], find_starter=lambda: starter, left_out=left_out)
     if header["kind"] == "blocks":
         return _load_blocks(header, blobs)
+    if header["kind"] == NO_PLAN:
+        raise BadArtefact("the compiler failed on the graph")
     with scratch_folder() as folder:
         units = [load_extension(blob, folder) for blob in blobs[1:]]
     space: dict[str, Any] = {"__name__": "lazy_backend compiled graph"}

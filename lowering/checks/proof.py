@@ -17,7 +17,10 @@ class PlanRefused(RuntimeError):
 
 
 class PlanRepaired(Exception):
-    """A plan that is used in place of one that was refused. The text says why, and what was left to kernels."""
+    """A plan that is used in place of one that was refused or could not be made.
+
+    The text says why, and what was left to kernels.
+    """
 
 
 class OtherRanks(Protocol):

@@ -1,7 +1,8 @@
 """One compile, from when it is due until there is a plan or an error.
 
 In: a `CompileRequest`, and a policy that says how it may be answered. Out: a `CompiledPlan`: from disk, from the worker
-process, or compiled in this process. If a trial refuses that plan, another one of the repaired graph.
+process, or compiled in this process. If a trial refuses that plan, or the compiler fails in the worker process, another
+one of the repaired graph.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import torch
 from lazy_backend.cache.computation_cache import Key
 from lazy_backend.cache.disk import DiskCache, Place
 from lazy_backend.cache.folder import CacheRefused
-from lazy_backend.lowering.artefacts.artefact import BadArtefact, marked, marks_of
+from lazy_backend.lowering.artefacts.artefact import NO_PLAN, BadArtefact, marked, marks_of, without_plan
 from lazy_backend.lowering.artefacts.environment import disk_key_parts
 from lazy_backend.lowering.checks.proof import PlanRefused, Proof
 from lazy_backend.lowering.checks.reproducer import NotReproducible, reproducer
 from lazy_backend.lowering.collectives.groups import is_one_of_several_ranks
 from lazy_backend.lowering.collectives.verdicts import Found, SharedVerdict, shared_verdict
-from lazy_backend.lowering.compilation.background import Job, NotPortableThere, worker
+from lazy_backend.lowering.compilation.background import Job, NotPortableThere, WorkerDied, worker
 from lazy_backend.lowering.compilation.compiler import CompiledPlan, compile_graph, load_graph, lookup_backend
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest, runs_module_as_is
 from lazy_backend.lowering.devices.registration import backing_of
@@ -49,8 +50,8 @@ def compiles_elsewhere(backend: Backend, device: torch.device) -> bool:
 class CompileState(Enum):
     """How far a compile has come: from each state to the next, or straight to one of the last two.
 
-    In a forked child, SENT goes back to LOOKED_UP. From DONE, it goes on to SEARCHING if the plan was refused, and from
-    there to DUE, with another request.
+    In a forked child, SENT goes back to LOOKED_UP. SEARCHING follows on DONE if the plan was refused, on SENT if the
+    compiler failed; from there it goes to DUE, with another request.
     """
 
     DUE = "due"  # next: look on disk
@@ -65,11 +66,11 @@ class CompileState(Enum):
 class PendingCompile:
     """One compile. `advance` does the next part of the work, `poll` checks whether the worker process has answered.
 
-    Once the compile is over, `stage` is that of a `CompileReport` ("compiled", "loaded" or "failed") and `seconds` the
-    time it took.
+    `repairs`: whether a compiler that fails is asked for other forms. Once the compile is over, `stage` is that of a
+    `CompileReport` ("compiled", "loaded" or "failed") and `seconds` the time it took.
     """
 
-    def __init__(self, request: CompileRequest, policy: CompilePolicy, key: Key | None) -> None:
+    def __init__(self, request: CompileRequest, policy: CompilePolicy, key: Key | None, repairs: bool = True) -> None:
         self.request = request
         self.policy = policy
         self.state = CompileState.DUE
@@ -84,6 +85,8 @@ class PendingCompile:
         self._verdict: SharedVerdict | None = None  # of all ranks
         self._num_ranks = 1  # that are known to have a verdict soon
         self._left_because = ""  # what was found by a search, here or in an earlier process
+        self._repairs = repairs
+        self._has_failed = False  # whether the worker process has failed to compile this request
         self._is_elsewhere = compiles_elsewhere(policy.backend, request.stored.device)
         if not self._is_elsewhere:
             lookup_backend(policy.backend)  # raises for a misspelt name, which is the user's error, not the compiler's
@@ -139,7 +142,7 @@ class PendingCompile:
 
     def wait(self) -> None:
         """Wait for the worker process's answer, and take it."""
-        if self._job is not None and self.is_sent:
+        while self._job is not None and self.is_sent:
             with profiled("compile"):
                 worker.wait_for(self._job)
             self.poll()
@@ -159,7 +162,7 @@ class PendingCompile:
         if isinstance(job.error, NotPortableThere):
             self._compile_here()
         elif job.error is not None:
-            self._fail(job.error, job.seconds)
+            self._go_on_after(job.error, job.seconds)
         elif job.result is not None:
             self._take(job.result, job)
         else:  # this is a forked child, and the worker process was the parent's: ask again
@@ -217,7 +220,7 @@ class PendingCompile:
     def _succeed_with(self, data: bytes, stage: str, seconds: float) -> None:
         """Take an artefact's plan, or the refusal that a trial left in it. Raises what loading raises."""
         marks = marks_of(data)
-        if "refused" not in marks or self._verify() == "off":
+        if "refused" not in marks or (self._verify() == "off" and marks["kind"] != NO_PLAN):
             self._succeed(load_graph(data, self.request), stage, seconds, marks.get("agreed", ()))
         else:
             found = {name: marks[name] for name in _FOUND if name in marks}
@@ -294,35 +297,51 @@ class PendingCompile:
         self._repair, self._job, self.state = Repair(self.request, refusal), None, CompileState.SEARCHING
         return True
 
+    def _go_on_after(self, error: Exception, seconds: float) -> None:
+        """Ask once more, then begin the search for what the compiler fails on. Ranks that agree on a plan do not."""
+        if isinstance(error, WorkerDied):
+            self._fail(error, seconds)
+        elif not self._has_failed:  # something may have killed its C++ compiler
+            self._has_failed = True
+            self._send()
+        elif not self._repairs or self._left_because or self._verdict is not None:
+            self._fail(error, seconds)
+        else:  # the failed job answers the first question
+            self._repair = Repair(self.request, error)
+            self.state = CompileState.SEARCHING
+            self._search_on()
+
     def _search_on(self) -> None:
         """Take an answer, if there is one, and ask for the next form of the graph."""
         repair, evidence, job = self._repair, self._evidence, self._job
         if repair is None:
             self._follow()
             return
-        assert evidence is not None
         if job is not None and not job.done:
             return
         self._job = None
         if job is not None and job.result is not None:
-            repair.answer(job.result.decode())
+            repair.answer("" if evidence is None else job.result.decode())
         elif job is not None and job.error is not None:
             repair.answer(str(job.error))
         if repair.asked is not None:
             request = replace(self.request, left=repair.asked)
             if self._is_elsewhere:
-                self._job = worker.submit(request, self.policy.compiler_idle, tried_in=evidence.path)
-            else:
+                path = None if evidence is None else evidence.path
+                self._job = worker.submit(request, self.policy.compiler_idle, tried_in=path)
+            elif evidence is not None:
                 repair.answer(_tried_here(request, evidence.path))
             return
         self._end_search(repair)
-        evidence.remove()
+        if evidence is not None:
+            evidence.remove()
         self._evidence = self._repair = None
 
     def _end_search(self, repair: Repair) -> None:
         refusal, found = repair.refusal, Found()
         if repair.left:
-            because = f"{refusal}\n  the fault is in " + "\n  and in ".join(repair.found)
+            wrong = refusal if isinstance(refusal, PlanRefused) else f"it could not be compiled: {refusal}"
+            because = f"{wrong}\n  the fault is in " + "\n  and in ".join(repair.found)
             patterns = sorted(repair.patterns)
             found = {"left": repair.left, "because": because, "patterns": patterns, "alone": repair.alone}
         self._tell_ranks(str(refusal), found)
@@ -341,23 +360,26 @@ class PendingCompile:
             if not self._verdict.is_led_elsewhere:
                 self._verdict.tell_found(found)
 
-    def _conclude(self, refusal: PlanRefused, found: Found) -> None:
+    def _conclude(self, refusal: Exception, found: Found) -> None:
         """Done again if it is interrupted: the state changes last."""
-        self._keep_refusal(refusal, {name: found[name] for name in _FOUND if name in found}, found.get("alone"))
+        is_refusal = isinstance(refusal, PlanRefused)
+        if found or is_refusal:
+            self._keep_refusal(refusal, {name: found[name] for name in _FOUND if name in found}, found.get("alone"))
         if found:
             known.add(self.policy.backend, found["patterns"])
             self._leave(tuple(found["left"]), found["because"])
             return
         self.plan = None
         self._fail(refusal, 0.0)
-        self.stage = "refused"
+        self.stage = "refused" if is_refusal else "failed"
 
     def _leave(self, left: tuple[int, ...], because: str) -> None:
         """Begin again, with these nodes left to kernels."""
         self.request = replace(self.request, left=left)
         if self._verdict is not None:
             self._num_ranks = self._verdict.num_ranks
-        self._left_because, self._job, self.plan, self.error, self._verdict = because, None, None, None, None
+        self._left_because, self._has_failed = because, False
+        self._job, self.plan, self.error, self._verdict = None, None, None, None
         self.state = CompileState.DUE
 
     def _fail(self, error: Exception, seconds: float) -> None:
@@ -375,9 +397,14 @@ def _tried_here(request: CompileRequest, path: str) -> str:
 
 
 def _mark(place: Place, key: Key, marks: dict[str, Any]) -> None:
-    """Put marks on an artefact in the disk cache at `place`, by a cache of its own: a fork may come in between."""
+    """Put marks on an artefact in the disk cache at `place`, by a cache of its own: a fork may come in between.
+
+    Where the compiler has failed, there is none: marks that say what was left to kernels are kept all the same.
+    """
     with contextlib.suppress(CacheRefused, BadArtefact):
         cache = DiskCache(place.directory, place.max_bytes)
         data = cache.get(key)
+        if data is None and "left" in marks:
+            data = without_plan()
         if data is not None:
             cache.put(key, marked(data, marks))

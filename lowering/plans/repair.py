@@ -1,7 +1,7 @@
 """The search for the operators that a compiler gets wrong.
 
-In: the request of a plan that was refused. Out: the forms of the graph to be tried, one after the other, and in the end
-the nodes to be left to their kernels.
+In: the request of a plan that was refused, or that the compiler failed to make. Out: the forms of the graph to be
+tried, one after the other, and in the end the nodes to be left to their kernels.
 
 Note [A refused plan is repaired]
 The inputs of the run in which a plan was refused are kept (`evidence.py`), and the graph is compiled in other forms,
@@ -18,8 +18,12 @@ If the compiler gets the operator wrong also where all others are left, the oper
 all calls of its pattern (the operator, its arguments but for tensors, dtypes and ranks), in this graph and from then on
 in all others, before they are compiled. Otherwise nothing is concluded for other graphs.
 
-The repaired form is compiled and tried like any other plan. The refused artefact says on disk what was found, so that
-the next process looks for the repaired one at once. What cannot be found, or is not repaired by this, is interpreted.
+Where the compiler fails, in its process, it is asked once more: something may have killed its C++ compiler. If it fails
+again, the same search asks which forms it compiles, without a run.
+
+The repaired form is compiled and tried like any other plan. The refused artefact, or one without a plan, says on disk
+what was found, so that the next process looks for the repaired one at once. What cannot be found, or is not repaired by
+this, is interpreted.
 """
 
 from __future__ import annotations
@@ -27,7 +31,6 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable
 
 from lazy_backend.lowering.checks.kernel_calls import can_be_left, pattern_of
-from lazy_backend.lowering.checks.proof import PlanRefused
 from lazy_backend.lowering.compilation.compiler import backend_name
 from lazy_backend.lowering.compilation.request import Backend, CompileRequest
 from lazy_backend.lowering.ir.graph import Node
@@ -74,7 +77,8 @@ class Repair:
     of operators that are wrong by themselves, of which `alone` is the first one's place.
     """
 
-    def __init__(self, request: CompileRequest, refusal: PlanRefused) -> None:
+    def __init__(self, request: CompileRequest, refusal: Exception) -> None:
+        """`refusal`: `PlanRefused`, or the compiler's error."""
         self.refusal = refusal
         self.left: Left = ()
         self.found: list[str] = []

@@ -38,7 +38,8 @@ class WholeGraph:
     def __init__(self, compiled: PendingCompile, key: Key | None) -> None:
         assert compiled.plan is not None
         self.blocks: CompiledPlan = compiled.plan
-        self.compile = PendingCompile(replace(compiled.request, shares_blocks=False), compiled.policy, key)
+        request = replace(compiled.request, shares_blocks=False)
+        self.compile = PendingCompile(request, compiled.policy, key, repairs=False)
         self.is_compiled = False  # whether the end of the compile has been reported
         self._of_blocks = compiled
         self._turns = 0

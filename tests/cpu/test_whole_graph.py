@@ -188,7 +188,7 @@ WHOLE = SimpleNamespace(shortest_run=math.inf, proof=Proof())
 
 def trial(monkeypatch: pytest.MonkeyPatch, device: str = "cpu", whole_after: float = 60.0) -> WholeGraph:
     policy = CompilePolicy("inductor", True, 1, 4, 1000, whole_after=whole_after)
-    monkeypatch.setattr(whole_graph, "PendingCompile", lambda request, policy, key: Compile(policy, device))
+    monkeypatch.setattr(whole_graph, "PendingCompile", lambda request, policy, key, repairs: Compile(policy, device))
     monkeypatch.setattr(whole_graph, "replace", lambda request, **changes: request)
     blocks: Any = SimpleNamespace(shortest_run=math.inf, num_runs=0, proof=Proof())
     compiled: Any = SimpleNamespace(plan=blocks, request=None, policy=policy, artefact_key=None)
