@@ -198,7 +198,7 @@ class Lazy(Target):
                 context.forget_paths()
                 context.new_trace()
         self.ir_cache.reset()
-        self.executor.computations.cache.clear()
+        self.executor.clear_computations()
         self.metrics.reset()
 
     def finish(self) -> None:
@@ -227,7 +227,7 @@ class Lazy(Target):
         settings: dict[str, Any] = {"compile": "off"}
         if name in COMPILED:
             settings = {"compile": "foreground", "backend": COMPILED[name], "num_profiled_runs": 0}
-        if name in ("recorded", "mixed"):
+        if name == "recorded" or name in COMPILED:  # where they run as they are recorded, nothing is compiled
             settings["first_sight"] = "record"
         with self.package.config.patch(check_graphs=True, **settings):
             yield
@@ -236,8 +236,15 @@ class Lazy(Target):
         return SeededRandomOps()
 
     def check_compiled(self) -> None:
-        if self.metrics.counter_value("CompileFailed"):
+        count = self.metrics.counter_value
+        if count("CompileFailed"):
             raise AssertionError("the graph could not be compiled and was interpreted")
+        if count("PlanRefused"):
+            raise AssertionError("the compiled graph was refused")
+        for computation in self.executor.computations.cache:
+            state = computation.executor.get_debug_state()
+            if computation.executor.stored.num_nodes and state.plan != "optimized" and not state.error:
+                raise AssertionError("nothing was compiled")
 
 
 class Ltc(Target):
