@@ -6,12 +6,13 @@
     python tools/fuzz.py --programs 500 --replay
     python tools/fuzz.py --programs 500 --replay functions
     python tools/fuzz.py --programs 500 --trials 20
+    python tools/fuzz.py --programs 5000 --trials 1 --backend aot_eager_decomp_partition
     python tools/fuzz.py --programs 2000 --planted
 
-`--trials` compiles programs with Inductor, so many in one graph, or training loops (`--kind loops`), or programs of
-floats with other numbers in each run (`--kind floats`), and counts what came of the trials of their plans: a plan that
-is refused is a fault of the compiler or a false alarm. `--planted` plants a fault at a random place of what a backend
-makes of each program: one that makes a difference and whose plan is used is missed.
+`--trials` compiles programs with Inductor or another backend, so many in one graph, or training loops (`--kind loops`),
+or programs of floats with other numbers in each run (`--kind floats`), and counts what came of the trials of their
+plans: a plan that is refused is a fault of the compiler or a false alarm. `--planted` plants a fault at a random place
+of what a backend makes of each program: one that makes a difference and whose plan is used is missed.
 `--replay` runs random training loops instead, with captured modules and optimizers, or with captured functions whose
 state changes between calls, and compares them with the same loops as written.
 
@@ -178,10 +179,11 @@ def replay_loops(arguments: argparse.Namespace) -> int:
 def count_verdicts(arguments: argparse.Namespace) -> int:
     """Have plans tried; the exit status is 1 if any was refused."""
     start, totals, plans = time.perf_counter(), Counter[str](), set[str]()
+    backend = "inductor" if arguments.backend == "interpreted" else arguments.backend
     for first in range(arguments.seed, arguments.seed + arguments.programs, arguments.trials):
         seeds = range(first, first + arguments.trials)
         reset_state()
-        config.backend, config.verify_compiled = "inductor", "always" if arguments.kind == "floats" else "once"
+        config.backend, config.verify_compiled = backend, "always" if arguments.kind == "floats" else "once"
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", lazy_backend.CompileWarning)
             try:
