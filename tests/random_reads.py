@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
+import ctypes
 import dataclasses
+import decimal
 import enum
+import fractions
 import functools
+import importlib
 import itertools
+import logging
 import math
 import operator
 import os
+import pickle
+import queue
 import sys
 import threading
 import types
@@ -222,7 +230,98 @@ _READS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("lst[1]", "sum(lst)", "lst.by"),
         ("lst.by = 0.25 * NOW", "Lst.by = 3.0", "list.__setitem__(lst, 1, 0.25 * NOW)", "lst.append(1.0)"),
     ),
+    (
+        "class Bare: pass\nbare = Bare()",
+        ("(2.0 if hasattr(bare, 'gain') else 0.5)", "getattr(bare, 'gain', 0.5)", "len(vars(bare))", "(2.0 if bare else 0.5)",
+         "len([name for name in dir(bare) if name[0] != '_'])", "(2.0 if bare == Bare() else 0.5)", "len(Bare.__name__)"),
+        ("bare.gain = 0.25 * NOW", "del bare.gain", "Bare.gain = 0.75", "del Bare.gain", "Bare.__getattr__ = lambda self, name: 3.0",
+         "del Bare.__getattr__", "Bare.__eq__ = lambda self, other: True", "Bare.__len__ = lambda self: NOW % 2",
+         "bare.__dict__ = {'gain': 0.25 * NOW}", "Bare.__name__ = 'Renamed'"),
+    ),
+    (
+        "class Base:\n    def gain(self): return 0.5\nclass Mixed(Base): pass\nclass Most(Mixed):\n    def gain(self): return super().gain() + 1\n"
+        "class Another:\n    def gain(self): return 0.75\nmost = Most()",
+        ("most.gain()", "Most.__mro__[1]().gain()", "super(Most, most).gain()"),
+        ("Mixed.gain = lambda self: 0.25 * NOW", "most.gain = lambda: 3.0", "del most.gain", "Base.gain = lambda self: 0.25 * NOW",
+         "Most.__bases__ = (Another,)", "del Most.gain"),
+    ),
+    (
+        "class Fixed:\n    kept = 0.5\nclass Under(Fixed): pass",
+        ("Under.kept", "getattr(Under, 'ke' + 'pt')", "sum(value for value in (Under.kept, Fixed.kept))"),
+        ("Fixed.kept = 0.25 * NOW", "Under.kept = 3.0", "del Under.kept"),
+    ),
+    (
+        "@dataclasses.dataclass(order=True)\nclass Record:\n    gain: float = 0.5\n    number: int = 1\nrecord, same = Record(), Record()",
+        ("(2.0 if record == same else 0.5)", "(2.0 if record < same else 0.5)", "len(repr(record))", "len(f'{record}')", "sum(dataclasses.astuple(record))",
+         "sum(dataclasses.asdict(record).values())", "sum(getattr(record, field.name) for field in dataclasses.fields(record))",
+         "len(pickle.dumps(vars(record)))", "copy.copy(record).gain", "dataclasses.replace(record, number=2).gain", "len(str([record]))",
+         "operator.attrgetter('gain')(record)"),
+        ("record.gain = 0.25 * NOW", "record.number = 2", "same.gain = 0.125", "same.number = 12345678", "record.other = 3"),
+    ),
+    (
+        "class Shown:\n    level = 1\n    def __str__(self): return 'a' * self.level\n    def __format__(self, how): return 'ab' * self.level\n"
+        "shown, get_level = Shown(), operator.attrgetter('level')",
+        ("len(str(shown))", "len(f'{shown}')", "len('{}'.format(shown))", "len('%s' % shown)", "get_level(shown)"),
+        ("shown.level = 2", "Shown.level = 3", "Shown.__str__ = lambda self: 'abcd'", "Shown.__format__ = lambda self, how: 'abcde'"),
+    ),
+    (
+        "class Point:\n    __match_args__ = ('u', 'v')\n    def __init__(self): self.u, self.v = 0.5, 2.0\npoint, entries = Point(), {'a': 0.5}\n"
+        "def matched():\n    match point:\n        case Point(0.5, v): return v\n        case Point(u=u): return u\n"
+        "def matched_entries():\n    match entries:\n        case {'a': a, 'b': b}: return a + b\n        case {'a': a}: return a\n    return 3.0",
+        ("matched()", "matched_entries()"),
+        ("point.v = 0.25 * NOW", "point.u = 0.125", "Point.__match_args__ = ('v', 'u')", "entries['b'] = 0.25 * NOW", "entries['a'] = 2.0"),
+    ),
+    (
+        "chain, user = collections.ChainMap({}, {'a': 0.5}), collections.UserDict(a=0.5)\ntable_ = {'a': 0.5, 'b': 2.0}\nview, keys_ = table_.values(), table_.keys()\n"
+        "default = collections.defaultdict(lambda: 0.5)",
+        ("chain['a']", "user['a']", "sum(view)", "len(keys_)", "next(iter(table_.values()))", "(default['a'] if len(default) else default.default_factory())"),
+        ("chain['a'] = 0.25 * NOW", "chain.maps.reverse()", "user['a'] = 0.25 * NOW", "user.data = {'a': 3.0}", "table_['a'] = table_.pop('a')",
+         "table_['c'] = 0.25 * NOW", "default.default_factory = lambda: 0.25 * NOW"),
+    ),
+    (
+        "package_ = types.ModuleType('random_package')\npackage_.__path__ = []\npart_ = types.ModuleType('random_package.part')\npart_.gain = 0.5\npackage_.part = part_\n"
+        "sys.modules['random_package'], sys.modules['random_package.part'] = package_, part_\nsys.modules.pop('random_absent', None)\n"
+        "def imported():\n    import random_package.part as found\n    return found.gain\ndef imported_from():\n    from random_package.part import gain\n    return gain\n"
+        "def tried():\n    try: import random_absent as found\n    except ImportError: return 0.5\n    return found.gain",
+        ("imported()", "imported_from()", "tried()", "importlib.import_module('random_package.part').gain"),
+        ("part_.gain = 0.25 * NOW", "package_.part = types.SimpleNamespace(gain=0.25 * NOW)",
+         "sys.modules['random_package.part'] = types.SimpleNamespace(gain=3.0)", "sys.modules['random_absent'] = types.SimpleNamespace(gain=0.75)"),
+    ),
+    (
+        "import builtins\nbuiltins.RANDOM_BUILTIN = 0.5\nvars(builtins).pop('RANDOM_ABSENT', None)\n"
+        "for name_ in ('abs', 'RANDOM_BUILTIN'): globals().pop(name_, None)",
+        ("abs(-0.5)", "RANDOM_BUILTIN", "getattr(builtins, 'RANDOM_ABSENT', 0.5)"),
+        ("builtins.RANDOM_BUILTIN = 0.25 * NOW", "globals()['abs'] = lambda value: 0.25 * NOW", "globals()['RANDOM_BUILTIN'] = 3.0",
+         "builtins.RANDOM_ABSENT = 0.75", "del builtins.RANDOM_ABSENT", "del globals()['abs']"),
+    ),
+    (
+        "class Ref: pass\nref_a, ref_b = Ref(), Ref()\nweak_set, weak_values = weakref.WeakSet([ref_a]), weakref.WeakValueDictionary(a=ref_a)",
+        ("len(weak_set)", "len(weak_values)", "(2.0 if 'b' in weak_values else 0.5)"),
+        ("weak_set.add(ref_b)", "weak_values['b'] = ref_b", "ref_b = None"),
+    ),
+    (
+        "event, lock, fifo = threading.Event(), threading.Lock(), queue.Queue()\nlogger_ = logging.getLogger('random_reads')\nlogger_.setLevel(10)",
+        ("(2.0 if event.is_set() else 0.5)", "(2.0 if lock.locked() else 0.5)", "fifo.qsize() + 1", "(2.0 if logger_.isEnabledFor(20) else 0.5)", "logger_.level"),
+        ("event.set()", "lock.locked() or lock.acquire()", "fifo.put(1)", "logger_.setLevel(40)", "event.clear()", "logger_.setLevel(10)"),
+    ),
+    (
+        "objects, data = np.array([0.5, 2.0], dtype=object), ctypes.c_double(0.5)\ndecimal.setcontext(decimal.Context())\nthird = fractions.Fraction(1, 3)",
+        ("objects[0]", "data.value", "float(third)", "float(decimal.Decimal(1) / decimal.Decimal(3))"),
+        ("objects[0] = 0.25 * NOW", "data.value = 0.25 * NOW", "third = fractions.Fraction(NOW, 7)", "third._numerator = 3",
+         "decimal.getcontext().prec = 3 + NOW % 5"),
+    ),
+    (
+        "global number_of\nnumber_of = 0\nclass Counts: number = 0\ncounts = Counts()\ndef step_():\n    global number_of\n    number_of += 1\n    return 0.5 if number_of < 7 else 2.0\n"
+        "def count_():\n    counts.number += 1\n    return 0.5 if counts.number < 7 else 2.0",
+        ("step_()", "count_()"),
+        ("number_of = 0", "counts.number = 0"),
+    ),
 )  # fmt: skip
+
+
+def all_reads() -> tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]:
+    """How values are made; the expressions that read each; the changes."""
+    return _READS
 
 
 class Gains:
@@ -242,6 +341,7 @@ def random_read(choose: Any) -> Read:
 def names() -> dict[str, Any]:
     """What the statements may name besides `torch`."""
     modules = (
-        collections, contextvars, dataclasses, enum, functools, itertools, math, operator, os, sys, threading, types, weakref,
+        collections, contextvars, copy, ctypes, dataclasses, decimal, enum, fractions, functools, importlib, itertools,
+        logging, math, operator, os, pickle, queue, sys, threading, types, weakref,
     )  # fmt: skip
     return {one.__name__: one for one in modules} | {"np": np, "Gains": Gains, "scaled_of": scaled_of}

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+import cachetools
 import torch
 import typing_extensions
 
@@ -37,6 +38,7 @@ _INTERNAL = (
     *_OURS,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.abspath(typing_extensions.__file__),
+    os.path.dirname(os.path.abspath(cachetools.__file__)) + os.sep,  # we call it
 )
 # Generated code and `contextlib`, in which no line is the user's. `<stdin>`, `<string>` (python -c) and notebook cells
 # are the user's.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from sys import getrefcount
 from types import CodeType, FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
 frame_at: Callable[[int], FrameType] = getattr(sys, "_getframe", None)  # type: ignore[assignment]
@@ -134,41 +134,155 @@ _ATTRIBUTES = {
 _IMPORT = dis.opmap["IMPORT_NAME"]
 # What reads attributes by their names as strings.
 _BY_STRING = frozenset(("getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"))
+_WITH_NAME = frozenset(("getattr", "hasattr"))
+# What reads attributes that no code names; a pattern of a class names them elsewhere, or in none but `__match_args__`.
+_ALL = frozenset(("vars", "dir", "attrgetter", "methodcaller", "__dict__", "__getattribute__", "asdict", "astuple"))
+_MATCH = dis.opmap["MATCH_CLASS"]
+
+
+class NamesRead(NamedTuple):
+    """The names by which code reads. What it only counts, as in `self.calls += 1`, it does not read.
+
+    `globals`: that it reads. `attributes`: that it reads without calling them. `modules`: that it imports. `strings`:
+    of attributes, as it gives them to `getattr` and `hasattr`. `reads_all`: whether it may read attributes that it
+    does not name. `variables`: of enclosing functions.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    modules: frozenset[str]
+    strings: frozenset[str]
+    reads_all: bool
+    variables: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
-def names_read(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The globals that code reads, attributes that it reads without calling them, and modules that it imports.
+def names_read(code: CodeType) -> NamesRead:
+    """The names by which code reads. Of code that reads attributes by strings, all strings are taken for such names."""
+    global_names, attributes, modules, variables = set(), set(), set(), set()
+    matches = False
+    instructions = _instructions_of(code)
+    for place, (op, argument) in enumerate(instructions):
+        if op in _GLOBALS:
+            if not _is_counted(instructions, place, argument >> _GLOBALS[op]):
+                global_names.add(code.co_names[argument >> _GLOBALS[op]])
+        elif op in _ATTRIBUTES and not (_ATTRIBUTES[op] and argument & 1):
+            if not _is_counted(instructions, place, argument >> _ATTRIBUTES[op]):
+                attributes.add(code.co_names[argument >> _ATTRIBUTES[op]])
+        elif op in _VARIABLES:
+            if not _is_counted(instructions, place, argument):
+                variables.add(code._varname_from_oparg(argument))  # type: ignore[attr-defined]
+        elif op == _IMPORT:
+            modules.add(code.co_names[argument])
+        elif op == _MATCH:
+            matches = True
+    strings: frozenset[str] = frozenset()
+    reads_all = matches or not _ALL.isdisjoint(code.co_names)
+    if not _BY_STRING.isdisjoint(code.co_names):
+        strings = frozenset(constant for constant in code.co_consts if type(constant) is str)
+        reads_all = reads_all or not _gives_names_as_constants(code)
+    return NamesRead(
+        frozenset(global_names),
+        frozenset(attributes | strings),
+        frozenset(modules),
+        strings,
+        reads_all,
+        frozenset(variables),
+    )
 
-    Where it reads attributes by their names as strings, all its strings are taken for such names.
-    """
-    global_names, attributes, modules = set(), set(), set()
+
+def _instructions_of(code: CodeType) -> list[tuple[int, int]]:
+    """The instructions of code, each with its argument."""
+    found: list[tuple[int, int]] = []
     extended = 0
     for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         argument = extended | low
         extended = argument << 8 if op == dis.EXTENDED_ARG else 0
-        if op in _GLOBALS:
-            global_names.add(code.co_names[argument >> _GLOBALS[op]])
-        elif op in _ATTRIBUTES and not (_ATTRIBUTES[op] and argument & 1):
-            attributes.add(code.co_names[argument >> _ATTRIBUTES[op]])
-        elif op == _IMPORT:
-            modules.add(code.co_names[argument])
-    if not _BY_STRING.isdisjoint(code.co_names):
-        attributes.update(constant for constant in code.co_consts if type(constant) is str)
-    return frozenset(global_names), frozenset(attributes), frozenset(modules)
+        if op not in _NO_INSTRUCTIONS:
+            found.append((op, argument))
+    return found
+
+
+def _is_counted(instructions: Sequence[tuple[int, int]], place: int, number: int) -> bool:
+    """Whether what an instruction loads, by this number, is changed in place by a constant or a local, and stored."""
+    following = instructions[place + 1 : place + 5]
+    if len(following) < 3 or following[0][0] not in _OPERANDS:
+        return False
+    op, argument = following[1]
+    store = following[3:] if following[2][0] == _SWAP else following[2:3]
+    is_in_place = op == _BINARY and argument >= _FIRST_IN_PLACE
+    return is_in_place and any(op in _STORES and argument == number for op, argument in store)
+
+
+def _opcodes(*names: str) -> Iterator[int]:
+    """The instructions with these names that this Python has."""
+    return (dis.opmap[name] for name in names if name in dis.opmap)
+
+
+_NO_INSTRUCTIONS = frozenset(_opcodes("EXTENDED_ARG", "CACHE"))
+_VARIABLES = frozenset(_opcodes("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
+_OPERANDS = frozenset(_opcodes("LOAD_CONST", "LOAD_FAST", "LOAD_SMALL_INT", "LOAD_FAST_BORROW"))
+_BINARY, _SWAP = dis.opmap["BINARY_OP"], dis.opmap["SWAP"]
+_FIRST_IN_PLACE = 13  # of the arguments of BINARY_OP: +=
+_STORES = frozenset(_opcodes("STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "STORE_DEREF"))
+
+
+def _gives_names_as_constants(code: CodeType) -> bool:
+    """Whether code uses `getattr` and `hasattr` only in calls whose second argument is a constant."""
+    instructions = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    return all(
+        _second_argument(instructions[place + 1 :]) == "LOAD_CONST"
+        for place, one in enumerate(instructions)
+        if one.argval in _WITH_NAME and one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+
+
+def _second_argument(instructions: Sequence[dis.Instruction]) -> str:
+    """The last instruction of a call's second argument, given those after that of its function; "" if unknown."""
+    depth, last = 0, ""
+    for one in instructions:
+        if one.opcode in _JUMPS:
+            return ""
+        depth += dis.stack_effect(one.opcode, one.arg, jump=False)
+        if depth < 0:
+            return last if one.opname.startswith("CALL") else ""
+        if depth == 2:
+            last = one.opname
+    return ""
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 def reads_names() -> bool:
     """Whether `names_read` understands this Python's instructions."""
-    found: tuple[Any, ...] = names_read(_reader.__code__)
-    return found == ({"len", "sys"}, {"path", "flags"}, {"math"})
+    none: frozenset[str] = frozenset()
+    named, literal = frozenset(("len", "sys", "getattr")), frozenset(("literal",))
+    attributes = frozenset(("path", "flags", "literal"))
+    return names_read(_reader.__code__) == NamesRead(
+        named, attributes, frozenset(("math",)), literal, False, none
+    ) and names_read(_make_reader().__code__) == NamesRead(
+        frozenset(("getattr",)), none, none, none, True, frozenset(("read_too",))
+    )
 
 
 def _reader(of: Any) -> Any:
     import math
 
-    of.called(len(sys.path), math.cos(0))
+    of.called(len(sys.path), math.cos(0), getattr(of.called(1), "literal", 0))
     return sys.flags
+
+
+def _make_reader() -> Any:
+    counted = read_too = 0
+
+    def read(of: Any, name: str) -> Any:
+        nonlocal counted
+        of.count += 1
+        counted += 1
+        return getattr(of, name, read_too)
+
+    return read
 
 
 def slots_of(kind: type) -> Iterator[MemberDescriptorType]:

@@ -18,10 +18,10 @@ from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import container_kind, is_a, items_of, name_of
 from lazy_backend.ports.tensor_types import device_of
-from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain, plain_key
+from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain, plain_key, value_key
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
-from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 from lazy_backend.tensors.thread_state import describe_autocast
 
 
@@ -89,6 +89,10 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
                 same = next((number for number, one in enumerate(tensors) if one is leaf), -1)
                 key.append((data.meta, leaf.requires_grad, place, same))
             tensors.append(leaf)
+            if given := own_attributes(leaf):
+                key.append(value_key(given))
+                if key[-1] is None:
+                    return "it got a tensor with attributes that cannot be compared"
         elif is_a(leaf, torch.Tensor):
             return f"it got a tensor on {device_of(leaf)}"
         elif is_plain(leaf):

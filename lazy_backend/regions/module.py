@@ -64,7 +64,7 @@ from lazy_backend.regions.results import (
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, NotReplayable
 from lazy_backend.replay.recorded_call import RandomState
-from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
+from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_unseen
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -137,6 +137,7 @@ class CapturedModule:
         "_failures",
         "_changes",
         "_knows_hook",
+        "_ran",
         "account",
         "_reference",
         "__weakref__",
@@ -150,6 +151,7 @@ class CapturedModule:
         self._verify = verify
         self._knows_hook = knows_hook
         self._states: list[ModuleState] = []  # the latest first
+        self._ran = CodeThatRan()
         self._failures = 0  # calls, one after another, that changed the module itself
         self._changes = 0  # calls, one after another, before which it was changed, or what it reads
         self.account = Account(self._name, "module", warns)
@@ -221,7 +223,7 @@ class CapturedModule:
 
     def _named(self, module: torch.nn.Module, state: ModuleState, signature: AlikeCalls) -> NamedByCode:
         """What the code of the module can name now."""
-        named = state.named_by_code(module)
+        named = state.named_by_code(module, self._ran)
         for one in self._states:
             one.keep(named, signature)
         return named
@@ -350,10 +352,10 @@ class CapturedModule:
         named = self._named(module, state, signature)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
-        result, read = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
+        result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
-        signature.named = named.without_written()
+        signature.named, written = named.after_body([one for _, one in modules_within(module)], ran)
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None
@@ -367,7 +369,9 @@ class CapturedModule:
         try:
             if unfit is not None:
                 raise NotReplayable(unfit)
-            if unseen := read or named.unseen:
+            if written:
+                raise NotReplayable(written)
+            if unseen := read or signature.named.unseen:
                 raise NotReplayable(why_unseen(unseen))
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")

@@ -18,6 +18,7 @@ from lazy_backend.regions.named_by_code import NamedByCode
 from lazy_backend.regions.programs import Program
 from lazy_backend.replay.accounts import PATIENCE, Attempts
 from lazy_backend.replay.structure import HostGuard, StructureGuard
+from lazy_backend.replay.unseen_reads import CodeThatRan
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
 _IN_ATTRIBUTES = re.compile(rf"^dict(?:\['(?:{'|'.join(REGISTRIES)})'\])?\['(\w+)'\]")
@@ -77,10 +78,10 @@ class ModuleState:
         # the guard was given the attributes, so as not to keep the module alive
         return _IN_ATTRIBUTES.sub(lambda found: f"{self._type.__name__}.{found[1]}", text)
 
-    def named_by_code(self, module: torch.nn.Module) -> NamedByCode:
-        """What the code of the module, which is as this says, can name now."""
+    def named_by_code(self, module: torch.nn.Module, ran: CodeThatRan) -> NamedByCode:
+        """What the code of the module, which is as this says, can name now. `ran`: by its calls so far."""
         if self._named is None or not self._named.is_current():
-            self._named = NamedByCode([one for _, one in modules_within(module)])
+            self._named = NamedByCode([one for _, one in modules_within(module)], ran)
         return self._named
 
     def keep(self, named: NamedByCode, signature: AlikeCalls) -> None:

@@ -5,10 +5,10 @@ In: modules, or an optimizer. Out: the random generators there, and a guard over
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from itertools import chain
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,24 +18,28 @@ from lazy_backend.ports.cpython import attributes_of, is_a, name_of
 from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tensors
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
+from lazy_backend.replay.unseen_reads import CodeThatRan, why_written
 from lazy_backend.replay.value_guard import ValueGuard
 
 # Of a container that code names, more values are not searched for sources of random numbers.
 _LARGEST_CONTAINER = 100
+
+Parts = Sequence[torch.nn.Module | torch.optim.Optimizer]
 
 
 class NamedByCode:
     """What the code of modules, or of an optimizer, can name: sources of random numbers, values, other modules.
 
     Does not refer to `parts`, the modules or the optimizer. To find all takes long, as functions that the code calls
-    are followed: it is done again only if there are more globals, or other values.
+    are followed: it is done again only if there are more globals, or other values, or if code ran that names more.
     """
 
-    def __init__(self, parts: Sequence[torch.nn.Module | torch.optim.Optimizer]) -> None:
-        reach = Reachable(parts, largest=_LARGEST_CONTAINER)
+    def __init__(self, parts: Parts, ran: CodeThatRan, without: Container[Hashable] = ()) -> None:
+        reach = Reachable(parts, ran, largest=_LARGEST_CONTAINER)
+        self._ran, self._version = ran, ran.version
         self.generators = reach.generators
         self.states = reach.random_states
-        self._values = ValueGuard(reach, state=True)
+        self._values = ValueGuard(reach, without, state=True)
         self._reached = set(reach.tensors)  # ids
         self._globals = [(known, len(known)) for known in reach.globals.values()]
         own = set(map(id, parts))
@@ -55,7 +59,8 @@ class NamedByCode:
 
     def is_current(self) -> bool:
         """Whether these are all, and are what they were."""
-        return all(len(known) == count for known, count in self._globals) and not self.change()
+        are_all = all(len(known) == count for known, count in self._globals) and self._ran.version == self._version
+        return are_all and not self.change()
 
     def change(self) -> str:
         """What has changed; empty if nothing has."""
@@ -77,14 +82,15 @@ class NamedByCode:
                 return name_of(type(module))
         return ""
 
-    def without_written(self) -> NamedByCode:
-        """These without the values that the body, which just ran, writes."""
-        values = self._values.without_written()
-        if values is self._values:
-            return self
-        made = copy.copy(self)
-        made._values = values
-        return made
+    def after_body(self, parts: Parts, ran: set[CodeType]) -> tuple[NamedByCode, str]:
+        """These as the body, which just ran this code, left them, without what it changed.
+
+        And why what it changed keeps it from being replayed; "" if nothing does.
+        """
+        changed, names_more = self._values.changed(), self._ran.add(ran)
+        if changed is None:
+            return NamedByCode(parts, self._ran) if names_more else self, ""
+        return NamedByCode(parts, self._ran, changed.parts), why_written(changed.read) if changed.read else ""
 
     def refers_only_to(self, other: NamedByCode) -> bool:
         """Whether the other one refers to all tensors that this one does."""

@@ -52,7 +52,7 @@ from lazy_backend.replay.captured_state import Watch, watches
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.replay.structure import StructureGuard
-from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
+from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_unseen
 from lazy_backend.tensors.outside import new_data, upload
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor, wrap
@@ -129,10 +129,10 @@ class _OptimizerParts:
         self._named: NamedByCode | None = None  # as before the latest step that ran as written
         self.read: NamedByCode | None = None  # the same without what that step wrote
 
-    def named_by_code(self, optimizer: torch.optim.Optimizer) -> NamedByCode:
-        """What the code of the optimizer, which is as this says, can name now."""
+    def named_by_code(self, optimizer: torch.optim.Optimizer, ran: CodeThatRan) -> NamedByCode:
+        """What the code of the optimizer, which is as this says, can name now. `ran`: by its steps so far."""
         if self._named is None or not self._named.is_current():
-            self._named = NamedByCode([optimizer])
+            self._named = NamedByCode([optimizer], ran)
         return self._named
 
     @staticmethod
@@ -250,7 +250,18 @@ class _ZeroGradEntry:
 class CapturedOptimizer:
     """Replays the steps of one optimizer."""
 
-    __slots__ = ("_name", "_verify", "_written", "_states", "_counts", "account", "is_off", "_reference", "__weakref__")
+    __slots__ = (
+        "_name",
+        "_verify",
+        "_written",
+        "_states",
+        "_counts",
+        "_ran",
+        "account",
+        "is_off",
+        "_reference",
+        "__weakref__",
+    )
 
     def __init__(self, optimizer: torch.optim.Optimizer, verify: bool, warns: bool) -> None:
         forget = weakref.WeakMethod(self._forget)
@@ -261,6 +272,7 @@ class CapturedOptimizer:
         self._written = optimizer.__dict__.get("step")  # a scheduler's, which refers weakly to the optimizer
         self._states: dict[tuple[Any, ...], _StepState] = {}
         self._counts: frozenset[str] = frozenset()  # names of entries of groups that steps change
+        self._ran = CodeThatRan()
         self.account = Account(self._name, "optimizer", warns)
         self.is_off = False  # it is captured no longer, and called by who holds it, as a scheduler's wrapper
 
@@ -418,7 +430,7 @@ class CapturedOptimizer:
         if context is None:
             self.account.ran_as_written("its parameters are not on one lazy device")
             return self._run(optimizer, (), {})
-        named = state.parts.named_by_code(optimizer)
+        named = state.parts.named_by_code(optimizer, self._ran)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
         watch = Watch(())
@@ -427,7 +439,7 @@ class CapturedOptimizer:
             recorder = watch.recorder = FloatRecorder(context, uploads, (), self._counts)
             try:
                 recorder.install(optimizer)
-                result, read = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
+                result, read, ran = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
             except BaseException:
                 recorder.restore()
                 recorder.close()
@@ -441,10 +453,12 @@ class CapturedOptimizer:
             }
             recorded.uploads.clear()  # it would keep them alive
             uploads.clear()
-        state.parts.read = named.without_written()
+        state.parts.read, written = named.after_body([optimizer], ran)
         try:
             self._find_counts(changed_numbers(before, numbers_in(optimizer)))
-            if unseen := read or named.unseen:
+            if written:
+                raise NotReplayable(written)
+            if unseen := read or state.parts.read.unseen:
                 raise NotReplayable(why_unseen(unseen))
             if change := named.change_of_others():
                 raise NotReplayable(f"a step changes what it is made of: {change}")

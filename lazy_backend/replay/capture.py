@@ -64,7 +64,8 @@ from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Prepar
 from lazy_backend.replay.state_guard import Found, LeftAlone
 from lazy_backend.replay.state_places import argument_places
 from lazy_backend.replay.structure import StructureGuard, hooks_of
-from lazy_backend.replay.unseen_reads import watching_reads, why_unseen
+from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_unseen, why_written
+from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import (
     MAX_TIMES_LET_THROUGH,
@@ -75,7 +76,7 @@ from lazy_backend.tensors.bodies import (
 )
 from lazy_backend.tensors.contexts import context_of, contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
-from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 from lazy_backend.tensors.thread_state import describe_modes
 
 P = ParamSpec("P")
@@ -118,6 +119,10 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
             storage = data.storage
             key.append((data.context, data.meta, storage.meta, leaf.requires_grad))
             tensors.append(leaf)
+            if given := own_attributes(leaf):
+                value = value_key(given)
+                key.append(value if value is not None else tuple(map(id, given.values())))
+                objects += tuple(given.values()) if value is None else ()
             if leaf.requires_grad:
                 hooks = hooks_of(leaf)
                 key.extend(map(id, hooks))
@@ -217,6 +222,7 @@ class Captured(Generic[P, R]):
         self._signatures: dict[tuple[Any, ...], _Signature] = {}
         self._account = Account(self._name, "function")
         self._counts: frozenset[str] = frozenset()  # names of entries of optimizers' groups that the body changes
+        self._ran = CodeThatRan()
         self._unbound = 0  # signatures since a program was bound
         # the optimizers whose steps in a body a GradScaler may skip
         self._scaled: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -440,7 +446,7 @@ class Captured(Generic[P, R]):
         verified = verify and _is_fresh(signature.program, arguments)
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
-        start = start_of_call(last, program.carried() if program else None, [self._function, *signature.named()])
+        start = start_of_call(last, program.carried() if program else None, self._roots(signature), self._ran)
         moved = program.state_guard.moved() if program else []
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
@@ -449,8 +455,8 @@ class Captured(Generic[P, R]):
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats, self._counts)
-                leaves, spec, read = self._run_recorded(recorder, last, context, body, args, kwargs)
-            start.values.leave_out_written()
+                leaves, spec, read, ran = self._run_recorded(recorder, last, context, body, args, kwargs)
+            unfit = self._look_at_reads(start, signature, read, ran)
             watch.recorder = None
             # what the body made to compute into is no upload, and may be gone
             uploads[:] = [storage for storage in uploads if storage.tensor is not None]
@@ -468,7 +474,7 @@ class Captured(Generic[P, R]):
             self._counts |= record.changed_settings
             signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
-            record.changed_argument, record.unseen_read = values.changed(), read
+            record.changed_argument, record.unfit_read = values.changed(), unfit
             found = self._find(record, signature, unsettled)
             record.after = record.numbers.state(found.reach, found.structure.walk, found.leaves)
             record.argument_places = argument_places(start.state, record.after, arguments.tensors)
@@ -506,11 +512,30 @@ class Captured(Generic[P, R]):
         if len(used) == 1 and not record.calls():
             (signature.context,) = used.values()
 
+    def _roots(self, signature: _Signature) -> list[Any]:
+        return [self._function, *signature.named()]
+
+    def _look_at_reads(self, start: Start, signature: _Signature, read: str, ran: set[types.CodeType]) -> str:
+        """Why what the body, which just ran, has read keeps it from being replayed; "" if nothing does.
+
+        What it wrote is not what it goes by: then `start` has a guard of what it left. `read`, `ran`: see
+        `watching_reads`.
+        """
+        changed = start.values.changed()
+        if changed is not None:
+            start.values = ValueGuard(Reachable(self._roots(signature), self._ran), changed.parts)
+        names_more = self._ran.add(ran)
+        if changed is not None and changed.read:
+            return why_written(changed.read)
+        if unseen := read or start.values.unseen:
+            return why_unseen(unseen)
+        return "its code read by names that none of its earlier calls did" if names_more else ""
+
     def _find(self, record: RecordedCall, signature: _Signature, unsettled: Sequence[UnsettledStep]) -> Found:
         """What the function reaches and used, after a call."""
         watch = record.watch
         used = (*watch.leaves(), *(step.flag for step in unsettled))
-        found = Found(Reachable([self._function, *signature.named()]), watch.modules, watch.optimizers, used)
+        found = Found(Reachable(self._roots(signature)), watch.modules, watch.optimizers, used)
         record.roots = found.roots
         record.reached_generators = tuple(found.reach.generators)
         record.random_states = tuple(found.reach.random_states)
@@ -527,18 +552,19 @@ class Captured(Generic[P, R]):
     ) -> Any:
         """Run the body with traced floats.
 
-        Returns the leaves of its result, with plain floats, their structure, and a read that no guard can follow.
+        Returns the leaves of its result, with plain floats, their structure, a read that no guard can follow, and the
+        code that ran.
         """
         try:
             for guard in last.guards if last is not None else ():
                 recorder.install(guard.optimizer)
-            (leaves, spec), read = recorder.show(
+            (leaves, spec), read, ran = recorder.show(
                 self._run_body,
                 context,
                 body,
                 lambda: watching_reads(lambda: flatten_result(call_traced(self._function, recorder, args, kwargs))),
             )
-            return recorder.plain_results(leaves), spec, read
+            return recorder.plain_results(leaves), spec, read, ran
         except BaseException:
             recorder.close()
             raise
@@ -570,8 +596,8 @@ class Captured(Generic[P, R]):
             self._name, start, last, record, held, floats, grads, arguments, found, signature.left_alone, unsettled
         )
         # last, as any other reason says more
-        if unseen := record.unseen_read or start.values.unseen:
-            raise ReadsUnseen(why_unseen(unseen))
+        if record.unfit_read:
+            raise ReadsUnseen(record.unfit_read)
         signature.program = program
         signature.failures = self._unbound = 0
         if signature.stale >= 2 * PATIENCE:

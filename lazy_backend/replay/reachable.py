@@ -24,11 +24,11 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
-from operator import is_
+from itertools import chain, islice
+from operator import attrgetter, is_, methodcaller
 from random import Random, SystemRandom
 from sys import getrefcount
 from typing import Any
@@ -36,7 +36,6 @@ from typing import Any
 import torch
 
 from lazy_backend.ports.cpython import (
-    NO_ATTRIBUTES,
     attributes_of,
     container_kind,
     is_a,
@@ -52,12 +51,15 @@ from lazy_backend.ports.cpython import (
 )
 from lazy_backend.ports.hooks import REGISTRIES, modules_within, registered_tensors
 from lazy_backend.replay.plain_values import FIELDS, has_plain_hash, is_plain, is_process_wide
+from lazy_backend.replay.unseen_reads import CodeThatRan
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # More values than this are not walked, 1 µs each: what lies beyond is unknown.
 _MOST_VALUES = 20_000
 # Larger containers are not compared key by key.
 MOST_KEYS = 1000
+# Those whose objects hold values that others put there, and read them by names that no code of the user's has.
+_OF_VALUES = frozenset(("collections", "queue", "threading", "fractions", "string", "datetime", "pathlib", "uuid"))
 # Modules of Python whose attributes are not state of the user.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
 # Lead to state, but are no state themselves, or have guards of their own.
@@ -72,8 +74,6 @@ _MOST_FOLLOWED = 1000
 _CALLED = ("__call__", "forward")
 # What code that calls a class runs.
 _CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
-# What finds all attributes of a class's objects.
-_FINDS_ATTRIBUTES = "__getattribute__"
 # What code that uses an object does not run unless it names it.
 _SELDOM = frozenset(
     (*_CONSTRUCTORS, "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__init_subclass__")
@@ -85,8 +85,17 @@ _PARTS: dict[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     staticmethod: ("__func__",),
 }
+_FACTORY: Any = defaultdict.__dict__["default_factory"]
 # Objects of C around others, which nothing but the garbage collector comes to.
-_WRAPPERS = (types.MappingProxyType, functools._lru_cache_wrapper)
+_WRAPPERS: tuple[type, ...] = (
+    types.MappingProxyType,
+    functools._lru_cache_wrapper,
+    type({}.keys()),  # type: ignore[var-annotated]
+    type({}.values()),  # type: ignore[var-annotated]
+    type({}.items()),  # type: ignore[var-annotated]
+)
+# Objects that read attributes by names which they hold.
+_READERS = (attrgetter, methodcaller)
 # Values whose attributes are at places of their own, or have guards of their own.
 _SEEN_BY_OTHERS = types.ModuleType | type | torch.nn.Module | torch.optim.Optimizer | LazyTensor
 # Objects whose attributes `StructureGuard` sees.
@@ -159,10 +168,10 @@ class Reachable:
 
     Runs no code of theirs (Note [No code of the user's]), and goes nowhere that grows with the process: not from a
     logger to all others, nor from a module or a class to more than functions name. `largest`: of containers, how many
-    values are walked. `count`: of the values walked.
+    values are walked. `ran`: code that is not to be found by walking. `count`: of the values walked.
     """
 
-    def __init__(self, roots: Iterable[Any], largest: int = _MOST_VALUES) -> None:
+    def __init__(self, roots: Iterable[Any], ran: CodeThatRan | None = None, largest: int = _MOST_VALUES) -> None:
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tensors: dict[int, LazyTensor] = {}
@@ -174,15 +183,24 @@ class Reachable:
         # by id of a value: who leads to it, and where; no place but a part's name if that cannot change, as in a tuple
         self._ways: dict[int, list[tuple[int, StatePlace | Hashable]]] = {}
         self._values: dict[int, Any] = {}
+        self._not_walked: dict[int, Any] = {}  # values besides
         # modules and their tensors, each with the id of one that it is part of
         self._within: dict[int, tuple[torch.nn.Module | torch.Tensor, int]] = {}
-        self._plain: list[tuple[Any, StatePlace, Any]] = []  # plain values: the owner, where, and the value
-        self._names: set[str] = set()  # that the functions found so far name
-        self._attributes: set[str] = set()  # of those, attributes that are read, not only called
+        # plain values, and those of which `_ways` names another owner: the owner, where, and the value
+        self._besides: list[tuple[Any, StatePlace, Any]] = []
+        self._names = set(ran.names if ran is not None else ())  # that the functions found so far name
+        self._attributes = set(ran.attributes if ran is not None else ())  # of those, read and not only called
+        self._own_names: set[str] = set()  # as these, by functions that no package made
+        self._own_attributes: set[str] = set()
+        self._strings: set[str] = set()  # of those, given to `getattr` and `hasattr`
+        self._reads_all = ran is not None and ran.reads_all  # whether attributes may be read that nobody names
+        self._has_all = False  # whether those of classes and modules were found
+        self._variables = {"__class__"}  # of enclosing functions, that they read; `super` reads that one unseen
         self._globals: set[tuple[int, str]] = set()  # that they read, each with the id of where it is
         self._new_names: set[str] = set()  # those that `_named` was not searched for
         self._named: list[tuple[Any, Any, Any]] = []  # attributes that are walked where a function names them
         self._walked: set[tuple[Any, Any, Any]] = set()
+        self._walked_from: set[tuple[int, tuple[Any, Any, Any]]] = set()
         self._waiting: deque[Any] = deque()
         self._largest = largest
         for number, root in enumerate(roots):
@@ -193,11 +211,16 @@ class Reachable:
         while True:
             while self._waiting and self.count < _MOST_VALUES:
                 self._expand(self._waiting.popleft())
-            if not self._new_names:
+            if self._new_names:
+                names, self._new_names = self._new_names, set()
+                for each in list(self._named):
+                    self._find_named(names, *each)
+            elif self._reads_all and not self._has_all:
+                self._has_all = True
+                for each in list(self._named):
+                    self._find_all(*each)
+            else:
                 return
-            names, self._new_names = self._new_names, set()
-            for each in list(self._named):
-                self._find_named(names, *each)
 
     def _find(self, value: Any, owner: Any, place: StatePlace | Hashable) -> None:
         self.count += 1
@@ -211,6 +234,8 @@ class Reachable:
     def _expand(self, value: Any) -> None:
         if type(value) is LazyTensor:
             self.tensors[id(value)] = value
+            for name, attribute in own_attributes(value).items():  # no places: they would keep what it stands for
+                self._find(attribute, value, name)
         elif is_a(value, torch.nn.Module):
             self.modules.append(value)
             self._expand_class(value)
@@ -231,11 +256,14 @@ class Reachable:
                 self._read_at(_slot, value, namespace_of(kind)[name], value)
         elif is_a(value, types.ModuleType):
             self._add_named(_entry, attributes_of(value), value)
+            self._read_at(_entry, attributes_of(value), "__getattr__", value)
         elif is_a(value, _WRAPPERS) or name_of(type(value)) == "_lru_list_elem":  # what is in there stays the same
             for number, part in enumerate(islice(gc.get_referents(value), self._largest)):
                 self._find(part, value, number)
         elif is_a(value, torch.Generator):
             self.generators.append(value)
+        elif is_a(value, _READERS):
+            self._reads_all = True
         elif not is_a(value, torch.Tensor) and not is_process_wide(type(value)):
             self._expand_object(value)
 
@@ -243,7 +271,6 @@ class Reachable:
         """Walk the objects in a module or an optimizer that `StructureGuard` does not look into."""
         attributes = attributes_of(value)
         for name, attribute in list(dict.items(attributes)):
-            self._note_properties_to_come(name, value)
             if name not in _REGISTRIES and not (is_a(attribute, dict | set) and not length_of(attribute)):
                 self._find_at(_entry, attributes, name, value, attribute)
         for tensor in registered_tensors(value):
@@ -251,65 +278,115 @@ class Reachable:
                 self._within.setdefault(id(tensor), (tensor, id(value)))
                 for name, attribute in own.items():
                     self._find_at(_entry, attributes_of(tensor), name, tensor, attribute)
-        for registered in (dict.get(attributes, name, {}) for name in REGISTRIES):
-            for name in list(dict.keys(registered)):
-                self._note_properties_to_come(name, value)
 
     def _expand_function(self, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             self._read_at(_contents, cell, name, function)
         if not _is_of_library(function.__module__):
-            codes = list(_codes_of(function.__code__))
-            names = set().union(*(code.co_names for code in codes))
-            self._new_names |= names - self._names
-            for code in codes:
-                global_names, attributes, modules = names_read(code)
-                self._new_names |= attributes - self._attributes  # of modules of a library, names that are read count
-                self._attributes |= attributes
-                self._globals.update((id(function.__globals__), name) for name in global_names)
-                for name in modules & sys.modules.keys():
-                    self._read_at(_entry, sys.modules, name, function)
-            self._names |= names
-            self.globals[id(function.__globals__)] = function.__globals__
-            for name in names & dict.keys(function.__globals__):
-                self._read_at(_entry, function.__globals__, name, function)
+            self._expand_code(function)
         for name in list(vars(function)):
             self._read_at(_entry, vars(function), name, function)
         self._find(function.__defaults__, function, "__defaults__")
         self._find(function.__kwdefaults__, function, "__kwdefaults__")
 
+    def _expand_code(self, function: types.FunctionType) -> None:
+        """Find the globals, the builtins and the modules that a function names, and note the attributes."""
+        is_users = not is_installed(function.__module__)
+        space = function.__globals__
+        codes = list(_codes_of(function.__code__))
+        names = set().union(*(code.co_names for code in codes))
+        self._new_names |= names - self._names
+        for code in codes:
+            read = names_read(code)
+            self._new_names |= read.attributes - self._attributes  # of modules of a library, names that are read count
+            self._attributes |= read.attributes
+            self._variables |= read.variables
+            self._globals.update((id(space), name) for name in read.globals)
+            for name in read.modules:
+                self._find_imported(name, dict.get(space, "__package__"), function, is_users)
+            if is_users:
+                self._new_names |= (read.attributes - self._own_attributes) | (names - self._own_names)
+                self._own_names |= names
+                self._own_attributes |= read.attributes
+                self._strings |= read.strings
+                self._reads_all = self._reads_all or read.reads_all
+                self._note_builtins(read.globals, function)
+        self._names |= names
+        self.globals[id(space)] = space
+        for name in names & dict.keys(space):
+            self._read_at(_entry, space, name, function)
+
+    def _note_builtins(self, names: Iterable[str], function: types.FunctionType) -> None:
+        """Find what names mean that are no globals, and note where globals of these names would be found first."""
+        builtins: dict[str, Any] = function.__builtins__  # type: ignore[attr-defined]
+        for name in names:
+            if not dict.__contains__(function.__globals__, name):
+                self._note_absent(_entry, function.__globals__, name, function)
+                if dict.__contains__(builtins, name):
+                    self._read_at(_entry, builtins, name, function)
+                else:
+                    self._note_absent(_entry, builtins, name, function)
+
+    def _find_imported(self, name: str, package: Any, function: types.FunctionType, is_users: bool) -> None:
+        """Find a module that code imports, itself or relative to its package, and those that it is within."""
+        names = [name] if type(package) is not str or not package else [name, f"{package}.{name}".rstrip(".")]
+        for full in names:
+            parts = full.split(".")
+            for number in range(1, len(parts) + 1):
+                self._read_at(_entry, sys.modules, ".".join(parts[:number]), function)
+        if is_users and name not in sys.modules:
+            self._note_absent(_entry, sys.modules, name, function)
+
+    def _note_absent(self, read: Callable[[Any, Any], Any], container: Any, key: Any, owner: Any) -> None:
+        """Note a place where nothing is, and where code would find something first."""
+        self._besides.append((owner, StatePlace(read, container, key, id(None)), None))
+
     def _add_named(self, read: Any, attributes: Any, owner: Any) -> None:
         """Walk those of `attributes` that some function names, found by now or later."""
         self._named.append((read, attributes, owner))
         self._find_named(self._names, read, attributes, owner)
+        if self._has_all:
+            self._find_all(read, attributes, owner)
+
+    def _find_all(self, read: Any, attributes: Any, owner: Any) -> None:
+        """Find the attributes of a class or a module of the user's, named or not."""
+        keys = dict.keys(attributes) if is_a(attributes, dict) else namespace_of(attributes).keys()
+        module = dict.get(attributes, "__name__") if is_a(attributes, dict) else module_of(attributes)
+        if is_users(module):
+            for name in [name for name in keys if not _is_special(name) or name == "__match_args__"]:
+                self._read_at(read, attributes, name, owner)
 
     def _find_named(self, names: set[str], read: Any, attributes: Any, owner: Any) -> None:
         keys = dict.keys(attributes) if is_a(attributes, dict) else namespace_of(attributes).keys()
         found = names & keys
-        if is_a(owner, types.ModuleType) and _is_of_library(dict.get(attributes, "__name__")):
-            # such as `sys.modules`
-            found = {name for name in found & self._attributes if is_a(attributes[name], _WITH_LENGTHS)}
-            for large in (one for one in map(attributes.get, found) if length_of(one) > MOST_KEYS):
-                self._values[id(large)] = large  # code that names it runs as written: there is no need to walk it
+        if is_a(owner, types.ModuleType):
+            for name in (names & self._strings) - keys:
+                self._note_absent(_entry, attributes, name, owner)
+            if _is_of_library(dict.get(attributes, "__name__")):
+                self._find_in_library(found & (self._own_names | self._own_attributes), attributes, owner)
+                return
         for name in found:
             self._read_at(read, attributes, name, owner)
-            if read is _class_entry and not is_a(owner, type):
-                self._note_what_could_hide(name, attributes, owner)
 
-    def _note_what_could_hide(self, name: str, kind: type, owner: Any) -> None:
-        """Note the places where code would find an attribute first, before that of the class `kind`."""
-        for earlier in takewhile(lambda one: one is not kind, mro_of(type(owner))):
-            if name not in namespace_of(earlier):
-                self._plain.append((owner, StatePlace(_class_entry, earlier, name, id(None)), None))
-        attributes = attributes_of(owner)
-        if attributes is not NO_ATTRIBUTES and not dict.__contains__(attributes, name):
-            self._plain.append((owner, StatePlace(_entry, attributes, name, id(None)), None))
+    def _find_in_library(self, names: Iterable[str], attributes: dict[str, Any], owner: types.ModuleType) -> None:
+        """Find what the user's code reads of a module of Python's library, PyTorch or numpy: what may be exchanged."""
+        for name in names:
+            value = attributes[name]
+            if is_a(value, types.FunctionType | types.BuiltinFunctionType):
+                self._not_walked[id(value)] = value
+                self._besides.append((owner, StatePlace(_entry, attributes, name, id(value)), value))
+            elif name in self._own_attributes and (is_plain(value) or is_a(value, _WITH_LENGTHS)):
+                if not is_plain(value) and length_of(value) > MOST_KEYS:  # such as `sys.modules`
+                    self._values[id(value)] = value  # code that names it runs as written: it need not be walked
+                self._read_at(_entry, attributes, name, owner)
 
     def _expand_object(self, value: Any) -> None:
         kind = container_kind(value)
         if kind is dict:
             for key, item in list(islice(dict.items(value), self._largest)):
                 self._find_at(_entry if has_plain_hash(key) else _entry_of_key, value, key, value, item)
+            if is_a(value, defaultdict):
+                self._read_at(_slot, value, _FACTORY, value)
         elif kind in _ITEM_READERS:
             for number, item in enumerate(list(islice(items_of(value), self._largest))):
                 self._find_at(_ITEM_READERS[kind], value, number, value, item)
@@ -318,7 +395,9 @@ class Reachable:
                 self._find(item, value, number if kind is tuple else "item")
         elif is_a(value, type):
             if not _is_of_library(module_of(value)):
-                self._add_named(_class_entry, value, value)
+                for base in mro_of(value):
+                    if not _is_of_library(module_of(base)):
+                        self._add_named(_class_entry, base, value)
                 for name in _CONSTRUCTORS:
                     self._read_at(_class_entry, value, name, value)
                 self._expand_class(value)  # that of a metaclass
@@ -331,23 +410,17 @@ class Reachable:
             attributes = attributes_of(value)
             for name, attribute in list(dict.items(attributes)):
                 self._find_at(_entry, attributes, name, value, attribute)
-                self._note_properties_to_come(name, value)
             self._expand_class(value)
-
-    def _note_properties_to_come(self, name: str, owner: Any) -> None:
-        """Note where a property of that name would be found before the attribute of `owner` itself."""
-        for kind in mro_of(type(owner)):
-            if name not in namespace_of(kind) and not _is_of_library(module_of(kind)):
-                self._plain.append((owner, StatePlace(_class_entry, kind, name, id(None)), None))
 
     def _expand_class(self, value: Any) -> None:
         """The methods and attributes that code names, those that operators and calls use, and attributes in slots."""
         for kind in mro_of(type(value)):
+            if _is_of_library(module_of(kind), _OF_VALUES):
+                for slot in slots_of(kind):
+                    self._read_at(_slot, value, slot, value)
             if _is_of_library(module_of(kind)):
                 continue
             self._add_named(_class_entry, kind, value)
-            if _FINDS_ATTRIBUTES not in namespace_of(kind):  # nor is to be later
-                self._plain.append((value, StatePlace(_class_entry, kind, _FINDS_ATTRIBUTES, id(None)), None))
             is_foreign = is_installed(module_of(kind))
             for name, function in list(namespace_of(kind).items()):  # another thread may add one
                 if _is_called(value, name) or (not is_foreign and _is_used_by_operators(kind, name, function)):
@@ -367,13 +440,15 @@ class Reachable:
         """Find `value`, which is at a place."""
         of = (id(owner), id(container)) if read is _class_entry else id(container)  # each instance leads to its class's
         where = (read, of, name_of_key(key))
-        if where in self._walked:
-            return
-        self._walked.add(where)
         place = StatePlace(read, container, key, id(value))
-        if is_plain(value):
-            self._plain.append((owner, place, value))
-        self._find(value, owner, place)
+        if is_a(owner, types.FunctionType | types.ModuleType) and (id(owner), where) not in self._walked_from:
+            self._walked_from.add((id(owner), where))  # several functions and their module lead to one global
+            self._besides.append((owner, place, value))
+        elif is_plain(value):
+            self._besides.append((owner, place, value))
+        if where not in self._walked:
+            self._walked.add(where)
+            self._find(value, owner, place)
 
     def _note_random_source(self, value: Any) -> None:
         if is_a(value, SystemRandom):
@@ -410,8 +485,9 @@ class Reachable:
                 found[id(value)] = None
         return [place for place in self.ways_to(found)[0] if not _is_large(place.container)]
 
-    def values_read(self, state: bool = False) -> tuple[list[tuple[StatePlace, Any]], list[Any]]:
-        """The places that code may read, each with its value, but for lazy tensors; and all values that it comes to.
+    def values_read(self, state: bool = False) -> tuple[list[tuple[StatePlace, Any]], list[Any], list[Any]]:
+        """The places that code may read, each with its value, but for lazy tensors; all values that it comes to, and
+        those among them that have no other guard.
 
         Going by names: an attribute is one that some function found here reads, of whatever object. Of installed
         packages only plain values: else there would be thousands of functions. The nearest ones first, and no more than
@@ -425,6 +501,7 @@ class Reachable:
         steps = self._steps()
         found: dict[Any, tuple[StatePlace, Any]] = {}
         values: list[Any] = []
+        others: list[Any] = []
         seen, waiting = {id(None)}, deque((id(None),))
         while waiting and len(found) + len(values) < 2 * _MOST_FOLLOWED:
             number = waiting.popleft()
@@ -440,20 +517,28 @@ class Reachable:
                 waiting.append(id(value))
                 if is_a(value, _WITH_STRUCTURE):
                     self.parts_read.append(value)
-                is_compared = not is_a(value, _SEEN_BY_OTHERS) if may_change else is_a(value, _WITH_LENGTHS)
-                if is_compared and id(value) not in of_state:
+                if may_change or is_a(value, _WITH_LENGTHS):
                     values.append(value)
-        return list(found.values()), values
+                    if id(value) not in of_state and not (may_change and is_a(value, _SEEN_BY_OTHERS)):
+                        others.append(value)
+        return list(found.values()), values, others
 
     def reads(self, name: str) -> bool:
         """Whether code may read attributes of that name."""
-        return name in self._attributes
+        return self._reads_all or name in self._attributes
+
+    def reads_or_calls(self, name: str) -> bool:
+        """As `reads`, or whether code names something of that name otherwise."""
+        return name in self._names
 
     def _steps(self) -> dict[int, list[tuple[StatePlace | None, Any]]]:
         """What code can come to from each value, given by its id: where it is (None: fixed) and what it is."""
         found: dict[int, list[tuple[StatePlace | None, Any]]] = {}
-        for owner, place, value in self._plain:
-            if self._may_read(owner, place, self._attributes):
+        named = self._names | self._attributes
+        for owner, place, value in self._besides:
+            # what is no plain value may be called, and so may what is not there yet
+            is_called = value is None or not is_plain(value)
+            if self._may_read(owner, place, named if is_called else self._attributes):
                 found.setdefault(id(owner), []).append((place, value))
         for inner, (module, outer) in self._within.items():
             if inner != outer:
@@ -467,19 +552,28 @@ class Reachable:
         return found
 
     def _owner(self, number: int) -> Any:
-        return self._values[number] if number in self._values else self._within[number][0]
+        if number in self._values:
+            return self._values[number]
+        return self._not_walked[number] if number in self._not_walked else self._within[number][0]
 
     def _may_read(self, owner: Any, place: StatePlace, attributes: Container[Hashable]) -> bool:
         """Whether code that has `owner` may read what is at a place, if it reads these attributes of objects."""
         if place.read is _contents:
-            return True
+            return place.key in self._variables or _is_of_library(owner.__module__)
         if is_a(owner, types.FunctionType):
             return place.container is not owner.__globals__ or (id(place.container), place.key) in self._globals
         if owner is place.container and is_a(owner, dict | list | deque):  # an entry
             return length_of(owner) <= MOST_KEYS
         if is_a(owner, tuple(_PARTS)):
             return True
-        return (name := name_of_key(place.key)) in attributes or _is_called(owner, name) or _is_special(name)
+        name = name_of_key(place.key)
+        if name in attributes or _is_called(owner, name) or _is_special(name):
+            return True
+        if is_a(owner, type | types.ModuleType):
+            return self._reads_all
+        module = module_of(type(owner))
+        # Python's library reads all that its objects hold
+        return (self._reads_all and is_users(module)) or _is_of_library(module, _OF_VALUES)
 
     def num_ways(self, number: int) -> int:
         """How many places lead to the value with this id."""
@@ -563,6 +657,11 @@ def is_installed(module: Any) -> bool:
     """Whether a module, given by name, is in a folder of installed packages."""
     file = getattr(sys.modules.get(module), "__file__", None) if type(module) is str else None
     return type(file) is str and file.startswith(_INSTALLED)
+
+
+def is_users(module: Any) -> bool:
+    """Whether a module, given by name, is neither a package's nor of Python's library."""
+    return type(module) is str and not _is_of_library(module) and not is_installed(module)
 
 
 def _is_large(value: Any) -> bool:

@@ -41,6 +41,7 @@ from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.state_places import PlacedState, PlaceNumbers
 from lazy_backend.replay.structure import Root, Structure
+from lazy_backend.replay.unseen_reads import CodeThatRan
 from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
@@ -137,7 +138,7 @@ class RecordedCall:
     drew_unseen: str = ""  # why a replay would not draw the random numbers that the body drew
     other_devices: tuple[str, ...] = ()  # that the body computed on besides
     changed_argument: str = ""  # the type of an argument that the body wrote to, which is no tensor
-    unseen_read: str = ""  # what the body read that no guard can follow
+    unfit_read: str = ""  # why what the body read keeps it from being replayed
     changed_settings: set[str] = field(default_factory=set)  # names of entries of groups, changed unseen
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
 
@@ -223,9 +224,14 @@ class Start:
     values: ValueGuard = field(kw_only=True)
 
 
-def start_of_call(last: RecordedCall | None, left: dict[LazyStorage, int] | None, named: Iterable[Any]) -> Start:
-    """Note the state before the body runs. `left`: what replays left since `last`. `named`: what leads to the state."""
-    reach = Reachable(named)
+def start_of_call(
+    last: RecordedCall | None, left: dict[LazyStorage, int] | None, named: Iterable[Any], ran: CodeThatRan
+) -> Start:
+    """Note the state before the body runs.
+
+    `left`: what replays left since `last`. `named`: what leads to the state. `ran`: what earlier bodies ran.
+    """
+    reach = Reachable(named, ran)
     values = ValueGuard(reach)
     if last is None:
         numbers = PlaceNumbers()

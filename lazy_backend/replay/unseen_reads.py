@@ -1,18 +1,21 @@
 """Reads that no guard can follow, seen as they happen: the environment, files, clocks, context variables, `eval`.
 
-In: a body that is recorded, as it runs on this thread. Out: the name of the first such read, or "".
+In: a body that is recorded, as it runs on this thread. Out: the name of the first such read, or ""; and the code that
+ran, `CodeThatRan`.
 
 Note [Reads of a body]
 A guard compares what code names. What a body gets otherwise, from the operating system or by a name that it computes,
 may be another thing at the next call, and nothing would tell. So while a body is recorded, Python reports the functions
 that it calls (`sys.setprofile`, 0.6 µs for each), and a body that called one of those below runs as written. Calls that
 PyTorch's code or ours makes are left out, as are those of `logging` and `warnings`: a replay leaves messages out, as it
-does what is printed. Random numbers of Python's and of numpy are compared by their states. If the program has a
-profiler of its own on this thread, which `cProfile` is, nothing is seen.
+does what is printed. Code that ran names what it reads even where nothing leads to it from the body, as to the `__eq__`
+that a dataclass wrote or to `copy.deepcopy`. Random numbers of Python's and of numpy are compared by their states. If
+the program has a profiler of its own on this thread, which `cProfile` is, nothing is seen.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -24,6 +27,7 @@ from datetime import date
 from typing import Any, TypeVar
 
 from lazy_backend.errors.sites import is_internal
+from lazy_backend.ports.cpython import names_read
 
 T = TypeVar("T")
 
@@ -31,41 +35,92 @@ T = TypeVar("T")
 _OUTSIDE = {"time": "time", "posix": "os", "nt": "os", "io": "io", "_io": "io", "_socket": "socket", "select": "select"}
 _PURE = frozenset(("fspath", "sleep", "_path_normpath", "text_encoding", "strerror", "gmtime", "mktime", "strftime"))
 # Functions that come to values by names which they are given.
-_BY_NAME = frozenset(("eval", "exec", "globals", "input"))
+_BY_NAME = frozenset(("eval", "exec", "globals", "input", "__import__"))
 # Methods of objects of C.
-_METHODS = frozenset(
-    ("get", "read", "read1", "readall", "readinto", "readline", "readlines", "recv", "recv_into", "peek")
-)
-_OBJECTS = frozenset(("_io", "_contextvars", "_socket", "_queue", "mmap"))
+_METHODS = frozenset((
+    "get", "read", "read1", "readall", "readinto", "readline", "readlines", "recv", "recv_into", "peek", "tell",
+    "get_nowait", "qsize", "empty", "locked",
+))  # fmt: skip
+_OBJECTS = frozenset(("_io", "_contextvars", "_socket", "_queue", "_thread", "mmap"))
 _NOW = frozenset(("now", "today", "utcnow"))
-# The environment is a mapping that is written in Python.
-_OF_ENVIRONMENT = frozenset(
-    code
+# Functions of Python that tell of the world outside: the environment is a mapping.
+_IN_PYTHON = {importlib.import_module.__code__: "importlib.import_module()"} | {
+    code: "os.environ"
     for name in ("__getitem__", "__iter__", "__len__", "copy")
     if isinstance(code := getattr(getattr(type(os.environ), name, None), "__code__", None), types.CodeType)
-)
+}
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _LIBRARY = (_STANDARD, "<frozen ")  # as `os`, whose code is part of the interpreter
 _INSTALLED = os.sep + "site-packages" + os.sep
-_TELLING = (os.path.dirname(logging.__file__) + os.sep, str(warnings.__file__), _STANDARD + "linecache.py")
+_TELLING = (
+    os.path.dirname(logging.__file__) + os.sep,
+    str(warnings.__file__),
+    _STANDARD + "linecache.py",
+    "<frozen importlib",
+)
+
+
+# Modules of Python's library whose code reads nothing but what they made themselves.
+_OF_LANGUAGE = frozenset(_STANDARD + name for name in ("contextlib.py", "typing.py", "enum.py", "abc.py", "weakref.py"))
+
+
+class CodeThatRan:
+    """The code that the bodies of one captured object ran, without PyTorch's and ours: what it names. See `NamesRead`.
+
+    `names`: all, with those of the functions themselves, which operators may have called. `attributes`: of those, the
+    ones that are read. `reads_all`: whether some code may read attributes that it does not name. `version`: how often
+    more names came.
+    """
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+        self.attributes: frozenset[str] = frozenset()
+        self.reads_all = False
+        self.version = 0
+        self._codes: set[types.CodeType] = set()
+
+    def add(self, codes: set[types.CodeType]) -> bool:
+        """Add what ran. Returns whether more names came than were known."""
+        new = codes - self._codes
+        if not new:
+            return False
+        self._codes |= new
+        before = self.names, self.attributes, self.reads_all
+        for code in new:
+            file = code.co_filename
+            if not is_internal(file) and not file.startswith(_TELLING) and file not in _OF_LANGUAGE:
+                read = names_read(code)
+                self.names = self.names.union(code.co_names, (code.co_name,))
+                self.attributes |= read.attributes
+                self.reads_all = self.reads_all or read.reads_all
+        has_more = (self.names, self.attributes, self.reads_all) != before
+        self.version += has_more
+        return has_more
 
 
 class _Watch:
-    """Sees what a body calls, on behalf of a captured object; bodies are within one another. `first`: what it found."""
+    """Sees what a body calls, on behalf of a captured object; bodies are within one another.
 
-    __slots__ = ("first", "outer")
+    `first`: the first read that no guard can follow. `codes`: what ran.
+    """
+
+    __slots__ = ("first", "codes", "outer")
 
     def __init__(self, outer: _Watch | None) -> None:
         self.first = ""
+        self.codes: set[types.CodeType] = set()
         self.outer = outer
 
     def __call__(self, frame: types.FrameType, event: str, function: Any) -> None:
         """What `sys.setprofile` asks for."""
         if event == "c_call":
             read = _name_of_c(function)
-        elif event == "call" and frame.f_code in _OF_ENVIRONMENT:
-            read = "os.environ"
+        elif event == "call":
+            code = frame.f_code
+            if code not in self.codes and _is_of_body(frame):
+                self.codes.add(code)
+            read = _IN_PYTHON.get(code, "")
         else:
             return
         if read and _is_of_body(frame):
@@ -74,22 +129,32 @@ class _Watch:
                 watch.first, watch = watch.first or read, watch.outer
 
 
-def watching_reads(body: Callable[[], T]) -> tuple[T, str]:
-    """What `body` returns, and the first of its reads that no guard can follow. See Note [Reads of a body]."""
+def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType]]:
+    """What `body` returns, the first of its reads that no guard can follow, and the code that ran.
+
+    See Note [Reads of a body].
+    """
     outer: Any = sys.getprofile()
     if outer is not None and type(outer) is not _Watch:
-        return body(), ""
+        return body(), "", set()
     watch = _Watch(outer)
     try:
         sys.setprofile(watch)
-        return body(), watch.first
+        return body(), watch.first, watch.codes
     finally:
         sys.setprofile(outer)
+        if outer is not None:
+            outer.codes |= watch.codes
 
 
 def why_unseen(read: str) -> str:
     """The reason why a body with this read is not replayed."""
     return f"it reads {read}, which a replay would not do\n  read it outside, and pass what it gave as an argument"
+
+
+def why_written(name: str) -> str:
+    """The reason why a body that writes what it reads is not replayed."""
+    return f"it reads {name} and writes it, which a replay would not do\n  keep it outside, or in a lazy tensor"
 
 
 def _name_of_c(function: Any) -> str:
@@ -106,16 +171,24 @@ def _name_of_c(function: Any) -> str:
     return f"{kind.__name__}.{name}()" if name in _NOW and issubclass(kind, date) else ""
 
 
+# Code that is made of text: the user's (`python -c`), and methods, which PyTorch and we have too.
+_FROM_TEXT = "<string>"
+_WRITTEN_BY_DATACLASSES = frozenset((
+    "__init__", "__eq__", "__hash__", "__repr__", "__lt__", "__le__", "__gt__", "__ge__", "__new__", "__setattr__",
+    "__delattr__", "__create_fn__",
+))  # fmt: skip
 _IN_MEMORY = frozenset(("BytesIO", "StringIO"))
 
 
 def _is_of_body(frame: types.FrameType | None) -> bool:
-    """Whether code of the body's own makes a call, itself or through Python's library, and not to tell something."""
+    """Whether a frame is of the body's code, or that runs it, perhaps through Python's library, and not to tell."""
     while frame is not None:
-        file = frame.f_code.co_filename
+        file, caller = frame.f_code.co_filename, frame.f_back
         if not file.startswith(_LIBRARY) or _INSTALLED in file:
+            if caller is not None and file == _FROM_TEXT and frame.f_code.co_name in _WRITTEN_BY_DATACLASSES:
+                file = caller.f_code.co_filename
             return not is_internal(file)
         if file.startswith(_TELLING):
             return False
-        frame = frame.f_back
+        frame = caller
     return False

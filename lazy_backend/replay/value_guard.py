@@ -10,6 +10,17 @@ defaults; small arrays the same contents; tensors on the CPU the same version. N
 attribute that some function reads is looked at in all objects that the functions have at hand. Modules, optimizers and
 lazy tensors have guards of their own.
 
+What is not there may come: an attribute that hides another or that `hasattr` asks for, a method that an operator calls
+first, a key of a dict, a global that hides a builtin. So the names that dicts, objects and classes of the user's have
+are compared, too, and the bases of classes. Code that may read attributes which it does not name (`vars`, `asdict`,
+`getattr` with a name that it computes, patterns of classes) has all attributes of the user's objects followed. Code is
+found in two ways: by walking, and by what ran while the body was recorded (`CodeThatRan`), as methods that nobody names
+are, such as the `__eq__` of a dataclass. A call that ran code with new names is not replayed; the next one is compared
+by these.
+
+The body may change what it reads. Containers, and what it only counts (`self.calls += 1`), are then not what it goes
+by. A plain value that it reads and writes is: such a body runs as written.
+
 Some values cannot be followed: thread-local ones, weak references, iterators and generators, containers of more than
 1000 entries, arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen to
 read the environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of installed
@@ -22,68 +33,91 @@ The check compares by identity, in C: 60 ns for a value. Only if that fails are 
 
 from __future__ import annotations
 
+import abc
+import functools
+import gc
+import logging
 import sys
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
-from lazy_backend.ports.cpython import attributes_of, is_a, items_of, length_of, mro_of, name_of, namespace_of
+from lazy_backend.ports.cpython import (
+    attributes_of,
+    is_a,
+    items_of,
+    keys_view,
+    length_of,
+    module_of,
+    mro_of,
+    name_of,
+    namespace_of,
+)
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.plain_values import is_array, is_plain, plain_key, same_plain
-from lazy_backend.replay.reachable import MOST_KEYS, NOTHING_THERE, Reachable, StatePlace, is_installed, name_of_key
-from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.replay.reachable import (
+    MOST_KEYS,
+    NOTHING_THERE,
+    Reachable,
+    StatePlace,
+    is_installed,
+    is_users,
+    name_of_key,
+)
+from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # Bytes of an array, above which its contents are not looked at.
 _LARGEST_ARRAY = 1 << 14
 # Of classes whose instances may become those of another class.
 _OF_PYTHON = 1 << 9
 _flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
+_CACHE = functools._lru_cache_wrapper
+# Of caches with more results only the number is compared.
+_LARGEST_CACHE = 100
 _BUILT_IN = (dict, list, set, deque)
-_code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__")
 
 
 class ValueGuard:
     """Whether code would read what it read. See Note [What code may read].
 
-    Made before the body runs; then `leave_out_written`. `unseen`: a value that cannot be followed, such as a
-    thread-local one; "" if there is none.
+    Made before the body runs. If the body changed something, the guard is made anew, of what it left, without what it
+    changed: `changed`. `unseen`: a value that cannot be followed, such as a thread-local one; "" if there is none.
     """
 
-    def __init__(self, reach: Reachable, state: bool = False) -> None:
-        found, values = reach.values_read(state)
+    def __init__(self, reach: Reachable, without: Container[Hashable] = (), state: bool = False) -> None:
+        found, come_to, values = reach.values_read(state)
         self.unseen = _unseen_among(found, values)
         self._groups: dict[Any, _Group] = {}  # by how they are read
         for place, value in found:
-            self._groups.setdefault(place.read, _Group()).add(place, value)
-        facts = list(_facts_of(values))
+            if place.where not in without:
+                self._groups.setdefault(place.read, _Group()).add(place, value)
+        self._shapes = _Shapes(come_to, without)
+        self._containers = {id(value) for value in come_to if is_a(value, dict | list | deque)}
+        facts = [*_facts_of(values), *_facts_besides(come_to, reach)]
+        facts = [one for one in facts if (one[0], id(one[1])) not in without]
         self._reads = [(read, one) for read, one, _ in facts]
         self._facts = [fact for _, _, fact in facts]
         # which are named by id
         self._held = [type(one) if read is _class_of else _code_of(one) for read, one in self._reads if read in _BY_ID]
 
-    def without_written(self) -> ValueGuard:
-        """A guard without what has changed: the body, which just ran, writes it. This one if nothing has."""
-        if not self.change():
-            return self
-        made: ValueGuard = object.__new__(type(self))
-        vars(made).update(vars(self))
-        made._groups = {read: group.copied() for read, group in self._groups.items()}
-        made.leave_out_written()
-        return made
-
-    def leave_out_written(self) -> None:
-        """Follow no longer what has changed: the body, which just ran, writes it."""
-        for group in self._groups.values():
-            group.leave_out_changed()
-        kept = [place for place, (read, one) in enumerate(self._reads) if read(one) == self._facts[place]]
-        self._reads = [self._reads[place] for place in kept]
-        self._facts = [self._facts[place] for place in kept]
+    def changed(self) -> Changed | None:
+        """What the body, which just ran, has changed; None if nothing."""
+        places = [place for group in self._groups.values() for place in group.all_changed()]
+        facts = zip(self._reads, self._facts, strict=True)
+        parts: set[Hashable] = {(read, id(one)) for (read, one), fact in facts if read(one) != fact}
+        parts |= self._shapes.all_changed()
+        read = [place for place, is_plain in places if is_plain and id(place.container) not in self._containers]
+        parts |= {place.where for place, _ in places}.difference(place.where for place in read)
+        return Changed(frozenset(parts), next(map(_text_of, read), "")) if parts or read else None
 
     def change(self) -> str:
         """What has changed; empty if nothing has."""
@@ -92,9 +126,25 @@ class ValueGuard:
                 changed = group.changed()
                 if changed is not None:
                     return f"{_text_of(changed)}, which its code may read, is another one"
+        if not self._shapes.holds():
+            changed_shape = self._shapes.changed()
+            if changed_shape:
+                return changed_shape
         if [read(one) for read, one in self._reads] != self._facts:
             return "a container, a function, an array or a tensor on the CPU that its code may read changed"
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What a body changed of what a guard looks at, which is not what it goes by.
+
+    `read`: the name of a plain value besides that code reads, too; "" if there is none. Entries of containers may be
+    written only.
+    """
+
+    parts: frozenset[Hashable]
+    read: str
 
 
 _Fact = Callable[[Any], Any]
@@ -105,19 +155,66 @@ def _facts_of(values: Iterable[Any]) -> Iterator[tuple[_Fact, Any, Any]]:
     for value in values:
         if _flags_of(type(value)) & _OF_PYTHON:
             yield _fact(_class_of, value)
-            if any("__getattr__" in namespace_of(kind) for kind in mro_of(type(value))):
-                yield _fact(_num_attributes, value)  # which come before what that method gives
-        if is_a(value, dict | list | deque | set):
-            is_plain_set = is_a(value, set) and all(map(is_plain, items_of(value)))
+        if is_a(value, set):
             if length_of(value) <= MOST_KEYS:
-                yield _fact(_keys_of if is_plain_set else len if type(value) in _BUILT_IN else length_of, value)
+                yield _fact(_keys_of if all(map(is_plain, items_of(value))) else length_of, value)
         elif is_a(value, types.FunctionType):
             if not is_installed(value.__module__):
                 yield _fact(_parts_of, value)
+        elif is_a(value, _CACHE):
+            yield _fact(_cached_in, value)
         elif (is_array(value) or _is_buffer(value)) and _size_of(value) <= _LARGEST_ARRAY:
             yield _fact(_contents_of, value)
         elif is_a(value, torch.Tensor) and not is_a(value, LazyTensor):
             yield _fact(version_of, value)
+
+
+def _facts_besides(values: Iterable[Any], reach: Reachable) -> Iterator[tuple[_Fact, Any, Any]]:
+    """What is in values that have guards of their own, and in the process, which those guards do not look at."""
+    yield _fact(_registered_classes, None)
+    asks_tensors = any(map(reach.reads, ("requires_grad", "grad")))
+    asks_for_levels = any(map(reach.reads_or_calls, ("level", "isEnabledFor", "getEffectiveLevel", "disabled")))
+    decimals = getattr(sys.modules.get("decimal"), "Decimal", ())
+    if decimals and (reach.reads_or_calls("Decimal") or any(is_a(value, decimals) for value in values)):
+        yield _fact(_decimal_context, None)
+    for value in values:
+        if is_a(value, types.ModuleType):
+            yield _fact(_class_of, value)
+        elif is_a(value, LazyTensor):
+            if asks_tensors or own_attributes(value):
+                yield _fact(_answers_of, weakref.ref(value))
+        elif is_a(value, list | deque):
+            yield _fact(len if type(value) in _BUILT_IN else length_of, value)
+        elif is_a(value, logging.Logger) and asks_for_levels:
+            yield _fact(_levels_of, value)
+
+
+def _registered_classes(_: None) -> Any:
+    return abc.get_cache_token()  # changes with each class that is registered as of an abstract one
+
+
+def _decimal_context(_: None) -> str:
+    return repr(sys.modules["decimal"].getcontext())
+
+
+def _answers_of(reference: weakref.ref[Any]) -> Any:
+    """What a tensor, which the guard does not keep, says besides its value."""
+    tensor = reference()
+    if tensor is None:
+        return None
+    own = [
+        (name, type(value), plain_key(value) if is_plain(value) else id(value))
+        for name, value in own_attributes(tensor).items()
+    ]
+    return tensor.requires_grad, tensor.is_leaf and tensor.grad is None, own
+
+
+def _levels_of(logger: Any) -> list[Any]:
+    found = [logger.manager.disable]
+    while logger is not None:
+        found += (logger.level, logger.disabled)
+        logger = logger.parent if logger.propagate or not found[-2] else None
+    return found
 
 
 def _fact(read: _Fact, one: Any) -> tuple[_Fact, Any, Any]:
@@ -132,12 +229,18 @@ def _parts_of(function: Any) -> Any:
     return tuple(map(id, _code_of(function)))
 
 
+def _cached_in(function: Any) -> list[int]:
+    """The results that `functools.lru_cache` keeps, by id; of large caches, how many."""
+    parts = gc.get_referents(function)
+    found = list(map(id, parts))
+    for part in parts:
+        if type(part) is dict:
+            found += [len(part), *(map(id, part.values()) if len(part) <= _LARGEST_CACHE else ())]
+    return found
+
+
 def _class_of(value: Any) -> int:
     return id(type(value))
-
-
-def _num_attributes(value: Any) -> int:
-    return len(attributes_of(value))
 
 
 _BY_ID = (_parts_of, _class_of)
@@ -161,6 +264,129 @@ def _is_buffer(value: Any) -> bool:
     return is_a(value, bytearray | memoryview) or (arrays is not None and is_a(value, arrays.array))
 
 
+class _Shapes:
+    """The names there are, in order: keys of dicts, attributes of objects, and of classes with their bases.
+
+    Of objects and classes of the user's: what is not there may come, and hide or replace what code found so far.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_views",
+        "_names",
+        "_lengths",
+        "_keys",
+        "_classes",
+        "_bases",
+        "_called",
+        "_objects",
+        "_attributes",
+    )
+
+    def __init__(self, values: Iterable[Any], without: Container[Hashable]) -> None:
+        views: dict[int, tuple[Any, str]] = {}
+        classes: dict[int, type] = {}
+        self._objects: list[Any] = []
+        self._attributes: list[Any] = []
+        for value in values:
+            kind = type(value)
+            if is_a(value, type):
+                classes |= {id(one): one for one in (*mro_of(value), *mro_of(kind))}
+                continue
+            classes |= {id(one): one for one in mro_of(kind)}
+            if is_a(value, dict) and length_of(value) <= MOST_KEYS:
+                views[id(value)] = keys_view(value), f"the keys of a {name_of(kind)}"
+            if _has_names_of_its_own(value):
+                attributes = attributes_of(value)
+                views[id(attributes)] = dict.keys(attributes), f"the attributes of a {name_of(kind)}"
+                if not is_a(value, types.ModuleType) and _shows_attributes(value, attributes):
+                    self._objects.append(value)
+                    self._attributes.append(attributes)
+        self._classes = [one for one in classes.values() if is_users(module_of(one))]
+        self._bases = list(map(mro_of, self._classes))
+        self._called = list(map(name_of, self._classes))
+        for kind in self._classes:
+            views[id(kind)] = namespace_of(kind), f"the attributes of the class {name_of(kind)}"
+        views = {number: view for number, view in views.items() if ("names", number) not in without}
+        self._ids = list(views)
+        self._views = [view for view, _ in views.values()]
+        self._names = [name for _, name in views.values()]
+        self._note()
+
+    def _note(self) -> None:
+        self._lengths = list(map(len, self._views))
+        self._keys = list(chain.from_iterable(self._views))
+
+    def holds(self) -> bool:
+        """Whether the same names are there."""
+        try:
+            return (
+                list(map(len, self._views)) == self._lengths
+                and all(map(is_, chain.from_iterable(self._views), self._keys))
+                and all(map(is_, map(mro_of, self._classes), self._bases))
+                and list(map(name_of, self._classes)) == self._called
+                and all(map(is_, map(_attributes, self._objects), self._attributes))
+            )
+        except NOTHING_THERE:
+            return False
+
+    def changed(self) -> str:
+        """What changed, as a reason; empty if there are equal names. They take the place of those that were there."""
+        for view, name, keys in zip(self._views, self._names, self._keys_by_view(), strict=True):
+            if not _are_same_keys(view, keys):
+                return f"{name} that its code may read are others"
+        for kind, bases, name in zip(self._classes, self._bases, self._called, strict=True):
+            if mro_of(kind) is not bases or name_of(kind) != name:
+                return f"the bases or the name of the class {name} changed"
+        for value, attributes in zip(self._objects, self._attributes, strict=True):
+            if attributes_of(value) is not attributes:
+                return f"the attributes of a {name_of(type(value))} were exchanged"
+        self._note()
+        return ""
+
+    def all_changed(self) -> set[Hashable]:
+        """The views in which other names are."""
+        if self.holds():
+            return set()
+        views = zip(self._ids, self._views, self._keys_by_view(), strict=True)
+        return {("names", number) for number, view, keys in views if not _are_same_keys(view, keys)}
+
+    def _keys_by_view(self) -> list[list[Any]]:
+        keys = iter(self._keys)
+        return [list(islice(keys, length)) for length in self._lengths]
+
+
+def _are_same_keys(view: Any, keys: list[Any]) -> bool:
+    try:
+        now = list(view)
+    except RuntimeError:  # another thread changes it right now
+        return False
+    return len(now) == len(keys) and all(
+        one is other or same_plain(one, other) for one, other in zip(now, keys, strict=True)
+    )
+
+
+def _has_names_of_its_own(value: Any) -> bool:
+    """Whether attributes may come to a value and replace what its class gives, and no other guard looks at them."""
+    if is_a(value, types.ModuleType):
+        return "__getattr__" in attributes_of(value) and is_users(dict.get(attributes_of(value), "__name__"))
+    if is_a(value, types.FunctionType):
+        return is_users(value.__module__)
+    others = torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type
+    return bool(_flags_of(type(value)) & _OF_PYTHON) and not is_a(value, others)
+
+
+def _shows_attributes(value: Any, attributes: dict[str, Any]) -> bool:
+    try:
+        return _attributes(value) is attributes
+    except AttributeError:
+        return False
+
+
+def _attributes(value: Any) -> Any:
+    return object.__getattribute__(value, "__dict__")
+
+
 class _Group:
     """Places that are read in one way, and what was there."""
 
@@ -178,12 +404,6 @@ class _Group:
         self._containers.append(place.container)
         self._keys.append(place.key)
 
-    def copied(self) -> _Group:
-        made = _Group()
-        made.places, made.values = [*self.places], [*self.values]
-        made._containers, made._keys = [*self._containers], [*self._keys]
-        return made
-
     def holds(self) -> bool:
         """Whether the same objects are there."""
         try:
@@ -191,16 +411,12 @@ class _Group:
         except NOTHING_THERE:
             return False
 
-    def leave_out_changed(self) -> None:
+    def all_changed(self) -> Iterator[tuple[StatePlace, bool]]:
+        """The places where something else is, and whether plain values were and are there."""
         if not self.holds():
-            kept = [
-                (place, value)
-                for place, value in zip(self.places, self.values, strict=True)
-                if _is_same(place.get(), value)
-            ]
-            self.__init__()  # type: ignore[misc]
-            for place, value in kept:
-                self.add(place, value)
+            for place, value in zip(self.places, self.values, strict=True):
+                if not _is_same(now := place.get(), value):
+                    yield place, is_plain(value) and is_plain(now)
 
     def changed(self) -> StatePlace | None:
         """A place where something else is. Equal values take the place of those that were there."""
@@ -229,6 +445,12 @@ def _unseen_among(found: Iterable[tuple[StatePlace, Any]], values: Iterable[Any]
             return f"the thread-local values of {name}"
         if id(value) in names and is_a(value, weakref.ReferenceType | weakref.ProxyType | weakref.CallableProxyType):
             return f"the weak reference {name}"  # to follow what it refers to would keep that alive
+        if is_a(value, weakref.WeakSet | weakref.WeakValueDictionary | weakref.WeakKeyDictionary):
+            return f"the weak references in {name}"
+        if _is_of_c_types(value):
+            return f"the C data {name}"
+        if _has_objects(value):
+            return f"the array of objects {name}"
         if _is_iterator_of_c(type(value)):
             return f"the iterator {name}"
         if is_a(value, _BUILT_IN) and length_of(value) > MOST_KEYS:
@@ -236,6 +458,16 @@ def _unseen_among(found: Iterable[tuple[StatePlace, Any]], values: Iterable[Any]
         if (is_array(value) or _is_buffer(value)) and _size_of(value) > _LARGEST_ARRAY:
             return f"the array {name}, which has more than {_LARGEST_ARRAY:,} bytes"
     return ""
+
+
+def _is_of_c_types(value: Any) -> bool:
+    ctypes = sys.modules.get("ctypes")
+    return ctypes is not None and is_a(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array))
+
+
+def _has_objects(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and is_a(value, numpy.ndarray) and numpy.ndarray.dtype.__get__(value).hasobject
 
 
 def _is_iterator_of_c(kind: type) -> bool:

@@ -401,7 +401,7 @@ def test_names_that_code_reads() -> None:
 
         return [lambda: NAMES, math.cos(1)]
 
-    assert names_read(reads.__code__) == ({"len", "SCALE"}, {"read", "also_read"}, {"math"})
+    assert names_read(reads.__code__) == ({"len", "SCALE"}, {"read", "also_read"}, {"math"}, set(), False, set())
 
 
 class Special:
