@@ -7,6 +7,7 @@ statements that change it. `NOW` in these stands for the number of the step. The
 # ruff: noqa: E501
 from __future__ import annotations
 
+import argparse
 import collections
 import contextvars
 import copy
@@ -316,6 +317,24 @@ _READS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("step_()", "count_()"),
         ("number_of = 0", "counts.number = 0"),
     ),
+    (
+        "counted, tally = {'n': 0}, collections.Counter()\ndef entry_():\n    counted['n'] += 1\n    return 0.5 if counted['n'] < 7 else 2.0\n"
+        "def tally_():\n    tally['a'] += 1\n    return 0.5 if tally['a'] % 3 else 2.0",
+        ("entry_()", "tally_()"),
+        ("counted['n'] = 0", "tally['a'] = 2"),
+    ),
+    (
+        "args, simple, which = argparse.Namespace(gain=0.5, other=2.0), types.SimpleNamespace(gain=0.5, other=2.0), 'gain'\n"
+        "same_args = argparse.Namespace(gain=0.5, other=2.0)",
+        ("getattr(args, which)", "getattr(simple, f'{which}')", "sum(getattr(args, name) for name in ('gain', 'other'))", "sum(vars(simple).values())",
+         "(2.0 if args == same_args else 0.5)", "len(repr(simple))", "(2.0 if hasattr(simple, 'third') else 0.5)", "dict(**vars(args))['other']"),
+        ("args.gain = 0.25 * NOW", "simple.gain = 0.25 * NOW", "which = 'other'", "simple.third = 3.0", "args.other = 0.125", "simple.other = 12.5"),
+    ),
+    (
+        "scaler = torch.amp.GradScaler('cpu', growth_factor=2.0)",
+        ("scaler.get_growth_factor()", "(2.0 if scaler.is_enabled() else 0.5)"),
+        ("scaler.set_growth_factor(3.0)", "scaler._enabled = False"),
+    ),
 )  # fmt: skip
 
 
@@ -341,7 +360,7 @@ def random_read(choose: Any) -> Read:
 def names() -> dict[str, Any]:
     """What the statements may name besides `torch`."""
     modules = (
-        collections, contextvars, copy, ctypes, dataclasses, decimal, enum, fractions, functools, importlib, itertools,
+        argparse, collections, contextvars, copy, ctypes, dataclasses, decimal, enum, fractions, functools, importlib, itertools,
         logging, math, operator, os, pickle, queue, sys, threading, types, weakref,
     )  # fmt: skip
     return {one.__name__: one for one in modules} | {"np": np, "Gains": Gains, "scaled_of": scaled_of}

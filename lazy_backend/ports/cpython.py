@@ -121,6 +121,12 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return NO_ATTRIBUTES
 
 
+def shows_attributes(kind: type) -> bool:
+    """Whether `object.__getattribute__` gives the `__dict__` of an object of this class without running its code."""
+    found = next((space["__dict__"] for space in map(namespace_of, mro_of(kind)) if "__dict__" in space), None)
+    return type(found) is GetSetDescriptorType or type(found) is MemberDescriptorType
+
+
 # Instructions that read a global or an attribute, with the bits of their argument below a name's number. Where there
 # are any, the lowest one of an attribute's says that it is called.
 _GLOBALS = {dis.opmap[name]: bits for name, bits in (("LOAD_GLOBAL", 1), ("LOAD_NAME", 0))}
@@ -145,7 +151,7 @@ class NamesRead(NamedTuple):
 
     `globals`: that it reads. `attributes`: that it reads without calling them. `modules`: that it imports. `strings`:
     of attributes, as it gives them to `getattr` and `hasattr`. `reads_all`: whether it may read attributes that it
-    does not name. `variables`: of enclosing functions.
+    does not name. `variables`: of enclosing functions. `keys`: constants that may be keys of entries that it reads.
     """
 
     globals: frozenset[str]
@@ -154,12 +160,13 @@ class NamesRead(NamedTuple):
     strings: frozenset[str]
     reads_all: bool
     variables: frozenset[str]
+    keys: frozenset[str | int]
 
 
 @functools.lru_cache(maxsize=4096)
 def names_read(code: CodeType) -> NamesRead:
     """The names by which code reads. Of code that reads attributes by strings, all strings are taken for such names."""
-    global_names, attributes, modules, variables = set(), set(), set(), set()
+    global_names, attributes, modules, variables, keys = set(), set(), set(), set(), set()
     matches = False
     instructions = _instructions_of(code)
     for place, (op, argument) in enumerate(instructions):
@@ -172,6 +179,9 @@ def names_read(code: CodeType) -> NamesRead:
         elif op in _VARIABLES:
             if not _is_counted(instructions, place, argument):
                 variables.add(code._varname_from_oparg(argument))  # type: ignore[attr-defined]
+        elif op == _CONSTANT:
+            if type(key := code.co_consts[argument]) in (str, int) and instructions[place + 1 : place + 3] != _COUNTED:
+                keys.add(key)
         elif op == _IMPORT:
             modules.add(code.co_names[argument])
         elif op == _MATCH:
@@ -188,6 +198,7 @@ def names_read(code: CodeType) -> NamesRead:
         strings,
         reads_all,
         frozenset(variables),
+        frozenset(keys),
     )
 
 
@@ -222,6 +233,8 @@ def _opcodes(*names: str) -> Iterator[int]:
 _NO_INSTRUCTIONS = frozenset(_opcodes("EXTENDED_ARG", "CACHE"))
 _VARIABLES = frozenset(_opcodes("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
 _OPERANDS = frozenset(_opcodes("LOAD_CONST", "LOAD_FAST", "LOAD_SMALL_INT", "LOAD_FAST_BORROW"))
+_CONSTANT = dis.opmap["LOAD_CONST"]
+_COUNTED = [(dis.opmap["COPY"], 2)] * 2  # the entry with this key is changed in place, as in `counts["a"] += 1`
 _BINARY, _SWAP = dis.opmap["BINARY_OP"], dis.opmap["SWAP"]
 _FIRST_IN_PLACE = 13  # of the arguments of BINARY_OP: +=
 _STORES = frozenset(_opcodes("STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "STORE_DEREF"))
@@ -259,10 +272,12 @@ def reads_names() -> bool:
     none: frozenset[str] = frozenset()
     named, literal = frozenset(("len", "sys", "getattr")), frozenset(("literal",))
     attributes = frozenset(("path", "flags", "literal"))
-    return names_read(_reader.__code__) == NamesRead(
-        named, attributes, frozenset(("math",)), literal, False, none
-    ) and names_read(_make_reader().__code__) == NamesRead(
-        frozenset(("getattr",)), none, none, none, True, frozenset(("read_too",))
+    read, more = names_read(_reader.__code__), names_read(_make_reader().__code__)
+    return (
+        read == NamesRead(named, attributes, frozenset(("math",)), literal, False, none, read.keys)
+        and more == NamesRead(frozenset(("getattr",)), none, none, none, True, frozenset(("read_too",)), more.keys)
+        and "literal" in read.keys
+        and 7 not in more.keys
     )
 
 
@@ -279,6 +294,7 @@ def _make_reader() -> Any:
     def read(of: Any, name: str) -> Any:
         nonlocal counted
         of.count += 1
+        of.called()[7] += 1
         counted += 1
         return getattr(of, name, read_too)
 

@@ -355,7 +355,7 @@ class CapturedModule:
         result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
-        signature.named, written = named.after_body([one for _, one in modules_within(module)], ran)
+        signature.named, written = state.named_after(module, named, ran)
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None

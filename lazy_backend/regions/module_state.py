@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import chain
+from types import CodeType
 from typing import Any
 
 import torch
@@ -83,6 +84,13 @@ class ModuleState:
         if self._named is None or not self._named.is_current():
             self._named = NamedByCode([one for _, one in modules_within(module)], ran)
         return self._named
+
+    def named_after(self, module: torch.nn.Module, named: NamedByCode, ran: set[CodeType]) -> tuple[NamedByCode, str]:
+        """See `NamedByCode.after_body`."""
+        made, written = named.after_body([one for _, one in modules_within(module)], ran)
+        if made.is_whole:
+            self._named = made
+        return made, written
 
     def keep(self, named: NamedByCode, signature: AlikeCalls) -> None:
         """Forget calls that read tensors which the code can name no longer, and would keep them alive.

@@ -6,7 +6,7 @@ In: modules, or an optimizer. Out: the random generators there, and a guard over
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import chain
 from types import CodeType
 from typing import Any
@@ -34,9 +34,10 @@ class NamedByCode:
     are followed: it is done again only if there are more globals, or other values, or if code ran that names more.
     """
 
-    def __init__(self, parts: Parts, ran: CodeThatRan, without: Container[Hashable] = ()) -> None:
+    def __init__(self, parts: Parts, ran: CodeThatRan, without: Collection[Hashable] = ()) -> None:
         reach = Reachable(parts, ran, largest=_LARGEST_CONTAINER)
         self._ran, self._version = ran, ran.version
+        self.is_whole = not without
         self.generators = reach.generators
         self.states = reach.random_states
         self._values = ValueGuard(reach, without, state=True)

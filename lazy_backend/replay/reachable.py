@@ -59,7 +59,11 @@ _MOST_VALUES = 20_000
 # Larger containers are not compared key by key.
 MOST_KEYS = 1000
 # Those whose objects hold values that others put there, and read them by names that no code of the user's has.
-_OF_VALUES = frozenset(("collections", "queue", "threading", "fractions", "string", "datetime", "pathlib", "uuid"))
+_OF_VALUES = frozenset(
+    ("collections", "queue", "threading", "fractions", "string", "datetime", "pathlib", "uuid", "types")
+)
+# Those whose objects hold nothing but attributes of the user's.
+_NAMESPACES = ("argparse",)
 # Modules of Python whose attributes are not state of the user.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "lazy_backend"}
 # Lead to state, but are no state themselves, or have guards of their own.
@@ -194,7 +198,9 @@ class Reachable:
         self._own_attributes: set[str] = set()
         self._strings: set[str] = set()  # of those, given to `getattr` and `hasattr`
         self._reads_all = ran is not None and ran.reads_all  # whether attributes may be read that nobody names
+        self._user_reads_all = ran is not None and ran.user_reads_all  # by code that no package has
         self._has_all = False  # whether those of classes and modules were found
+        self.keys: set[str | int] = set()  # constants that may be keys of entries which code reads
         self._variables = {"__class__"}  # of enclosing functions, that they read; `super` reads that one unseen
         self._globals: set[tuple[int, str]] = set()  # that they read, each with the id of where it is
         self._new_names: set[str] = set()  # those that `_named` was not searched for
@@ -263,7 +269,7 @@ class Reachable:
         elif is_a(value, torch.Generator):
             self.generators.append(value)
         elif is_a(value, _READERS):
-            self._reads_all = True
+            self._reads_all = self._user_reads_all = True
         elif not is_a(value, torch.Tensor) and not is_process_wide(type(value)):
             self._expand_object(value)
 
@@ -309,7 +315,9 @@ class Reachable:
                 self._own_names |= names
                 self._own_attributes |= read.attributes
                 self._strings |= read.strings
+                self.keys |= read.keys
                 self._reads_all = self._reads_all or read.reads_all
+                self._user_reads_all = self._user_reads_all or read.reads_all
                 self._note_builtins(read.globals, function)
         self._names |= names
         self.globals[id(space)] = space
@@ -538,7 +546,7 @@ class Reachable:
         for owner, place, value in self._besides:
             # what is no plain value may be called, and so may what is not there yet
             is_called = value is None or not is_plain(value)
-            if self._may_read(owner, place, named if is_called else self._attributes):
+            if self._may_read(owner, place, named if is_called else self._attributes, is_plain(value)):
                 found.setdefault(id(owner), []).append((place, value))
         for inner, (module, outer) in self._within.items():
             if inner != outer:
@@ -547,7 +555,7 @@ class Reachable:
             for of, way in ways:
                 if not isinstance(way, StatePlace):
                     found.setdefault(of, []).append((None, self._values[number]))
-                elif self._may_read(self._owner(of), way, self._names):
+                elif self._may_read(self._owner(of), way, self._names, False):
                     found.setdefault(of, []).append((way, self._values[number]))
         return found
 
@@ -556,7 +564,7 @@ class Reachable:
             return self._values[number]
         return self._not_walked[number] if number in self._not_walked else self._within[number][0]
 
-    def _may_read(self, owner: Any, place: StatePlace, attributes: Container[Hashable]) -> bool:
+    def _may_read(self, owner: Any, place: StatePlace, attributes: Container[Hashable], is_plain: bool) -> bool:
         """Whether code that has `owner` may read what is at a place, if it reads these attributes of objects."""
         if place.read is _contents:
             return place.key in self._variables or _is_of_library(owner.__module__)
@@ -572,8 +580,12 @@ class Reachable:
         if is_a(owner, type | types.ModuleType):
             return self._reads_all
         module = module_of(type(owner))
-        # Python's library reads all that its objects hold
-        return (self._reads_all and is_users(module)) or _is_of_library(module, _OF_VALUES)
+        if self._reads_all and (is_users(module) or _is_of_library(module, _NAMESPACES)):
+            return True
+        # Python's library reads all that its objects hold, and PyTorch what its own are set to
+        return _is_of_library(module, _OF_VALUES) or (
+            is_plain and (self._user_reads_all or _is_of_library(module, ("torch",)))
+        )
 
     def num_ways(self, number: int) -> int:
         """How many places lead to the value with this id."""

@@ -69,14 +69,14 @@ class CodeThatRan:
     """The code that the bodies of one captured object ran, without PyTorch's and ours: what it names. See `NamesRead`.
 
     `names`: all, with those of the functions themselves, which operators may have called. `attributes`: of those, the
-    ones that are read. `reads_all`: whether some code may read attributes that it does not name. `version`: how often
-    more names came.
+    ones that are read. `reads_all`: whether some code may read attributes that it does not name; `user_reads_all`:
+    whether code does that is no package's. `version`: how often more names came.
     """
 
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
         self.attributes: frozenset[str] = frozenset()
-        self.reads_all = False
+        self.reads_all = self.user_reads_all = False
         self.version = 0
         self._codes: set[types.CodeType] = set()
 
@@ -94,6 +94,8 @@ class CodeThatRan:
                 self.names = self.names.union(code.co_names, (code.co_name,))
                 self.attributes |= read.attributes
                 self.reads_all = self.reads_all or read.reads_all
+                if not file.startswith(_LIBRARY) and _INSTALLED not in file:
+                    self.user_reads_all = self.user_reads_all or read.reads_all
         has_more = (self.names, self.attributes, self.reads_all) != before
         self.version += has_more
         return has_more

@@ -60,6 +60,7 @@ from lazy_backend.ports.cpython import (
     mro_of,
     name_of,
     namespace_of,
+    shows_attributes,
 )
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.plain_values import is_array, is_plain, plain_key, same_plain
@@ -82,6 +83,8 @@ _flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
 _CACHE = functools._lru_cache_wrapper
 # Of caches with more results only the number is compared.
 _LARGEST_CACHE = 100
+# Not for `issubclass`: an abstract base class remembers each class that it is asked about.
+_WEAK = (weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
 _BUILT_IN = (dict, list, set, deque)
 _code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__")
 
@@ -102,6 +105,7 @@ class ValueGuard:
                 self._groups.setdefault(place.read, _Group()).add(place, value)
         self._shapes = _Shapes(come_to, without)
         self._containers = {id(value) for value in come_to if is_a(value, dict | list | deque)}
+        self._keys = reach.keys
         facts = [*_facts_of(values), *_facts_besides(come_to, reach)]
         facts = [one for one in facts if (one[0], id(one[1])) not in without]
         self._reads = [(read, one) for read, one, _ in facts]
@@ -115,9 +119,15 @@ class ValueGuard:
         facts = zip(self._reads, self._facts, strict=True)
         parts: set[Hashable] = {(read, id(one)) for (read, one), fact in facts if read(one) != fact}
         parts |= self._shapes.all_changed()
-        read = [place for place, is_plain in places if is_plain and id(place.container) not in self._containers]
+        read = [place for place, is_plain in places if is_plain and self._is_read(place)]
         parts |= {place.where for place, _ in places}.difference(place.where for place in read)
         return Changed(frozenset(parts), next(map(_text_of, read), "")) if parts or read else None
+
+    def _is_read(self, place: StatePlace) -> bool:
+        """Whether code reads what is at a place that it writes, and does not only count it."""
+        if id(place.container) not in self._containers:
+            return True  # what is only counted is not among the places
+        return isinstance(place.key, str | int) and place.key in self._keys
 
     def change(self) -> str:
         """What has changed; empty if nothing has."""
@@ -139,8 +149,8 @@ class ValueGuard:
 class Changed:
     """What a body changed of what a guard looks at, which is not what it goes by.
 
-    `read`: the name of a plain value besides that code reads, too; "" if there is none. Entries of containers may be
-    written only.
+    `read`: the name of a plain value besides that code reads, too; "" if there is none. Entries of containers count if
+    code has their keys as constants.
     """
 
     parts: frozenset[Hashable]
@@ -299,7 +309,7 @@ class _Shapes:
             if _has_names_of_its_own(value):
                 attributes = attributes_of(value)
                 views[id(attributes)] = dict.keys(attributes), f"the attributes of a {name_of(kind)}"
-                if not is_a(value, types.ModuleType) and _shows_attributes(value, attributes):
+                if not is_a(value, types.ModuleType) and shows_attributes(kind):
                     self._objects.append(value)
                     self._attributes.append(attributes)
         self._classes = [one for one in classes.values() if is_users(module_of(one))]
@@ -372,15 +382,10 @@ def _has_names_of_its_own(value: Any) -> bool:
         return "__getattr__" in attributes_of(value) and is_users(dict.get(attributes_of(value), "__name__"))
     if is_a(value, types.FunctionType):
         return is_users(value.__module__)
+    if is_a(value, types.SimpleNamespace):
+        return True
     others = torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type
     return bool(_flags_of(type(value)) & _OF_PYTHON) and not is_a(value, others)
-
-
-def _shows_attributes(value: Any, attributes: dict[str, Any]) -> bool:
-    try:
-        return _attributes(value) is attributes
-    except AttributeError:
-        return False
 
 
 def _attributes(value: Any) -> Any:
@@ -445,7 +450,7 @@ def _unseen_among(found: Iterable[tuple[StatePlace, Any]], values: Iterable[Any]
             return f"the thread-local values of {name}"
         if id(value) in names and is_a(value, weakref.ReferenceType | weakref.ProxyType | weakref.CallableProxyType):
             return f"the weak reference {name}"  # to follow what it refers to would keep that alive
-        if is_a(value, weakref.WeakSet | weakref.WeakValueDictionary | weakref.WeakKeyDictionary):
+        if any(base is one for base in mro_of(type(value)) for one in _WEAK):
             return f"the weak references in {name}"
         if _is_of_c_types(value):
             return f"the C data {name}"

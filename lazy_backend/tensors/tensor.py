@@ -209,6 +209,9 @@ class LazyTensor(torch.Tensor):
             copied = _copy_view(self._data, _copy_storage(self._data.storage, memo))
         copied.requires_grad_(self.requires_grad)
         memo[id(self)] = copied
+        if isinstance(self, torch.nn.Parameter):  # which PyTorch copies without its gradient and attributes
+            copied._is_param = True  # type: ignore[attr-defined]
+            return copied
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         others = {name: value for name, value in self.__dict__.items() if name != "_data"}

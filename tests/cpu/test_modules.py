@@ -440,6 +440,18 @@ def test_deepcopy_keeps_gradients() -> None:
     assert_same(copy.deepcopy(x).grad, 2 * torch.arange(3.0))
 
 
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_deepcopy_of_a_parameter_leaves_out_what_eagers_does(device: str) -> None:
+    layer = nn.Linear(2, 2).to(device)
+    layer(torch.ones(1, 2, device=device)).sum().backward()
+    layer.weight.note = 1  # type: ignore[attr-defined]
+    twin = copy.deepcopy(layer).weight
+    assert isinstance(twin, nn.Parameter)
+    assert twin.requires_grad
+    assert twin.grad is None
+    assert not hasattr(twin, "note")
+
+
 def test_copy_copy_shares() -> None:
     x = grid("lazy", 3)
     shallow = copy.copy(x)

@@ -375,7 +375,7 @@ def test_a_call_as_written_walks_no_code_again(monkeypatch: pytest.MonkeyPatch) 
     for number in range(12):  # each of another shape: none is replayed
         model(torch.ones(number + 1, 3, device="lazy")).sum().backward()
         mark_step()
-    assert len(found) == 1
+    assert len(found) == 2  # once more after the first call, whose code names more
 
 
 DRAWN: Any = None
