@@ -24,9 +24,9 @@ by. A plain value that it reads and writes is: such a body runs as written.
 Some values cannot be followed: thread-local ones, weak references, iterators and generators, containers of more than
 1000 entries, arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen to
 read the environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of installed
-packages only plain values are followed, not which functions, classes and objects they name; of the modules of Python's
-library only containers that code names, such as `sys.path`. Of all values, the 1000 nearest to the function
-are followed.
+packages only plain values are followed, not which functions, classes and objects they name; of modules of PyTorch's and
+of Python's library the containers (`sys.path`), plain values and functions that the user's code names. Of all values,
+the 1000 nearest to the function are followed.
 
 The check compares by identity, in C: 60 ns for a value. Only if that fails are values compared.
 """
