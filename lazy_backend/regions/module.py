@@ -64,7 +64,7 @@ from lazy_backend.regions.results import (
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, NotReplayable
 from lazy_backend.replay.recorded_call import RandomState
-from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_unseen
+from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -355,7 +355,7 @@ class CapturedModule:
         result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
-        signature.named, written = state.named_after(module, named, ran)
+        signature.named, unfit_read = state.named_after(module, named, ran, read)
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None
@@ -369,10 +369,8 @@ class CapturedModule:
         try:
             if unfit is not None:
                 raise NotReplayable(unfit)
-            if written:
-                raise NotReplayable(written)
-            if unseen := read or signature.named.unseen:
-                raise NotReplayable(why_unseen(unseen))
+            if unfit_read:
+                raise NotReplayable(unfit_read)
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")
             self._check_module(module, state, named)

@@ -85,12 +85,14 @@ class ModuleState:
             self._named = NamedByCode([one for _, one in modules_within(module)], ran)
         return self._named
 
-    def named_after(self, module: torch.nn.Module, named: NamedByCode, ran: set[CodeType]) -> tuple[NamedByCode, str]:
+    def named_after(
+        self, module: torch.nn.Module, named: NamedByCode, ran: set[CodeType], read: str
+    ) -> tuple[NamedByCode, str]:
         """See `NamedByCode.after_body`."""
-        made, written = named.after_body([one for _, one in modules_within(module)], ran)
+        made, unfit = named.after_body([one for _, one in modules_within(module)], ran, read)
         if made.is_whole:
             self._named = made
-        return made, written
+        return made, unfit
 
     def keep(self, named: NamedByCode, signature: AlikeCalls) -> None:
         """Forget calls that read tensors which the code can name no longer, and would keep them alive.

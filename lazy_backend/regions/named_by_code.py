@@ -18,7 +18,7 @@ from lazy_backend.ports.cpython import attributes_of, is_a, name_of
 from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tensors
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
-from lazy_backend.replay.unseen_reads import CodeThatRan, why_written
+from lazy_backend.replay.unseen_reads import CodeThatRan, why_unseen, why_written
 from lazy_backend.replay.value_guard import ValueGuard
 
 # Of a container that code names, more values are not searched for sources of random numbers.
@@ -53,11 +53,6 @@ class NamedByCode:
         self._host = HostGuard(() if self._others is None else self._others.tensors)
         self._settings = SettingsGuard(optimizers if reach.reads(GROUPS) else ())
 
-    @property
-    def unseen(self) -> str:
-        """See `ValueGuard`."""
-        return self._values.unseen
-
     def is_current(self) -> bool:
         """Whether these are all, and are what they were."""
         are_all = all(len(known) == count for known, count in self._globals) and self._ran.version == self._version
@@ -83,15 +78,19 @@ class NamedByCode:
                 return name_of(type(module))
         return ""
 
-    def after_body(self, parts: Parts, ran: set[CodeType]) -> tuple[NamedByCode, str]:
-        """These as the body, which just ran this code, left them, without what it changed.
+    def after_body(self, parts: Parts, ran: set[CodeType], read: str) -> tuple[NamedByCode, str]:
+        """These as the body, which just ran, left them, without what it changed.
 
-        And why what it changed keeps it from being replayed; "" if nothing does.
+        And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.
         """
         changed, names_more = self._values.changed(), self._ran.add(ran)
-        if changed is None:
-            return NamedByCode(parts, self._ran) if names_more else self, ""
-        return NamedByCode(parts, self._ran, changed.parts), why_written(changed.read) if changed.read else ""
+        made = self
+        if changed is not None or names_more:
+            made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)
+        if changed is not None and changed.read:
+            return made, why_written(changed.read)
+        unseen = read or made._values.unseen
+        return made, why_unseen(unseen) if unseen else ""
 
     def refers_only_to(self, other: NamedByCode) -> bool:
         """Whether the other one refers to all tensors that this one does."""

@@ -52,7 +52,7 @@ from lazy_backend.replay.captured_state import Watch, watches
 from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.replay.structure import StructureGuard
-from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_unseen
+from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads
 from lazy_backend.tensors.outside import new_data, upload
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor, wrap
@@ -453,13 +453,11 @@ class CapturedOptimizer:
             }
             recorded.uploads.clear()  # it would keep them alive
             uploads.clear()
-        state.parts.read, written = named.after_body([optimizer], ran)
+        state.parts.read, unfit_read = named.after_body([optimizer], ran, read)
         try:
             self._find_counts(changed_numbers(before, numbers_in(optimizer)))
-            if written:
-                raise NotReplayable(written)
-            if unseen := read or state.parts.read.unseen:
-                raise NotReplayable(why_unseen(unseen))
+            if unfit_read:
+                raise NotReplayable(unfit_read)
             if change := named.change_of_others():
                 raise NotReplayable(f"a step changes what it is made of: {change}")
             stretch = Stretch(context, start)

@@ -173,7 +173,7 @@ def _name_of_c(function: Any) -> str:
     return f"{kind.__name__}.{name}()" if name in _NOW and issubclass(kind, date) else ""
 
 
-# Code that is made of text: the user's (`python -c`), and methods, which PyTorch and we have too.
+# Code that is made of text: the user's (`python -c`), and methods of classes, which PyTorch and we have too.
 _FROM_TEXT = "<string>"
 _WRITTEN_BY_DATACLASSES = frozenset((
     "__init__", "__eq__", "__hash__", "__repr__", "__lt__", "__le__", "__gt__", "__ge__", "__new__", "__setattr__",
@@ -185,12 +185,20 @@ _IN_MEMORY = frozenset(("BytesIO", "StringIO"))
 def _is_of_body(frame: types.FrameType | None) -> bool:
     """Whether a frame is of the body's code, or that runs it, perhaps through Python's library, and not to tell."""
     while frame is not None:
-        file, caller = frame.f_code.co_filename, frame.f_back
-        if not file.startswith(_LIBRARY) or _INSTALLED in file:
-            if caller is not None and file == _FROM_TEXT and frame.f_code.co_name in _WRITTEN_BY_DATACLASSES:
-                file = caller.f_code.co_filename
+        file = frame.f_code.co_filename
+        if not _is_of_library(frame):
             return not is_internal(file)
         if file.startswith(_TELLING):
             return False
-        frame = caller
+        frame = frame.f_back
     return False
+
+
+def _is_of_library(frame: types.FrameType) -> bool:
+    """Whether a frame is of Python's library, or of a method that `dataclasses` or `namedtuple` wrote for a class."""
+    file = frame.f_code.co_filename
+    if file != _FROM_TEXT:
+        return file.startswith(_LIBRARY) and _INSTALLED not in file
+    module = dict.get(frame.f_globals, "__name__")
+    of_tuple = type(module) is str and module.startswith("namedtuple_")
+    return of_tuple or frame.f_code.co_name in _WRITTEN_BY_DATACLASSES
