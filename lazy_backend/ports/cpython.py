@@ -13,12 +13,13 @@ in `tuple.__len__(x)`; they compare classes by `is`, and look them up by id.
 from __future__ import annotations
 
 import _thread
+import abc
 import dis
 import functools
 import gc
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import methodcaller
 from sys import getrefcount
 from types import CodeType, FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
@@ -360,3 +361,49 @@ def keys_view(container: Any) -> Any:
         # whose order is another one than that of the dict within. Looks keys up: strings and numbers
         return OrderedDict.keys(container)
     return dict.keys(container)
+
+
+# ----- abstract classes
+
+# How often a class was registered as of an abstract one.
+num_registrations: Callable[[], Any] = abc.get_cache_token
+
+
+def registered_with(kinds: Iterable[type]) -> list[tuple[type, type]]:
+    """The classes that were registered as of abstract ones among `kinds`, or of classes that derive from these.
+
+    Each with the abstract class. Runs no code of theirs.
+    """
+    found = []
+    seen: set[int] = set()
+    waiting = list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        if id(kind) in seen:
+            continue
+        seen.add(id(kind))
+        waiting += type.__subclasses__(kind)
+        for reference in _registry_of(kind) if is_a(kind, abc.ABCMeta) else ():
+            registered = reference()
+            if registered is not None:
+                found.append((kind, registered))
+                waiting.append(registered)
+    return found
+
+
+def _registry_of(kind: type) -> Iterable[Callable[[], type | None]]:
+    dump: Any = getattr(abc, "_get_dump", None)
+    return dump(kind)[0] if dump is not None else ()
+
+
+def sees_registrations() -> bool:
+    """Whether `registered_with` finds a class that was registered with one that derives from another."""
+
+    class _Base(abc.ABC):
+        pass
+
+    class _Derived(_Base):
+        pass
+
+    _Derived.register(int)
+    return registered_with((_Base,)) == [(_Derived, int)]

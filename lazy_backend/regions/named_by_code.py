@@ -1,4 +1,4 @@
-"""What the code of a captured module or optimizer can name, besides what it is made of.
+"""Values, modules and generators that the code of a captured module or optimizer can name, besides its own parts.
 
 In: modules, or an optimizer. Out: the random generators there, and a guard over values, other modules and optimizers.
 """
@@ -28,7 +28,7 @@ Parts = Sequence[torch.nn.Module | torch.optim.Optimizer]
 
 
 class NamedByCode:
-    """What the code of modules, or of an optimizer, can name: sources of random numbers, values, other modules.
+    """Sources of random numbers, values and other modules that the code of modules, or of an optimizer, can name.
 
     Does not refer to `parts`, the modules or the optimizer. To find all takes long, as functions that the code calls
     are followed: it is done again only if there are more globals, or other values, or if code ran that names more.
@@ -40,7 +40,7 @@ class NamedByCode:
         self.is_whole = not without
         self.generators = reach.generators
         self.states = reach.random_states
-        self._values = ValueGuard(reach, without, state=True)
+        self._guard = ValueGuard(reach, without, state=True)
         self._reached = set(reach.tensors)  # ids
         self._globals = [(known, len(known)) for known in reach.globals.values()]
         own = set(map(id, parts))
@@ -59,11 +59,11 @@ class NamedByCode:
         return are_all and not self.change()
 
     def change(self) -> str:
-        """What has changed; empty if nothing has."""
-        return self._values.change() or self._grads.change() or self.change_of_others()
+        """The first thing that has changed; empty if nothing has."""
+        return self._guard.change() or self._grads.change() or self.change_of_others()
 
     def change_of_others(self) -> str:
-        """What has changed of other modules and optimizers; empty if nothing has."""
+        """The first change of other modules and optimizers; empty if nothing has changed."""
         if self._others is None:
             return ""
         if not self._others.holds():
@@ -83,13 +83,13 @@ class NamedByCode:
 
         And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.
         """
-        changed, names_more = self._values.changed(), self._ran.add(ran)
+        changed, names_more = self._guard.changed(), self._ran.add(ran)
         made = self
         if changed is not None or names_more:
             made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)
         if changed is not None and changed.read:
             return made, why_written(changed.read)
-        unseen = read or made._values.unseen
+        unseen = read or made._guard.unseen
         return made, why_unseen(unseen) if unseen else ""
 
     def refers_only_to(self, other: NamedByCode) -> bool:
@@ -109,7 +109,7 @@ class _GradGuard:
         self._tensors = [(weakref.ref(one), one.grad is None) for one in tensors if one.is_leaf]
 
     def change(self) -> str:
-        """What has changed; empty if nothing has."""
+        """The first thing that has changed; empty if nothing has."""
         for reference, has_none in self._tensors:
             tensor = reference()
             if tensor is not None and (tensor.grad is None) is not has_none:

@@ -60,6 +60,8 @@ from lazy_backend.ports.cpython import (
     mro_of,
     name_of,
     namespace_of,
+    num_registrations,
+    registered_with,
     shows_attributes,
 )
 from lazy_backend.ports.tensor_types import version_of
@@ -181,7 +183,7 @@ def _facts_of(values: Iterable[Any]) -> Iterator[tuple[_Fact, Any, Any]]:
 
 def _facts_besides(values: Iterable[Any], reach: Reachable) -> Iterator[tuple[_Fact, Any, Any]]:
     """What is in values that have guards of their own, and in the process, which those guards do not look at."""
-    yield _fact(_registered_classes, None)
+    yield _fact(_registered, _Registered(one for one in values if is_a(one, abc.ABCMeta)))
     asks_tensors = any(map(reach.reads, ("requires_grad", "grad")))
     asks_for_levels = any(map(reach.reads_or_calls, ("level", "isEnabledFor", "getEffectiveLevel", "disabled")))
     decimals = getattr(sys.modules.get("decimal"), "Decimal", ())
@@ -199,8 +201,34 @@ def _facts_besides(values: Iterable[Any], reach: Reachable) -> Iterator[tuple[_F
             yield _fact(_levels_of, value)
 
 
-def _registered_classes(_: None) -> Any:
-    return abc.get_cache_token()  # changes with each class that is registered as of an abstract one
+class _Registered:
+    """The classes that count as of abstract ones, by registration: those of the user's, or with a class of the user's.
+
+    Packages register theirs when they are imported, which may be at any time. Besides `kinds`, Python's own are asked.
+    """
+
+    __slots__ = ("_kinds", "_at", "_found")
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        libraries = map(sys.modules.get, ("collections.abc", "numbers"))
+        of_python = chain.from_iterable(vars(library).values() for library in libraries if library is not None)
+        self._kinds = [*kinds, *(one for one in of_python if is_a(one, abc.ABCMeta))]
+        self._at: Any = None
+        self._found: frozenset[tuple[int, int]] = frozenset()
+
+    def now(self) -> frozenset[tuple[int, int]]:
+        at = num_registrations()
+        if at != self._at:
+            self._found = frozenset(
+                (id(kind), id(registered))
+                for kind, registered in registered_with(self._kinds)
+                if is_users(module_of(kind)) or is_users(module_of(registered))
+            )
+            self._at = at
+        return self._found
+
+
+_registered = _Registered.now
 
 
 def _decimal_context(_: None) -> str:

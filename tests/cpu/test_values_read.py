@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import functools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -525,3 +526,30 @@ def test_a_function_whose_value_changes_before_each_call_is_soon_called_as_writt
         for _ in range(20):
             f(x)
     assert replayed() >= 10
+
+
+class Counted(abc.ABC):  # noqa: B024: others are registered with it
+    pass
+
+
+@pytest.mark.parametrize("base", [Counted, Sequence])
+@pytest.mark.parametrize("is_users", [True, False])
+def test_a_class_of_the_users_is_registered_and_one_of_a_package(base: type, is_users: bool) -> None:
+    module = __name__ if is_users else "numpy.inside"
+    other, asked = type("Other", (), {"__module__": module}), type("Asked", (), {})
+    value = asked()
+
+    @capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * (2.0 if isinstance(value, base) else 3.0)
+
+    x = torch.ones(2, device="lazy")
+    for _ in range(6):
+        assert step(x).tolist() == [3.0, 3.0]
+    base.register(other)  # type: ignore[attr-defined]
+    with count("CapturedCall") as replayed:
+        for _ in range(4):
+            assert step(x).tolist() == [3.0, 3.0]
+    assert (replayed() == 4) == (not is_users and base is Sequence)
+    base.register(asked)  # type: ignore[attr-defined]
+    assert step(x).tolist() == [2.0, 2.0]
