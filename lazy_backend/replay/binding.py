@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, follow
+from lazy_backend.lowering.checks.rounding import are_equal
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.precision.grad_scaler import UnsettledStep
@@ -276,7 +277,7 @@ def _another_tensor(record: RecordedCall, place: int) -> NotReplayable:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.dtype == b.dtype and a.stride() == b.stride() and run_clean(torch.equal, a, b))
+    return a is b or (a.dtype == b.dtype and a.stride() == b.stride() and run_clean(are_equal, a, b))
 
 
 def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequence[Source]) -> None:

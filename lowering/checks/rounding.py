@@ -42,11 +42,17 @@ class Discrepancy:
 def differences(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> dict[int, Discrepancy]:
     """The results that are not equal, by place."""
     pairs = enumerate(zip(ours, theirs, strict=True))
-    return {place: difference(one, other) for place, (one, other) in pairs if not torch.equal(one, other)}
+    return {place: difference(one, other) for place, (one, other) in pairs if not are_equal(one, other)}
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results of one dtype have equal elements: as `torch.equal`, of any dtype."""
+    return torch.equal(_comparable(one), _comparable(other))
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> Discrepancy:
     """Between two results."""
+    one, other = _comparable(one), _comparable(other)
     if one.is_floating_point() or one.is_complex():
         size, scale = _largest(_real(one) - _real(other)), _largest(_real(one))
         if math.isfinite(size) and math.isfinite(scale):
@@ -81,6 +87,7 @@ class Spread:
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """How far elements are apart: 0 where both are NaN, infinite where one is; 1 for integers that differ."""
+    one, other = _comparable(one), _comparable(other)
     if not (one.is_floating_point() or one.is_complex()):
         return (one != other).float()
     one, other = _real(one), _real(other)
@@ -89,9 +96,26 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_of(tensor: torch.Tensor) -> float:
+    tensor = _comparable(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     return _largest(_real(tensor).nan_to_num(0.0, 0.0, 0.0))
+
+
+# Dtypes that PyTorch keeps and does not compare.
+_BYTES = frozenset(
+    getattr(torch, name)
+    for name in ("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+)
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as one of a dtype that PyTorch compares."""
+    if tensor.is_complex() and tensor.dtype.itemsize == 4:
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize]) if tensor.dtype in _BYTES else tensor
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -549,6 +549,32 @@ def test_equal_nans_and_infinities_agree() -> None:
         assert is_suspect(difference(one, torch.tensor(other)), EPS)
 
 
+# Without quantized ones, and integers of less than a byte, which PyTorch does not even copy.
+_STORABLE = sorted(
+    {one for one in vars(torch).values() if isinstance(one, torch.dtype) and not re.search("q|int[1-7]$", str(one))},
+    key=str,
+)
+
+
+def _bytes_as(dtype: torch.dtype, byte: int) -> torch.Tensor:
+    numbers = torch.zeros(4, 16, dtype=torch.uint8)
+    numbers[2, -1] = byte
+    return numbers.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", _STORABLE, ids=str)
+def test_results_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
+    ours, theirs = _bytes_as(dtype, 1), _bytes_as(dtype, 1)
+    other = _bytes_as(dtype, 60 if dtype is not torch.bool else 0)
+    assert rounding.differences([ours], [theirs]) == {}
+    (found,) = rounding.differences([ours], [other]).values()
+    assert is_suspect(found, EPS)
+    spread = Spread(ours)
+    spread.add(theirs)
+    assert spread.unexplained(theirs, EPS) is None
+    assert spread.unexplained(other, EPS) is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
 def test_one_integer_that_differs_is_suspected(dtype: torch.dtype) -> None:
     one = torch.zeros(1000, dtype=dtype)
