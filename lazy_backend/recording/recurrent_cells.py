@@ -100,22 +100,26 @@ def _composed(op: OpOverload, *operands: Any) -> tuple[torch.Tensor, ...]:
 
 def _are_taken(input: Any, state: Sequence[Any], w_ih: Any, w_hh: Any, biases: Sequence[Any], count: int) -> bool:
     """Whether the operators of cells take these operands. PyTorch's own refuses what has other shapes."""
-    shape = state[0].shape
-    if input.dim() != 2 or len(shape) != 2 or not (input.numel() and shape.numel()):
+    shape, dtype, of_input = state[0].shape, input.dtype, input.shape
+    if len(of_input) != 2 or len(shape) != 2 or not (input.numel() and shape.numel()) or dtype not in _DTYPES:
         return False
-    hidden, dtype = shape[1], input.dtype
+    size, hidden = shape
     rows = count * hidden
-    return (
-        dtype in _DTYPES
-        and shape[0] == input.shape[0]
-        and w_ih.shape == (rows, input.shape[1])
-        and w_hh.shape == (rows, hidden)
-        and all(one.shape == shape for one in state)
-        and all(one.shape == (rows,) for one in biases)
-        and all(one.dtype is dtype for one in (*state, w_ih, w_hh, *biases))
-        and all(one.is_contiguous() for one in (*state, w_ih, w_hh))
-        and all(one.stride(1) == 1 and one.shape != (1, 1) for one in (input, state[0]))
-    )
+    if size != of_input[0] or w_ih.shape != (rows, of_input[1]) or w_hh.shape != (rows, hidden):
+        return False
+    for one in state:
+        if one.dtype is not dtype or one.shape != shape or not one.is_contiguous():
+            return False
+    for one in biases:
+        if one.dtype is not dtype or one.shape != (rows,):
+            return False
+    for one in (w_ih, w_hh):
+        if one.dtype is not dtype or not one.is_contiguous():
+            return False
+    for one, sizes in ((input, of_input), (state[0], shape)):
+        if one.stride(1) != 1 or sizes == (1, 1):
+            return False
+    return True
 
 
 def _kernel(op: OpOverload) -> Callable[..., Any]:
