@@ -6,7 +6,7 @@ Note [Moved roundings]
 Monte Carlo arithmetic (Parker 1997): about half of the elements of each input and of each operator's result are moved
 by one rounding, at random. The result of a sum of n elements is moved by the square root of n roundings, as summing in
 another order does. Norms and softmax are taken apart, since their kernels sum in double precision on a CPU, as
-compiled code does not. Elements are moved towards zero, where no operator's domain ends.
+compiled code does not. Elements are moved towards zero, where no operator's domain ends, or by half as much either way.
 
 Results of operators that round nothing (`_EXACT`) are not moved, nor are small whole numbers among inputs: masks,
 counts and labels. Memory that nobody has written (`torch.empty`) is filled with NaN.
@@ -46,14 +46,18 @@ _UNWRITTEN = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted"
 
 
 class MovedRoundings(TorchDispatchMode):
-    """A block in which the results of operators are moved, by at least `eps`. `sample`: another gives other moves."""
+    """A block in which the results of operators are moved, by at least `eps`. `sample`: another gives other moves.
 
-    def __init__(self, sample: int, eps: float) -> None:
+    `eps` may be that of several roundings, or of coarser floats than the operators have. `either_way`: by half of it
+    towards zero or away from it, so that the noise of many elements does not add up; operators' domains may be left.
+    """
+
+    def __init__(self, sample: int, eps: float, either_way: bool = False) -> None:
         super().__init__()
         self._eps = eps
         self._sample = sample
         pattern = torch.empty(2 * _PATTERN).bernoulli_(generator=torch.Generator().manual_seed(sample))
-        self._pattern = pattern.neg_()
+        self._pattern = 0.5 - pattern if either_way else -pattern
         self._shifts = itertools.count(sample * 7919, 101)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,8 +12,10 @@ tolerance of taste: eager itself says it.
    element as far as rounding can: hardly, where the computation is sound; far, where it divides noise by noise (a bias
    before a batch norm, in Adam), or where a choice hangs on a tie. A plan agrees if no element is more than `ROUNDINGS`
    roundings and `TIMES` as far from the interpreter's as in the furthest of `SAMPLES` such runs, counting also how far
-   the result's elements move on average. An element that is NaN in such a run alone comes of memory that nobody has
-   written, and has no value to compare.
+   the result's elements move on average. As many runs follow whose elements are moved `TIMES` as far, either way, and
+   which are not multiplied: noise that is all that a sum leaves may be so large, too, and then have another sign, on
+   which a whole step of Rprop hangs. An element that is NaN in such a run alone comes of memory that nobody
+   has written, and has no value to compare.
 """
 
 from __future__ import annotations
@@ -70,18 +72,20 @@ class Spread:
 
     def __init__(self, ours: torch.Tensor) -> None:
         self._ours = ours
-        self._largest = torch.zeros(())
+        self._explained = torch.zeros(())
 
-    def add(self, further: torch.Tensor) -> None:
-        """Add the result of a run with moved roundings."""
-        moved = _apart(self._ours, further)
-        self._largest = torch.maximum(self._largest.to(moved), moved)
+    def add(self, further: torch.Tensor, roundings: int = 1) -> None:
+        """Add the result of a run whose elements are moved by so many roundings."""
+        moved = _apart(self._ours, further).mul_(TIMES / roundings)
+        if roundings > 1:
+            moved.masked_fill_(moved.isinf(), 0.0)  # out of an operator's domain
+        self._explained = torch.maximum(self._explained.to(moved), moved)
 
     def unexplained(self, theirs: torch.Tensor, eps: float) -> Discrepancy | None:
         """The largest difference to another result that rounding does not explain, if there is one."""
         apart, scale = _apart(self._ours, theirs), _scale_of(self._ours)
-        usual = self._largest.masked_fill(self._largest.isinf(), 0.0).mean()
-        wrong = apart.masked_fill_(apart <= (self._largest + usual) * TIMES + ROUNDINGS * eps * scale, 0.0)
+        usual = self._explained.masked_fill(self._explained.isinf(), 0.0).mean()
+        wrong = apart.masked_fill_(apart <= self._explained + usual + ROUNDINGS * eps * scale, 0.0)
         return Discrepancy(_largest(wrong), scale) if wrong.any() else None
 
 

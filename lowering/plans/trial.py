@@ -223,15 +223,16 @@ def unexplained(
     # another one: it may be launched as a graph of the device, which calls no operators
     interpreter = SerialGraphExecutor(run.graph, interpreter.kernels, interpreter.exec_info)
     spreads = {place: rounding.Spread(ours[place]) for place in suspects}
-    for sample in range(rounding.SAMPLES):
+    for sample in range(2 * rounding.SAMPLES):
+        roundings = 1 if sample < rounding.SAMPLES else rounding.TIMES
         try:
-            further = _moved(sample, run, interpreter)
+            further = _moved(sample, roundings, run, interpreter)
         except NodeError:
-            if not _raises(functools.partial(_moved, sample, run, interpreter)):
+            if not _raises(functools.partial(_moved, sample, roundings, run, interpreter)):
                 raise
             continue  # a value was moved out of an operator's domain
         for place in suspects:
-            spreads[place].add(further[place])
+            spreads[place].add(further[place], roundings)
         apart = {place: spreads[place].unexplained(theirs[place], eps) for place in suspects}
         suspects = found = {place: one for place, one in apart.items() if one is not None}
         if not suspects:
@@ -239,11 +240,11 @@ def unexplained(
     return found
 
 
-def _moved(sample: int, run: TriedRun, interpreter: SerialGraphExecutor) -> list[torch.Tensor]:
-    """The results of a run with moved roundings."""
+def _moved(sample: int, roundings: int, run: TriedRun, interpreter: SerialGraphExecutor) -> list[torch.Tensor]:
+    """The results of a run whose elements are moved by so many roundings."""
     moved = list(map(rounding.copy_of, run.inputs))
     written = [moved[place] for place in _copied_inputs(run.graph)]
-    mode = MovedRoundings(sample, rounding.coarsest_eps(run.graph))
+    mode = MovedRoundings(sample, roundings * rounding.coarsest_eps(run.graph), either_way=roundings > 1)
     for one in moved:
         mode.move(one, spares_counts=True)
     with Conversation(run.heard).joined() as sent, mode:

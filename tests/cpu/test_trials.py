@@ -18,6 +18,8 @@ import torch
 from harness import count, run_python
 from interruption import Interrupted, interrupt, places_of, raise_interrupted
 from planted_faults import plant
+from random_loops import RandomLoop, Statement, as_it_is
+from random_loops import _run as run_loop
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -340,6 +342,30 @@ def test_a_bias_before_a_batch_norm_is_not_the_compilers_fault() -> None:
         lazy_backend.mark_step()
     assert metrics.counter_value("PlanSuspected")
     assert counts()[1] == 0
+
+
+def test_noise_by_whose_sign_an_optimizer_steps_is_not_the_compilers_fault() -> None:
+    """The gradient of the bias of attention's keys is rounding alone, and Rprop goes by its sign."""
+    config.backend = "aot_eager_decomp_partition"
+    config.num_profiled_runs = 1
+    loop = RandomLoop(
+        500096,  # eager's noise is so far from zero here that moves by one rounding hardly change its sign
+        (
+            Statement("setup", "model = capture(build(['encoder'], head='tuple').to(device))"),
+            Statement("setup", "optimizer = capture(torch.optim.Rprop(model.parameters()))"),
+            Statement("input", "x = torch.randn(3 if step % 5 == 4 else 4, 8).to(device)"),
+            Statement("zero", "optimizer.zero_grad()", "step % 2 == 0"),
+            Statement("forward", "out = model(x, other=x.detach())"),
+            Statement("between", "loss = loss_of(out)"),
+            Statement("backward", "backward(loss)"),
+            Statement("update", "optimizer.step()", "step % 2 == 1"),
+            Statement("end", "values.append(loss.item())"),
+        ),
+        num_steps=9,
+    )
+    run_loop(loop.program(), "lazy", as_it_is)
+    assert metrics.counter_value("PlanSuspected")
+    assert counts() == (2, 0)
 
 
 def test_memory_that_nobody_has_written_has_no_value_to_compare() -> None:
