@@ -398,12 +398,7 @@ def _registry_of(kind: type) -> Iterable[Callable[[], type | None]]:
 
 def sees_registrations() -> bool:
     """Whether `registered_with` finds a class that was registered with one that derives from another."""
-
-    class _Base(abc.ABC):
-        pass
-
-    class _Derived(_Base):
-        pass
-
-    _Derived.register(int)
-    return registered_with((_Base,)) == [(_Derived, int)]
+    base = abc.ABCMeta("Base", (), {})
+    derived = abc.ABCMeta("Derived", (base,), {})
+    derived.register(int)
+    return registered_with((base,)) == [(derived, int)]

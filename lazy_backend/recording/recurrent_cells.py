@@ -116,10 +116,7 @@ def _are_taken(input: Any, state: Sequence[Any], w_ih: Any, w_hh: Any, biases: S
     for one in (w_ih, w_hh):
         if one.dtype is not dtype or not one.is_contiguous():
             return False
-    for one, sizes in ((input, of_input), (state[0], shape)):
-        if one.stride(1) != 1 or sizes == (1, 1):
-            return False
-    return True
+    return input.stride(1) == 1 and state[0].stride(1) == 1 and of_input != (1, 1) and shape != (1, 1)
 
 
 def _kernel(op: OpOverload) -> Callable[..., Any]:

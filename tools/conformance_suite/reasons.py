@@ -49,8 +49,8 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"^op/nn\.functional\.soft_margin_loss/gradients/.*/inductor$",
         "the compiled graph was refused",
-        "compiled alone, a small gradient loses its digits (PyTorch's formula for compilers subtracts 1 from a sigmoid); "
-        "the trial finds that, and eager's kernel computes it",
+        "compiled alone, a small gradient loses its digits (PyTorch's formula for compilers subtracts 1 from a "
+        "sigmoid): the trial finds that, and eager's kernel computes it",
     ),
 )
 
