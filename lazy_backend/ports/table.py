@@ -111,6 +111,7 @@ MOVING = Port(
     "torch.utils.swap_tensors(t1, t2)",
     "torch._C._swap_tensor_impl",
     "torch.__future__.set_swap_module_params_on_conversion",
+    "torch.nn.utils.parametrize._maybe_set(dest, src)",
     without="module.to(...) may make new parameters: make optimizers after it",
 )
 UNINITIALIZED = Port(

@@ -321,6 +321,87 @@ def test_parametrizations_and_weight_norm() -> None:
     assert_same(lazy(torch.ones(1, 3).to("lazy")).detach(), eager(torch.ones(1, 3)).detach())
 
 
+class Halved(nn.Module):
+    """A parametrization by one tensor that has an inverse."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+class Squashed(nn.Module):
+    """A parametrization without an inverse."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.tanh()
+
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
+    "with an inverse": lambda m: nn.utils.parametrize.register_parametrization(m, "weight", Halved()),
+    "without an inverse": lambda m: nn.utils.parametrize.register_parametrization(m, "weight", Squashed()),
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+}
+
+
+def parametrized_amid_losses(name: str, device: str, is_captured: bool = False) -> list[object]:
+    """Losses and gradients of a layer that is parametrized while graphs of earlier losses are alive."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4).to(device)
+    inputs, weight, calls = grid(device, 2, 4) / 8, module.weight, []
+    if is_captured and device == "lazy":
+        lazy_backend.capture(module)
+    if not is_captured:  # a module whose parameters have hooks is not replayed
+        weight.register_hook(lambda gradient: calls.append(gradient.shape))
+    weight.mark = "mine"
+    optimizer = torch.optim.Adam(module.parameters())
+    for _ in range(3):
+        loss = module(inputs).square().sum()
+        loss.backward()
+    waiting = module(inputs).square().sum()
+    PARAMETRIZATIONS[name](module)
+    with torch.no_grad():  # random vectors differ between devices
+        for buffer in module.buffers():
+            buffer.copy_(grid(device, *buffer.shape) if buffer.dim() < 2 else buffer)
+    found: list[object] = []
+
+    def train() -> None:
+        nonlocal loss
+        loss = module(inputs).square().sum()
+        loss.backward()
+        optimizer.step()
+        gradients = [None if one.grad is None else one.grad.cpu().clone() for one in module.parameters()]
+        found.extend((loss.detach().cpu().clone(), *gradients, [one is weight for one in module.parameters()]))
+
+    train()
+    if "without" not in name:
+        module.weight = torch.eye(4).to(device)
+    train()
+    waiting.backward()
+    nn.utils.parametrize.remove_parametrizations(module, "weight")
+    train()
+    return [*found, len(calls), weight.mark == "mine", module.weight.detach().cpu()]
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["plain", "captured"])
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_a_parametrization_is_registered_while_an_earlier_loss_is_alive(name: str, is_captured: bool) -> None:
+    found = parametrized_amid_losses(name, "lazy", is_captured)
+    torch.testing.assert_close(found, parametrized_amid_losses(name, "cpu", is_captured), rtol=1e-4, atol=1e-4)
+
+
+def test_a_sparse_parameter_that_stays_on_its_device_stays_in_graphs() -> None:
+    weight = nn.Parameter(torch.eye(3).to_sparse())
+    module = nn.ParameterList([weight]).to("lazy")
+    loss = torch.sparse.mm(weight, grid("lazy", 3, 3)).sum()
+    module.to("lazy")
+    loss.backward()
+    assert_same(weight.grad.to_dense(), torch.diag(grid("cpu", 3, 3).sum(1)))
+
+
 def test_parameters_to_vector() -> None:
     model = nn.Linear(3, 2)
     expected = nn.utils.parameters_to_vector(model.parameters()).detach()

@@ -80,6 +80,8 @@ def keep_parameters_when_moved(kinds: LazyKinds) -> None:
 
     MOVING.put(torch.nn.Module, "_apply", _apply)
     MOVING.put(torch.utils, "swap_tensors", _swap_tensors_or(torch.utils.swap_tensors, kinds))
+    parametrize = torch.nn.utils.parametrize
+    MOVING.put(parametrize, "_maybe_set", _set_in_place_or(parametrize._maybe_set, kinds))
 
 
 class _KeptParameter:
@@ -141,9 +143,27 @@ def _swap_tensors_or(original: Callable[..., None], kinds: LazyKinds) -> Callabl
 
 def _refuse_backward(grad_outputs: Any) -> None:
     raise RuntimeError(
-        "backward() through a parameter that was moved to another device since the forward pass\n"
+        "backward() through a parameter that was moved to another device, or swapped, since the forward pass\n"
         "  move modules before the forward pass, or after backward()"
     )
+
+
+def _set_in_place_or(original: Callable[..., None], kinds: LazyKinds) -> Callable[..., None]:
+    """How `torch.nn.utils.parametrize` gives a parameter another value: by `set_`, as on the CPU, if both are lazy.
+
+    PyTorch swaps tensors of such classes, which takes the parameter out of the graphs of forward passes, and its
+    gradient, hooks and attributes away.
+    """
+
+    @functools.wraps(original)
+    def _maybe_set(dest: torch.Tensor, src: torch.Tensor) -> None:
+        are_dense = isinstance(dest, kinds.tensor) and isinstance(src, kinds.tensor)
+        if are_dense and dest.device == src.device and not torch.__future__.get_swap_module_params_on_conversion():
+            dest.set_(src)  # type: ignore[call-overload]
+        else:
+            original(dest, src)
+
+    return _maybe_set
 
 
 def _refuse_quantized(module: torch.nn.Module, fn: Callable[..., Any], kinds: LazyKinds) -> None:
@@ -210,6 +230,8 @@ def _move_sparse(parameter: torch.nn.Parameter, fn: Callable[..., Any], kinds: L
         applied = fn(parameter)
         if not isinstance(parameter, kinds.sparse_tensor) and not isinstance(applied, kinds.sparse_tensor):
             return False
+        if applied is parameter:
+            return True
         gradient = None if parameter.grad is None else fn(parameter.grad)
     parameter.grad = None
     kept = _KeptParameter(parameter, kinds)
