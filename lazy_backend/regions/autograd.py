@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -122,11 +123,14 @@ def with_node(
     return made
 
 
-def leaves_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that the graph of `results` leads to. Walks the graph."""
+def leaves_of(results: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, GradientEdge]]:
+    """The leaves that the graph of `results` leads to, by id, and where it does. Walks the graph.
+
+    After `leaf.set_(...)` the leaf has another edge, and this graph still leads to this one.
+    """
     # only the nodes that add to the gradients of leaves have a variable
-    found = [node.variable for node in _nodes_of(results) if hasattr(node, "variable")]
-    return list({id(leaf): leaf for leaf in found}.values())
+    found = [(node.variable, GradientEdge(node, 0)) for node in _nodes_of(results) if hasattr(node, "variable")]
+    return {id(leaf): (leaf, edge) for leaf, edge in found}
 
 
 def _nodes_of(results: Sequence[torch.Tensor]) -> Iterator[Any]:
@@ -152,8 +156,8 @@ class WrittenCall(RegionCall):
     """A call whose body ran as written; its backward is learned.
 
     `inner` is where the graphs of the body's own results end: the user may write to these, and a view that was written
-    would get another graph. `inputs` are the tensors whose gradients are asked for: detached arguments, leaves.
-    `outer`: the inputs of the node, the same but for the arguments themselves.
+    would get another graph. `inputs` are the tensors whose gradients are asked for: detached arguments, leaves;
+    `edges`: where the graph leads to them, by id. `outer`: the inputs of the node, the same but for the arguments.
     """
 
     def __init__(
@@ -161,6 +165,7 @@ class WrittenCall(RegionCall):
         context: DeviceContext,
         inner: list[GradientEdge],
         inputs: list[torch.Tensor],
+        edges: Mapping[int, GradientEdge],
         outer: list[torch.Tensor],
         refuse: Callable[[str], None],
         finish: Callable[[str | None], None],
@@ -170,6 +175,7 @@ class WrittenCall(RegionCall):
         self._finish = finish  # takes why the backward cannot be replayed, or None
         self._inner: list[GradientEdge] | None = inner
         self._inputs = inputs
+        self._edges = edges
         self._refuse = refuse
         self.lesson: Lesson | None = None
 
@@ -181,7 +187,7 @@ class WrittenCall(RegionCall):
             return differentiable_gradients(self._inner, self._inputs, self._outer, grads, keeps_graph)
         with self._context.lock:
             start = StretchStart(self._context)
-        found = _run_engine(self._inner, self._inputs, grads, keeps_graph)
+        found = _run_engine(self._inner, self._inputs, grads, keeps_graph, self._edges)
         # what a retained graph keeps alive cannot be told from what the body keeps
         if not keeps_graph:
             self._inner = None
@@ -202,19 +208,29 @@ class WrittenCall(RegionCall):
             raise NotReplayable("a leaf was frozen after the forward\n  freeze it before, or after the backward")
 
 
-def _run_engine(results: Sequence[Any], inputs: Sequence[torch.Tensor], grads: Grads, keeps_graph: bool) -> Grads:
-    """The gradients of `inputs`. A leaf's hooks are not called: they are when the leaf gets its gradient."""
+def _run_engine(
+    results: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    grads: Grads,
+    keeps_graph: bool,
+    edges: Mapping[int, GradientEdge] = MappingProxyType({}),
+) -> Grads:
+    """The gradients of `inputs`. A leaf's hooks are not called: they are when the leaf gets its gradient.
+
+    `edges`: of the inputs in the graph of `results`, by id, where they may have others by now.
+    """
     given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
     wanted = [one for one in inputs if one.requires_grad]  # a leaf may have been frozen since
     if not wanted or not given:
         return [None] * len(inputs)
+    ends: list[Any] = [edges.get(id(one), one) for one in wanted]
     hooks = [(found, dict(found)) for found in map(backward_hooks_of, wanted) if found]
     for registered, _ in hooks:
         registered.clear()
     try:
         found = torch.autograd.grad(
             [result for result, _ in given],
-            wanted,
+            ends,
             [grad for _, grad in given],
             create_graph=torch.is_grad_enabled(),
             retain_graph=keeps_graph,
@@ -307,8 +323,8 @@ class Lesson:
         pattern = pattern_of(grads), is_cut
         before: BackwardProgram | None = self._known.backwards.get(pattern)
         if before is not None and before.fits(program):
-            program = before
-            program.is_confirmed = self._known.has_backward = True
+            program.confirm(before)
+            self._known.has_backward = True
         self._known.backwards[pattern] = program
         save(self._known, forward, program.saved, self._results)
         if program.folds and not is_cut:
@@ -385,6 +401,7 @@ class Lesson:
             results=results,
             constants=stretch.constants,
             folds=all(stretch.root(token) in stretch.places for token in made),
+            shape=(stretch.shape(), tuple(map(list(stretch.made).index, made))),
             uses=frozenset(self._operand_of(sources[token]) for token in stretch.operands) - {-1},
         )
 

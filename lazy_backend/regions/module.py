@@ -68,10 +68,11 @@ from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
-# Forwards, one after another, without a backward: gradients may be accumulated over so many calls.
+# Traces, one after another, with calls but without a backward: gradients may be accumulated over so many.
 _MAX_WAITING = 16
 # States of one module that are remembered: training and evaluation, some layers frozen.
 _MAX_STATES = 8
+_NO_BACKWARD = "no backward has run through its results"
 
 
 # Whether a hook on a module's calls does nothing besides what is recorded, so that a replay need not call it.
@@ -136,6 +137,7 @@ class CapturedModule:
         "_states",
         "_failures",
         "_changes",
+        "_waiting",
         "_knows_hook",
         "_ran",
         "account",
@@ -154,6 +156,7 @@ class CapturedModule:
         self._ran = CodeThatRan()
         self._failures = 0  # calls, one after another, that changed the module itself
         self._changes = 0  # calls, one after another, before which it was changed, or what it reads
+        self._waiting = 0  # traces with calls of any kind, and without a backward
         self.account = Account(self._name, "module", warns)
 
     def _forget(self) -> None:
@@ -418,7 +421,7 @@ class CapturedModule:
         elif not program.is_differentiable:  # otherwise its backward may fail
             signature.failures = 0
         elif before is not None and known.is_confirmed and not known.has_backward:
-            self._wait_for_backward(signature)
+            self._wait_for_backward(signature, stretch.epoch)
         return known, stretch, program
 
     def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool) -> None:
@@ -485,18 +488,20 @@ class CapturedModule:
         inner = _differentiable(leaves)
         # each once: a tensor that is given twice has one gradient
         detached = list({id(one): one for one in given.tensors if one.requires_grad}.values())
-        others = [leaf for leaf in leaves_of(inner) if id(leaf) not in outer]
+        ends_of_leaves = leaves_of(inner)
+        others = [leaf for leaf, _ in ends_of_leaves.values() if id(leaf) not in outer]
         inputs = [outer[id(one)] for one in detached] + others
 
         def finish(reason: str | None) -> None:
-            signature.waiting = 0
+            signature.waiting = self._waiting = 0
             if reason is not None:
                 self._give_up(signature, reason)
             elif signature.is_alike:
                 signature.failures = 0
 
         ends = list(map(get_gradient_edge, inner))
-        call = WrittenCall(arguments.context, ends, [*detached, *others], inputs, self._refuse, finish)
+        edges = {number: edge for number, (_, edge) in ends_of_leaves.items()}
+        call = WrittenCall(arguments.context, ends, [*detached, *others], edges, inputs, self._refuse, finish)
         if lesson is not None:
             known, stretch, program = lesson
             operands = program.operands(arguments.tensors) or []
@@ -522,11 +527,20 @@ class CapturedModule:
         signature.program = None
         signature.fail(self.account, reason)
 
-    def _wait_for_backward(self, signature: AlikeCalls) -> None:
-        signature.waiting += 1
+    def _wait_for_backward(self, signature: AlikeCalls, epoch: object) -> None:
+        if signature.waits_in is not epoch:  # a backward through many calls in one trace may be about to come
+            signature.waits_in = epoch
+            signature.waiting += 1
+            self._waiting += 1
+        if signature.waiting >= PATIENCE:
+            self.account.ran_as_written(_NO_BACKWARD)
         if signature.waiting > _MAX_WAITING:
-            self.account.ran_as_written("no backward has run through it")
             signature.failures = PATIENCE  # calls whose backward is never asked for need not be learned
+        if self._waiting > _MAX_WAITING:
+            self.account.tell(
+                f"runs as written, because {_NO_BACKWARD} in {self._waiting} steps\n"
+                "  call it under torch.no_grad() if its results need no gradients"
+            )
 
 
 def _run_body(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

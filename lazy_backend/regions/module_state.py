@@ -36,7 +36,8 @@ class AlikeCalls(Attempts):
     program: Program | None = None
     named: NamedByCode | None = None  # what the code could name at the latest call that ran as written
     replayed: bool = False
-    waiting: int = 0  # calls without a backward
+    waiting: int = 0  # traces with such calls and without a backward
+    waits_in: object = None  # the epoch of the latest of them
     is_alike: bool = True  # whether the latest call that ran as written did what was recorded before
 
     def change(self) -> str:

@@ -6,8 +6,7 @@ with the reason.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,7 +254,7 @@ class BackwardProgram:
 
     `calls`: as recorded once, to record them again elsewhere; `tokens` are their operands, which come from `sources`.
     `results`: by the number of a forward operand, where its gradient is among what the calls make, `made`, or the
-    source of a tensor that is passed on as the gradient.
+    source of a tensor that is passed on as the gradient. `shape`: of the calls and of `made`, at any place.
     """
 
     calls: tuple[Call, ...]
@@ -265,6 +264,7 @@ class BackwardProgram:
     results: dict[int, int | Source]
     constants: tuple[float, ...]
     folds: bool  # whether the calls make all of `made` themselves: no view of what enters is among them
+    shape: Hashable
     is_confirmed: bool = False
     saved: tuple[Token, ...] = field(init=False)  # the sources that the forward made
     outer: tuple[Source, ...] = field(init=False)  # the other ones
@@ -279,12 +279,16 @@ class BackwardProgram:
         self.outer = tuple(source for source in self.sources if not isinstance(source, FromForward))
 
     def fits(self, other: BackwardProgram) -> bool:
+        """Whether both do the same, be it at different places of the trace: several calls may wait for one backward."""
         return (
-            len(self.calls) == len(other.calls)
-            and all(map(operator.is_, self.calls, other.calls))
+            self.shape == other.shape
             and repr(self.constants) == repr(other.constants)
-            and (self.sources, self.made, self.results) == (other.sources, other.made, other.results)
+            and (self.sources, self.results) == (other.sources, other.results)
         )
+
+    def confirm(self, before: BackwardProgram) -> None:
+        """Take the place of `before`, which does the same, and whose jumps stay."""
+        self.name, self.sole, self.is_confirmed = before.name, before.sole, True
 
 
 Pattern = tuple[Any, ...]
