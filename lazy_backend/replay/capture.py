@@ -17,6 +17,7 @@ captured: it runs as written, with a warning that says why.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -85,6 +86,8 @@ T = TypeVar("T")
 
 # Argument signatures that one captured function remembers.
 _MAX_SIGNATURES = 64
+# Calls, one after another, each with another value of the same argument, before there is a warning.
+_MAX_VALUES = 8
 # Recordings that are compared to learn which floats a program's constants follow.
 _MAX_RECORDS = 4
 
@@ -191,6 +194,28 @@ class _Signature(Attempts):
         return [one for reference in self.objects if (one := reference()) is not None]
 
 
+def _only_other_value(before: tuple[Any, ...], key: tuple[Any, ...]) -> int:
+    """The place of the int or string that alone differs between two keys; -1 if something else differs."""
+    if len(before) != len(key):
+        return -1
+    places = [place for place, (old, new) in enumerate(zip(before, key, strict=True)) if old != new]
+    if len(places) != 1:
+        return -1
+    old, new = before[places[0]], key[places[0]]
+    are_values = all(type(one) is tuple and len(one) == 2 and one[0] in (int, str) for one in (old, new))
+    return places[0] if are_values and old[0] is new[0] else -1
+
+
+def _name_of_argument(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> str:
+    """Which arguments have this value, for the user; empty if none has it by itself."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = kwargs
+    names = [repr(name) for name, one in given.items() if type(one) is type(value) and one == value]
+    return f", as {' or '.join(names)}" if names else ""
+
+
 def _reference_to(value: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(value)
@@ -224,6 +249,9 @@ class Captured(Generic[P, R]):
         self._counts: frozenset[str] = frozenset()  # names of entries of optimizers' groups that the body changes
         self._ran = CodeThatRan()
         self._unbound = 0  # signatures since a program was bound
+        self._latest_key: tuple[Any, ...] = ()  # of the latest new signature
+        self._values = 0  # signatures, one after another, that differ by the value of one argument
+        self._value_place = -1  # of this argument in their keys
         # the optimizers whose steps in a body a GradScaler may skip
         self._scaled: list[weakref.ref[torch.optim.Optimizer]] = []
 
@@ -263,6 +291,8 @@ class Captured(Generic[P, R]):
                     signature.calls += 1
                     self._account.calls += 1
                     counted = True
+                    if signature.calls == 1:
+                        self._note_value(key, args, kwargs)
                 attempts += 1
                 replayed = self._replay_or_record(context, signature, arguments, args, kwargs, attempts)
             if isinstance(replayed, tuple):
@@ -371,6 +401,20 @@ class Captured(Generic[P, R]):
                 )
             found = self._signatures[key] = _Signature(list(map(_reference_to, objects)), context)
         return found
+
+    def _note_value(self, key: tuple[Any, ...], args: Any, kwargs: Any) -> None:
+        """Tell the user of an int or a string among the arguments that differs from call to call."""
+        place, self._latest_key = _only_other_value(self._latest_key, key), key
+        self._values = self._values + 1 if place >= 0 and place == self._value_place else 2
+        self._value_place = place
+        if place >= 0 and self._values == _MAX_VALUES and self._unbound >= _MAX_VALUES:
+            kind, value = key[place]
+            name = _name_of_argument(self._function, args, kwargs, value)
+            fix = "pass it as a float, which is followed, or as a lazy tensor, or " if kind is int else ""
+            self._account.tell(
+                f"got another {kind.__name__} in each of {_MAX_VALUES} calls{name}, and only calls with the same one "
+                f"can be replayed\n  {fix}leave it out"
+            )
 
     def _run_as_written(self, context: DeviceContext, body: Body, args: Any, kwargs: Any) -> Any:
         leaves, spec = self._run_body(context, body, lambda: flatten_result(self._function(*args, **kwargs)))
@@ -599,7 +643,7 @@ class Captured(Generic[P, R]):
         if record.unfit_read:
             raise ReadsUnseen(record.unfit_read)
         signature.program = program
-        signature.failures = self._unbound = 0
+        signature.failures = self._unbound = self._values = 0
         if signature.stale >= 2 * PATIENCE:
             self._account.tell(
                 f"ran {signature.stale} times as written, because what it uses changed before each call: "

@@ -869,6 +869,33 @@ def test_arguments_that_never_come_again_are_told_and_not_kept() -> None:
     assert sum(reference() is not None for reference in alive) == 0
 
 
+COUNTERS: dict[str, Callable[[Any, int], torch.Tensor]] = {
+    "another int in each of 8 calls, as 'step', .*\n  pass it as a float": lambda f, number: f(ones("lazy"), number),
+    "another int in each of 8 calls, as 'by', .*\n  pass it as a float": lambda f, number: f(ones("lazy"), by=number),
+    "another int in each of 8 calls, and": lambda f, number: f(ones("lazy"), inner={"of": number}),
+    "another str in each of 8 calls, as 'name', .*\n  leave": lambda f, number: f(ones("lazy"), name=str(number)),
+}
+
+
+@pytest.mark.parametrize("text", COUNTERS)
+def test_an_argument_with_another_value_in_each_call_is_told(text: str) -> None:
+    def body(x: torch.Tensor, step: int = 0, by: int = 0, name: str = "0", inner: Any = None) -> torch.Tensor:
+        return x * (step + by + int(name) + (inner or {}).get("of", 0))
+
+    f, call = capture(body), COUNTERS[text]
+    for number in range(7):
+        assert_same(call(f, number), torch.full((3,), float(number)))
+    with pytest.warns(CaptureWarning, match=f"got {text}"):
+        assert_same(call(f, 7), torch.full((3,), 7.0))
+    assert_same(call(f, 8), torch.full((3,), 8.0))
+
+
+def test_an_argument_that_changes_at_times_is_not_told() -> None:
+    f = capture(lambda x, epoch: x * epoch)
+    for number in range(60):  # warnings are errors
+        assert_same(f(ones("lazy"), number // 5), torch.full((3,), float(number // 5)))
+
+
 def test_an_object_is_told_from_one_that_takes_its_address() -> None:
     class Thing:
         def __init__(self, scale: int) -> None:
