@@ -1,4 +1,4 @@
-"""Reads that no guard can follow, seen as they happen: the environment, files, clocks, context variables, `eval`.
+"""Reads that no guard can follow, seen as they happen: the environment, files, clocks, states of generators, `eval`.
 
 In: a body that is recorded, as it runs on this thread. Out: the name of the first such read, or ""; and the code that
 ran, `CodeThatRan`.
@@ -9,8 +9,9 @@ may be another thing at the next call, and nothing would tell. So while a body i
 that it calls (`sys.setprofile`, 0.6 µs for each), and a body that called one of those below runs as written. Calls that
 PyTorch's code or ours makes are left out, as are those of `logging` and `warnings`: a replay leaves messages out, as it
 does what is printed. Code that ran names what it reads even where nothing leads to it from the body, as to the `__eq__`
-that a dataclass wrote or to `copy.deepcopy`. Random numbers of Python's and of numpy are compared by their states. If
-the program has a profiler of its own on this thread, which `cProfile` is, nothing is seen.
+that a dataclass wrote or to `copy.deepcopy`. Random numbers of Python's and of numpy are compared by their states; code
+that asks for the seed or the state of one runs as written. If the program has a profiler of its own on this thread,
+which `cProfile` is, nothing is seen.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import random
 import sys
 import sysconfig
 import types
@@ -25,6 +27,8 @@ import warnings
 from collections.abc import Callable
 from datetime import date
 from typing import Any, TypeVar
+
+import torch
 
 from lazy_backend.errors.sites import is_internal
 from lazy_backend.ports.cpython import names_read
@@ -49,6 +53,11 @@ _IN_PYTHON = {importlib.import_module.__code__: "importlib.import_module()"} | {
     for name in ("__getitem__", "__iter__", "__len__", "copy")
     if isinstance(code := getattr(getattr(type(os.environ), name, None), "__code__", None), types.CodeType)
 }
+
+_IN_PYTHON |= {random.Random.getstate.__code__: "random.getstate()"}
+# Those of PyTorch's functions that tell the state of a generator, if the body's code calls them.
+_IN_PYTORCH = {getattr(torch, name).__code__: f"torch.{name}()" for name in ("initial_seed", "get_rng_state")}
+_OF_GENERATORS = frozenset(("get_state", "initial_seed", "graphsafe_get_state", "clone_state", "get_offset"))
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _LIBRARY = (_STANDARD, "<frozen ")  # as `os`, whose code is part of the interpreter
@@ -123,6 +132,8 @@ class _Watch:
             if code not in self.codes and _is_of_body(frame):
                 self.codes.add(code)
             read = _IN_PYTHON.get(code, "")
+            if not read and code in _IN_PYTORCH:
+                frame, read = frame.f_back or frame, _IN_PYTORCH[code]
         else:
             return
         if read and _is_of_body(frame):
@@ -168,6 +179,8 @@ def _name_of_c(function: Any) -> str:
             return f"{name}()" if name in _BY_NAME else ""
         return f"{_OUTSIDE[module]}.{name}()" if module in _OUTSIDE and name not in _PURE else ""
     kind = owner if type(owner) is type else type(owner)
+    if issubclass(kind, torch.Generator):
+        return f"torch.Generator.{name}()" if name in _OF_GENERATORS else ""
     if kind.__module__ in _OBJECTS:
         return f"{kind.__name__}.{name}()" if name in _METHODS and kind.__name__ not in _IN_MEMORY else ""
     return f"{kind.__name__}.{name}()" if name in _NOW and issubclass(kind, date) else ""

@@ -11,6 +11,7 @@ import cProfile
 import itertools
 import logging
 import os
+import random
 import sys
 import threading
 import time
@@ -56,6 +57,7 @@ class World:
         self.values = {"value": 0.0}
         self.referent = threading.Event()  # any object with attributes
         self.reference = weakref.ref(self.referent)
+        self.seeds = torch.Generator()
         self.set(1.0)
         # an iterator's values come from itself
         self.iterator = iter([1.0] * STILL + [float(number) for number in range(STILL, CALLS)])
@@ -69,6 +71,9 @@ class World:
         self.of_context.set(value)
         self.table[1500] = self.long[1500] = self.array[9000] = value
         self.values["value"] = value
+        torch.manual_seed(int(value))
+        random.seed(value)
+        self.seeds.manual_seed(int(value))
         self.referent.value = value  # type: ignore[attr-defined]
 
 
@@ -93,6 +98,11 @@ READS: dict[str, Callable[[World], float]] = {
     "the array array": lambda world: float(world.array[9000]),
     "the iterator iterator": lambda world: next(world.iterator),
     "the iterator generator": lambda world: next(world.generator),
+    "torch.initial_seed()": lambda world: float(torch.initial_seed()),
+    "torch.get_rng_state()": lambda world: float(torch.get_rng_state().sum().item() % 97),
+    "torch.Generator.initial_seed()": lambda world: float(world.seeds.initial_seed()),
+    "torch.Generator.get_state()": lambda world: float(world.seeds.get_state().sum().item() % 97),
+    "random.getstate()": lambda world: float(sum(random.getstate()[1]) % 97),
     "time.time()": lambda world: float(time.time() > 0) * world.values["value"],
 }
 
