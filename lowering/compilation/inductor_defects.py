@@ -41,8 +41,8 @@ not give:
                            agrees, and later steps are wrong. Where it refuses the plan, the repaired one takes 1.1 to
                            1.7 times as long for the operators concerned
   transposed sums          a write past the end of memory is no result that could be compared
-  code that does not       there is no plan to be tried, and the graph would be interpreted
-    compile
+  code that does not       a compile that fails is repaired, too, after several that fail as well, and stretches of the
+    compile                graph are left to kernels
   checks before writes     the values of the trial are not refused
 
 The same is true of writes that are declined (Note [Writes that compilers get wrong]). Tests say which versions of
