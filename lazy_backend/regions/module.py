@@ -72,7 +72,7 @@ from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 _MAX_WAITING = 16
 # States of one module that are remembered: training and evaluation, some layers frozen.
 _MAX_STATES = 8
-_NO_BACKWARD = "no backward has run through its results"
+_NO_BACKWARD = "no backward without retain_graph has run through its results"
 
 
 # Whether a hook on a module's calls does nothing besides what is recorded, so that a replay need not call it.

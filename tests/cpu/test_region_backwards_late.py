@@ -13,7 +13,7 @@ from torch import nn
 import lazy_backend
 from lazy_backend import CaptureWarning
 
-NO_BACKWARD = "no backward has run through its results"
+NO_BACKWARD = "no backward without retain_graph has run through its results"
 
 
 def prepared(device: str, module: nn.Module | None = None) -> nn.Module:
