@@ -11,8 +11,8 @@ tolerance of taste: eager itself says it.
 2. Where results are suspected, the interpreter runs again with moved roundings (Note [Moved roundings]). This moves an
    element as far as rounding can: hardly, where the computation is sound; far, where it divides noise by noise (a bias
    before a batch norm, in Adam), or where a choice hangs on a tie. A plan agrees if no element is more than `ROUNDINGS`
-   roundings and `TIMES` as far from the interpreter's as in the furthest of `SAMPLES` such runs, counting also how far
-   the result's elements move on average. As many runs follow whose elements are moved `TIMES` as far, either way, and
+   roundings and `TIMES` as far from the interpreter's as in the furthest of `SAMPLES` such runs, and how far the
+   result's elements move on average, once: many elements on ties excuse no other. As many runs follow whose elements are moved `TIMES` as far, either way, and
    which are not multiplied: noise that is all that a sum leaves may be so large, too, and then have another sign, on
    which a whole step of Rprop hangs. An element that is NaN in such a run alone comes of memory that nobody
    has written, and has no value to compare.
@@ -84,7 +84,7 @@ class Spread:
     def unexplained(self, theirs: torch.Tensor, eps: float) -> Discrepancy | None:
         """The largest difference to another result that rounding does not explain, if there is one."""
         apart, scale = _apart(self._ours, theirs), _scale_of(self._ours)
-        usual = self._explained.masked_fill(self._explained.isinf(), 0.0).mean()
+        usual = self._explained.masked_fill(self._explained.isinf(), 0.0).mean() / TIMES
         wrong = apart.masked_fill_(apart <= self._explained + usual + ROUNDINGS * eps * scale, 0.0)
         return Discrepancy(_largest(wrong), scale) if wrong.any() else None
 

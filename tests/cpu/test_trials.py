@@ -620,6 +620,15 @@ def test_a_choice_that_hangs_on_a_tie_explains_its_own_element_alone() -> None:
     assert spread.unexplained(moved, EPS) is not None
 
 
+def test_ties_of_most_elements_explain_no_other_element() -> None:
+    ours = torch.rand(100)
+    spread, moved, wrong = Spread(ours), ours.clone(), ours.clone()
+    moved[:60] += 1
+    spread.add(moved)
+    wrong[80] += 1
+    assert spread.unexplained(wrong, EPS) is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_one_wrong_element_of_a_million_is_suspected(dtype: torch.dtype) -> None:
     one = torch.randn(1_000_000, dtype=dtype)
