@@ -12,10 +12,10 @@ tolerance of taste: eager itself says it.
    element as far as rounding can: hardly, where the computation is sound; far, where it divides noise by noise (a bias
    before a batch norm, in Adam), or where a choice hangs on a tie. A plan agrees if no element is more than `ROUNDINGS`
    roundings and `TIMES` as far from the interpreter's as in the furthest of `SAMPLES` such runs, and how far the
-   result's elements move on average, once: many elements on ties excuse no other. As many runs follow whose elements are moved `TIMES` as far, either way, and
-   which are not multiplied: noise that is all that a sum leaves may be so large, too, and then have another sign, on
-   which a whole step of Rprop hangs. An element that is NaN in such a run alone comes of memory that nobody
-   has written, and has no value to compare.
+   result's elements move on average, once: many elements on ties excuse no other. As many runs follow whose elements
+   are moved `TIMES` as far, either way, and which are not multiplied: noise that is all that a sum leaves may be so
+   large, too, and then have another sign, on which a whole step of Rprop hangs. An element that is NaN in such a run
+   alone comes of memory that nobody has written, and has no value to compare.
 """
 
 from __future__ import annotations
