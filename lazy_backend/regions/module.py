@@ -189,9 +189,11 @@ class CapturedModule:
             replayed = self._replay(module, state, signature, program, arguments)
             if replayed is not None:
                 signature.replayed = True
+                signature.misses = 0
                 account.replays += 1
                 account.seconds += perf_counter() - begin
                 return replayed[0]
+            signature.miss(account)
         if signature.is_hopeless():
             return _run_body(module, args, kwargs)
         if is_due:

@@ -341,6 +341,7 @@ class CapturedOptimizer:
         state, given = self._state(optimizer, pattern)
         is_due = state.floats is not None and state.calls >= state.check_at
         if state.floats is not None and not is_due and self._replay(optimizer, state, given, grads):
+            state.misses = 0
             account.replays += 1
             account.seconds += perf_counter() - begin
             return None
@@ -414,6 +415,7 @@ class CapturedOptimizer:
         with context.lock:
             data = [tensor._data for tensor in tensors]
             if take_jump(context, state.name, data, constants=evaluated.constants) is None:
+                state.miss(self.account)
                 return False
             if evaluated.commit is not None:
                 evaluated.commit.put(None, _Once)

@@ -19,6 +19,8 @@ PATIENCE = 4
 RETRY = 64
 # The first call that runs as written to be compared with what is replayed; each further one comes after twice as many.
 FIRST_CHECK = 64
+# Why a known call of a module or an optimizer is not replayed: its step has not come there before.
+NEW_PLACE = "it came after other operators of its step than before, as where steps do not end"
 # Reasons that are remembered: some name lines, of which there may be many.
 _MAX_REASONS = 32
 
@@ -75,15 +77,25 @@ class Account:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempts:
-    """The calls of one kind. `failures`: in a row that could not be replayed; `check_at`: the call to be compared."""
+    """The calls of one kind. `failures`: in a row that could not be replayed; `check_at`: the call to be compared.
+
+    `misses`: in a row that were known, but not where the step stood.
+    """
 
     calls: int = 0
     failures: int = 0
     check_at: int = FIRST_CHECK
+    misses: int = 0
 
     def is_hopeless(self) -> bool:
         """Whether this call is not worth learning from."""
         return self.failures >= PATIENCE and self.calls % RETRY > 1
+
+    def miss(self, account: Account) -> None:
+        """Note that a known call came at a new place of a step. The first steps always have such calls."""
+        self.misses += 1
+        if self.misses >= PATIENCE:
+            account.ran_as_written(NEW_PLACE)
 
     def fail(self, account: Account, reason: str) -> None:
         """Note why a call could not be replayed, and tell the user if others could not before."""

@@ -294,6 +294,11 @@ def test_finalizers_may_do_anything_while_results_are_wrapped() -> None:
                 lazy_backend.mark_step()
 
     lazy_backend.config.run_in_background = "never"  # on the thread of a run, a finalizer may not read
+    # nor on that of a compile, whose modes would take its calls; and none may import, within an import
+    lazy_backend.wait_for_compiles()
+    for kind in range(3):
+        Finalized(kind)
+    gc.collect()
     threshold = gc.get_threshold()
     try:
         gc.set_threshold(5, 2, 2)

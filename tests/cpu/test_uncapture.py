@@ -11,6 +11,7 @@ from torch import nn
 
 import lazy_backend
 from lazy_backend import config, metrics
+from lazy_backend.replay.accounts import NEW_PLACE
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +152,20 @@ def test_reasons_are_told() -> None:
     (row,) = (row for name, row in rows().items() if name.endswith("keep"))
     assert row["replays"] == 0
     assert sum(row["as_written"].values()) > 0
+
+
+def test_a_step_without_an_end_is_a_reason() -> None:
+    lazy_backend.mark_step()  # from now on, steps of this thread end here alone
+    model = lazy_backend.capture(nn.Linear(4, 8).to("lazy"))
+    optimizer = lazy_backend.capture(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(20):
+        optimizer.zero_grad()
+        model(torch.full((3, 4), float(number)).to("lazy")).std().backward()
+        optimizer.step()
+    found = rows()
+    assert found["Linear"]["replays"] == found["SGD"]["replays"] == 0
+    assert NEW_PLACE in found["Linear"]["as_written"]
+    assert NEW_PLACE in found["SGD"]["as_written"]
 
 
 def test_what_is_not_captured_is_returned() -> None:
