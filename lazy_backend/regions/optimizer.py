@@ -7,7 +7,9 @@ A step is a stretch like a module's forward (Note [What a captured module does])
 and returns nothing. Its floats change from step to step: they are formulas over the hyperparameters and the step counts
 that it keeps on the CPU, or in its groups (Note [Floats by formula]). So a jump takes the floats that these formulas
 give now, and the counts advance as the body would have advanced them. Which entries of its groups a step changes is
-seen at the first step. Which parameters have gradients is part of what a jump is found by.
+seen at the first step. Which parameters have gradients is part of what a jump is found by. A body that branches on its
+floats, as one that does more at each tenth step, is several programs: each is learned by itself, and a step is replayed
+by the one whose branches its floats would take.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from lazy_backend.errors.captures import gone, no_longer_alike
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
-from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, ProgramRun, Stale, follow
+from lazy_backend.floats.formula_program import Evaluated, FormulaProgram, NotFollowed, ProgramRun, Stale, follow
 from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, numbers_in
 from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.lowering.ir.program import Token
@@ -64,7 +66,7 @@ _SEEN_HERE = ("param_groups", "state", "step", "zero_grad")
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 # Patterns of gradients that are remembered.
 _MAX_STATES = 8
-# Programs of one pattern whose jumps are remembered, such as those of the branches of a schedule.
+# Programs of one pattern that are remembered, such as those of the branches of a schedule.
 _MAX_PROGRAMS = 16
 # Runs that are compared to learn which floats follow which.
 _MAX_RUNS = 4
@@ -153,18 +155,30 @@ class _OptimizerParts:
 
 
 @dataclass(slots=True, eq=False)
+class _StepProgram:
+    """What steps recorded that took the same branches and made the same calls."""
+
+    name: object = field(default_factory=object)  # of its jumps
+    runs: list[ProgramRun] = field(default_factory=list)
+    operands: tuple[_Operand, ...] = ()
+    written: tuple[int, ...] = ()
+    floats: FormulaProgram | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _StepState(Attempts):
     """What is known of the steps in which the same parameters have gradients."""
 
     parts: _OptimizerParts
     guard: OptimizerGuard
-    shape: tuple[Any, ...] = ()  # of the calls that `runs` recorded
-    runs: list[ProgramRun] = field(default_factory=list)
-    operands: tuple[_Operand, ...] = ()
-    written: tuple[int, ...] = ()
-    floats: FormulaProgram | None = None
-    name: object = None
-    names: dict[tuple[Any, ...], object] = field(default_factory=dict)  # of the jumps of each program
+    programs: dict[Any, _StepProgram] = field(default_factory=dict)  # by the branches taken and the shape of the calls
+    latest: _StepProgram | None = None
+
+    def known(self) -> list[_StepProgram]:
+        """The programs that a step may be replayed by, the latest first."""
+        found = [one for one in self.programs.values() if one.floats is not None]
+        found.sort(key=lambda one: one is not self.latest)
+        return found
 
 
 def capture_optimizer(
@@ -339,8 +353,9 @@ class CapturedOptimizer:
         if not type(optimizer).__module__.startswith("torch.optim."):  # which look at gradients only
             pattern += tuple(p.requires_grad for group in optimizer.param_groups for p in group["params"])
         state, given = self._state(optimizer, pattern)
-        is_due = state.floats is not None and state.calls >= state.check_at
-        if state.floats is not None and not is_due and self._replay(optimizer, state, given, grads):
+        chosen = None if given is None else self._choose(state, given)
+        is_due = chosen is not None and state.calls >= state.check_at
+        if chosen is not None and not is_due and self._replay(state, *chosen, grads):
             state.misses = 0
             account.replays += 1
             account.seconds += perf_counter() - begin
@@ -349,7 +364,7 @@ class CapturedOptimizer:
             return self._run(optimizer, args, kwargs)
         if is_due:
             state.check_at = 2 * state.calls if self._verify else 2**62
-        return self._write(optimizer, state, given or (), is_due)
+        return self._write(optimizer, state, given or (), None if chosen is None else chosen[0], is_due)
 
     def _run(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._written is not None:
@@ -392,41 +407,50 @@ class CapturedOptimizer:
 
     # ----- a replayed step
 
-    def _replay(
-        self,
-        optimizer: torch.optim.Optimizer,
-        state: _StepState,
-        given: tuple[float, ...] | None,
-        grads: list[Any],
-    ) -> bool:
-        assert state.floats is not None
-        tensors: list[Any] = [grads[one] if one.__class__ is int else one for one in state.operands]  # type: ignore
+    def _choose(self, state: _StepState, given: tuple[float, ...]) -> tuple[_StepProgram, Evaluated] | None:
+        """The program that a step with these floats is a run of, if it is known, and what its formulas give."""
+        reason = ""
+        for program in state.known():
+            assert program.floats is not None
+            try:
+                return program, program.floats.evaluate(given)
+            except Stale as stale:
+                reason = reason or str(stale)
+        if reason:
+            self.account.ran_as_written(reason)
+        return None
+
+    def _replay(self, state: _StepState, program: _StepProgram, evaluated: Evaluated, grads: list[Any]) -> bool:
+        assert program.floats is not None
+        tensors: list[Any] = [grads[one] if one.__class__ is int else one for one in program.operands]  # type: ignore
         own = [tensor for tensor in tensors if tensor.__class__ is not _Upload]
-        if given is None or not own or not all(type(tensor) is LazyTensor for tensor in own):
-            return False
-        try:
-            evaluated = state.floats.evaluate(given)
-        except Stale as reason:
-            self.account.ran_as_written(str(reason))
+        if not own or not all(type(tensor) is LazyTensor for tensor in own):
             return False
         context = own[0]._data.context
         if len(own) < len(tensors):
-            _put_uploads(context, tensors, dict(zip(state.floats.uploads, evaluated.uploads, strict=True)))
+            _put_uploads(context, tensors, dict(zip(program.floats.uploads, evaluated.uploads, strict=True)))
         with context.lock:
             data = [tensor._data for tensor in tensors]
-            if take_jump(context, state.name, data, constants=evaluated.constants) is None:
+            if take_jump(context, program.name, data, constants=evaluated.constants) is None:
                 state.miss(self.account)
                 return False
             if evaluated.commit is not None:
                 evaluated.commit.put(None, _Once)
-        torch.autograd.graph.increment_version([tensors[place] for place in state.written])
+        torch.autograd.graph.increment_version([tensors[place] for place in program.written])
+        state.latest = program
         return True
 
     # ----- a step as written
 
     def _write(
-        self, optimizer: torch.optim.Optimizer, state: _StepState, given: tuple[float, ...], is_check: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: _StepState,
+        given: tuple[float, ...],
+        chosen: _StepProgram | None,
+        is_check: bool,
     ) -> Any:
+        """Run the step as written, and learn from it. `chosen`: the program that it should record, if it is known."""
         metrics.increment("RegionRecorded")
         context = _context_of(optimizer)
         if context is None:
@@ -463,9 +487,13 @@ class CapturedOptimizer:
             if change := named.change_of_others():
                 raise NotReplayable(f"a step changes what it is made of: {change}")
             stretch = Stretch(context, start)
-            self._learn(optimizer, state, start, stretch, recorded, uploaded, given, is_check)
+            if is_check and chosen is not None:
+                self._check(start, chosen, stretch)
+            self._learn(optimizer, state, start, stretch, recorded, uploaded, given)
         except NotReplayable as reason:
-            self._give_up(state, str(reason))
+            if chosen is not None:
+                chosen.floats = None
+            state.fail(self.account, str(reason))
         return result
 
     def _find_counts(self, changed: set[str]) -> None:
@@ -484,7 +512,6 @@ class CapturedOptimizer:
         recorded: RecordedFloats,
         uploaded: Mapping[Token, _Upload],
         given: tuple[float, ...],
-        is_check: bool,
     ) -> None:
         """Learn from a step that ran as written. Raises `NotReplayable`."""
         if not state.parts.hold(optimizer) or state.guard.floats() is None:
@@ -493,8 +520,9 @@ class CapturedOptimizer:
             raise NotReplayable(recorded.problem)
         stretch.check_nothing_kept(start.trace, ())
         operands = _find_operands(stretch, optimizer, uploaded)
-        shape = stretch.shape()
         floats = _shifted(recorded, start.num_constants)
+        branches = tuple([one.outcome for one in floats.tape.guards if one.outcome.__class__ is bool])
+        kind = branches, stretch.shape()
         uploads = {place: one for place, one in enumerate(operands) if isinstance(one, _Upload)}
         run = ProgramRun(
             floats,
@@ -504,21 +532,20 @@ class CapturedOptimizer:
             {place: one.value for place, one in uploads.items()},
             state.guard.names,
         )
-        if is_check:
-            self._check(start, state, stretch)
-        is_same = shape == state.shape and _same_operands(operands, state.operands)
-        state.runs = [*state.runs, run][-_MAX_RUNS:] if is_same else [run]
-        if not is_same:  # the floats of one program must not go into the jump of another
-            if len(state.names) >= _MAX_PROGRAMS:
-                state.names.clear()
-            state.name = state.names.setdefault(shape, object())
-        state.shape, state.operands, state.floats = shape, operands, None
-        state.written = tuple(n for n, token in enumerate(stretch.operands) if token in stretch.mutates)
-        learn_jump(stretch, state.name, (), with_constants=False)
-        if len(state.runs) < 2:
+        program = state.programs.get(kind)
+        if program is None:  # the floats of one program must not go into the jump of another
+            if len(state.programs) >= _MAX_PROGRAMS:
+                state.programs.clear()
+            program = state.programs[kind] = _StepProgram()
+        is_same = _same_operands(operands, program.operands)
+        program.runs = [*program.runs, run][-_MAX_RUNS:] if is_same else [run]
+        program.operands, program.floats, state.latest = operands, None, program
+        program.written = tuple(n for n, token in enumerate(stretch.operands) if token in stretch.mutates)
+        learn_jump(stretch, program.name, (), with_constants=False)
+        if len(program.runs) < 2:
             return
         try:
-            state.floats = follow(state.runs, [optimizer])
+            program.floats = follow(program.runs, [optimizer])
         except NotFollowed as error:
             if error.earlier is None:
                 raise NotReplayable(str(error)) from None
@@ -526,16 +553,12 @@ class CapturedOptimizer:
             raise NotReplayable(f"a float of {where} changed as none that it is given did") from None
         state.failures = 0
 
-    def _check(self, start: StretchStart, state: _StepState, stretch: Stretch) -> None:
+    def _check(self, start: StretchStart, program: _StepProgram, stretch: Stretch) -> None:
         """Raise `CaptureError` if this step, which ran as written, went elsewhere than a replay would have gone."""
-        known: Known | None = (start.cursor.jumps or {}).get(key_of(stretch, state.name))
+        known: Known | None = (start.cursor.jumps or {}).get(key_of(stretch, program.name))
         if known is not None and not known.jump.agrees_with(make_jump(stretch, (), with_constants=False)):
             difference = stretch.first_difference(known.jump.end, stretch.constants)
             raise no_longer_alike(f"{self._name}.step", f"it recorded {difference}")
-
-    def _give_up(self, state: _StepState, reason: str) -> None:
-        state.floats = None
-        state.fail(self.account, reason)
 
 
 class _Once:

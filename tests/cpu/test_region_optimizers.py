@@ -407,6 +407,43 @@ def test_a_count_in_a_group(name: str, first: int | None) -> None:
     assert groups[1]["step"] == NUM_STEPS + (first or 0)
 
 
+class Branching(optim.Optimizer):
+    """Counts in its groups, and makes other calls, or the same ones with other floats, as the count and the rate say."""
+
+    def __init__(self, parameters: Any, period: int) -> None:
+        self.period = period
+        super().__init__(parameters, {"lr": 0.01, "step": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if group["step"] % self.period == 0:
+                    p.mul_(1 - group["lr"] / group["step"])
+                if group["step"] % 3:
+                    p.add_(p.grad.sign(), alpha=-group["lr"])
+                elif group["lr"] > 0.0097:
+                    p.add_(p.grad.sign(), alpha=-0.5 * group["lr"])
+                else:
+                    p.add_(p.grad.sign(), alpha=group["lr"] / group["step"])
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9995])
+@pytest.mark.parametrize("period", [2, 4])
+def test_steps_that_take_turns_are_replayed(period: int, decay: float) -> None:
+    optimizers = []
+
+    def make(parameters: Any) -> optim.Optimizer:
+        optimizers.append(Branching(parameters, period))
+        return optimizers[-1]
+
+    assert_replayed(make, lambda optimizer: lr_scheduler.ExponentialLR(optimizer, decay), num_steps=100)
+    steps = next(row for row in lazy_backend.captures() if row["kind"] == "optimizer")
+    assert steps["replays"] >= 80, steps  # each of up to six programs is learned from two or three steps
+    assert optimizers[1].param_groups[0]["step"] == 100
+
+
 @pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
 @pytest.mark.parametrize("name", RATES)
 def test_a_count_in_a_group_of_a_captured_function(name: str) -> None:
