@@ -31,7 +31,7 @@ from lazy_backend.floats.formulas import (
     traced_integer,
     untraced,
 )
-from lazy_backend.floats.hyperparameters import float_places
+from lazy_backend.floats.hyperparameters import float_places, states_of
 from lazy_backend.floats.mirrors import Mirrors
 from lazy_backend.floats.torch_hooks import FloatSeer
 from lazy_backend.ports import trees
@@ -195,6 +195,10 @@ class FloatRecorder(FloatSeer):
             if now is not new and is_traced(now):
                 container[key] = now.plain()
             self._replaced.pop()
+        for optimizer in self._optimizers.values():  # entries that no step is known to change
+            for state in states_of(optimizer):
+                for name, value in [(name, value) for name, value in dict.items(state) if is_traced(value)]:
+                    state[name] = value.plain()
 
     def _see_setting(self, group: dict[str, Any], name: str, value: Any) -> None:
         """Note what the body put in place of a hyperparameter."""
@@ -204,7 +208,7 @@ class FloatRecorder(FloatSeer):
             self._settings.append((group, name, value.number))
         else:
             self.refuse(
-                f"it changes the entry {name!r} of a group as no formula predicts\n"
+                f"it changes the entry {name!r} of a group or the state as no formula predicts\n"
                 "  step schedules outside, and compute what steps change by arithmetic"
             )
 

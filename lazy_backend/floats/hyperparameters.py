@@ -1,4 +1,4 @@
-"""The hyperparameters of an optimizer: where its floats are, and whether anything else about them changed.
+"""The hyperparameters of an optimizer, and what it counts: where its floats are, and whether anything else changed.
 
 In: an optimizer. Out: `OptimizerGuard`.
 """
@@ -23,7 +23,8 @@ _PLAIN = frozenset(map(id, (type(None), bool, int, float, str)))
 class OptimizerGuard:
     """The hyperparameters of one optimizer. Floats may change: `floats` returns their current values.
 
-    So may the integers among the entries named `counts`, which steps change; they are among the floats, too.
+    So may the integers among the entries named `counts`, which steps change; they are among the floats, too. So are the
+    numbers of these names in the state of each parameter, of which nothing else is seen here.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, counts: Container[str] = ()) -> None:
@@ -39,6 +40,9 @@ class OptimizerGuard:
             for name, value in group.items()
             if name != "params" and is_a(value, list | dict)
         ]
+        self._states = list(self._state.values())
+        self._entries = list(_entries_of(optimizer, counts))
+        self._numbers = [state[name] for state, name in self._entries]
         self._floats = self._read_floats()
         self.names = self._find_names()
 
@@ -51,11 +55,11 @@ class OptimizerGuard:
     def _find_names(self) -> list[str]:
         """The names of the floats, as in `AdamW.param_groups[0]['lr']`."""
         found = []
-        for group, name, length in float_places(self.optimizer, self._counts):
+        for group, name, length in _places_in_groups(self.optimizer, self._counts):
             place = next(place for place, one in enumerate(self._groups) if one is group)
             count = 1 if length is None else sum(type(value) is float for value in group[name])
             found += [f"{type(self.optimizer).__name__}.param_groups[{place}][{name!r}]"] * count
-        return found
+        return found + [f"the entry {name!r} of {type(self.optimizer).__name__}.state" for _, name in self._entries]
 
     def _read_floats(self) -> tuple[float, ...]:
         found: list[float] = []
@@ -65,7 +69,7 @@ class OptimizerGuard:
                     found.append(value)
                 elif type(value) is tuple:
                     found += [one for one in value if type(one) is float]
-        return tuple(found)
+        return (*found, *[state[name] for state, name in self._entries])
 
     def floats(self) -> tuple[float, ...] | None:
         """The floats among the hyperparameters; None if anything else changed."""
@@ -80,6 +84,14 @@ class OptimizerGuard:
             if group is not known or len(group) != len(values):
                 return None
             unchanged = unchanged and all(map(operator.is_, group.values(), values))
+        if self._entries:
+            states = optimizer.state.values()
+            if len(states) != len(self._states) or not all(map(operator.is_, states, self._states)):
+                return None
+            now = [dict.get(state, name) for state, name in self._entries]
+            if list(map(type, now)) != list(map(type, self._numbers)):
+                return None
+            unchanged = unchanged and all(map(operator.is_, now, self._numbers))
         if self._contents and any(not _same_contents(value, before) for value, before in self._contents):
             return None
         return self._floats if unchanged else self._compare()
@@ -113,11 +125,16 @@ def _bits_of(guard: OptimizerGuard) -> list[Any] | None:
     return None if floats is None else list(map(bits, floats))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value may be followed as a count, or as what is computed from one."""
+    return type(value) is int or type(value) is float
+
+
 def numbers_in(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The numbers among the entries of each group, by name."""
+    """The numbers among the entries of each group, and of the state of each parameter, by name."""
     return [
-        {name: value for name, value in group.items() if type(value) is int or type(value) is float}
-        for group in optimizer.param_groups
+        {name: value for name, value in dict.items(entries) if is_number(value)}
+        for entries in (*optimizer.param_groups, *states_of(optimizer))
     ]
 
 
@@ -134,14 +151,34 @@ def changed_numbers(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[s
 def float_places(
     optimizer: torch.optim.Optimizer, counts: Container[str] = ()
 ) -> Iterator[tuple[dict[str, Any], str, int | None]]:
-    """Where the floats among the hyperparameters are, and the integers named `counts`: group, name, and the length if
-    they are in a tuple."""
+    """Where the floats among the hyperparameters are, and the numbers named `counts`, also those in the state: group or
+    state, name, and the length if they are in a tuple."""
+    yield from _places_in_groups(optimizer, counts)
+    yield from ((state, name, None) for state, name in _entries_of(optimizer, counts))
+
+
+def _places_in_groups(
+    optimizer: torch.optim.Optimizer, counts: Container[str]
+) -> Iterator[tuple[dict[str, Any], str, int | None]]:
     for group in optimizer.param_groups:
         for name, value in group.items():
             if is_a(value, float) or (type(value) is int and name in counts):
                 yield group, name, None
             elif type(value) is tuple and any(is_a(one, float) for one in value):
                 yield group, name, len(value)
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> Iterator[dict[Any, Any]]:
+    """The state of each parameter, where it is a dict as usual."""
+    return (state for state in optimizer.state.values() if is_a(state, dict))
+
+
+def _entries_of(optimizer: torch.optim.Optimizer, counts: Container[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The numbers named `counts` in the state: where each is, and its name."""
+    for state in states_of(optimizer) if counts else ():
+        for name, value in dict.items(state):
+            if name in counts and is_number(value):
+                yield state, name
 
 
 def _contents_of(value: Any) -> list[Any]:

@@ -5,18 +5,18 @@ In: an optimizer's steps within an ordinary loop. Out: the same calls, recorded 
 Note [What a captured optimizer does]
 A step is a stretch like a module's forward (Note [What a captured module does]), which writes to parameters and state
 and returns nothing. Its floats change from step to step: they are formulas over the hyperparameters and the step counts
-that it keeps on the CPU, or in its groups (Note [Floats by formula]). So a jump takes the floats that these formulas
-give now, and the counts advance as the body would have advanced them. Which entries of its groups a step changes is
-seen at the first step. Which parameters have gradients is part of what a jump is found by. A body that branches on its
-floats, as one that does more at each tenth step, is several programs: each is learned by itself, and a step is replayed
-by the one whose branches its floats would take.
+that it keeps on the CPU, or as numbers in its groups and its state (Note [Floats by formula]). So a jump takes the
+floats that these formulas give now, and the counts advance as the body would have advanced them. Which numbers a step
+changes is seen at the first steps. Which parameters have gradients is part of what a jump is found by. A body that
+branches on its floats, as one that does more at each tenth step, is several programs: each is learned by itself, and a
+step is replayed by the one whose branches its floats would take.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
@@ -30,7 +30,7 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.execution.step_ends import step_ends
 from lazy_backend.floats.float_recorder import FloatRecorder, RecordedFloats
 from lazy_backend.floats.formula_program import Evaluated, FormulaProgram, NotFollowed, ProgramRun, Stale, follow
-from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, numbers_in
+from lazy_backend.floats.hyperparameters import OptimizerGuard, changed_numbers, is_number, numbers_in
 from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.lowering.ir.ranges import is_profiling
@@ -116,9 +116,11 @@ class _OptimizerParts:
     Does not refer to the optimizer, which would never be freed then.
     """
 
-    __slots__ = ("_lengths", "_values", "_attributes", "_num_attributes", "_inside", "_named", "read")
+    __slots__ = ("_counts", "_lengths", "_values", "_attributes", "_num_attributes", "_inside", "_named", "read")
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> None:
+        """`counts`: the names of entries of the state that are looked at elsewhere."""
+        self._counts = counts
         others = {name: value for name, value in optimizer.__dict__.items() if name not in _SEEN_HERE}
         # of what `_find` compares by identity: attributes, and containers and objects in the state
         self._inside = StructureGuard([others, {"state": list(_nested_in(optimizer))}])
@@ -137,11 +139,15 @@ class _OptimizerParts:
             self._named = NamedByCode([optimizer], ran)
         return self._named
 
-    @staticmethod
-    def _find(optimizer: torch.optim.Optimizer) -> list[Any]:
+    def _find(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         lists = [group["params"] for group in optimizer.param_groups]
-        states = [dict.values(state) if is_a(state, dict) else (state,) for state in optimizer.state.values()]
+        states = [self._values_in(state) if is_a(state, dict) else (state,) for state in optimizer.state.values()]
         return [optimizer.__dict__.values(), optimizer.state.keys(), *lists, *states]
+
+    def _values_in(self, state: dict[Any, Any]) -> Collection[Any]:
+        if self._counts.isdisjoint(state):
+            return dict.values(state)
+        return [one for name, one in dict.items(state) if name not in self._counts or not is_number(one)]
 
     def hold(self, optimizer: torch.optim.Optimizer) -> bool:
         now = self._find(optimizer)
@@ -285,7 +291,7 @@ class CapturedOptimizer:
         self._verify = verify
         self._written = optimizer.__dict__.get("step")  # a scheduler's, which refers weakly to the optimizer
         self._states: dict[tuple[Any, ...], _StepState] = {}
-        self._counts: frozenset[str] = frozenset()  # names of entries of groups that steps change
+        self._counts: frozenset[str] = frozenset()  # names of numbers in groups and in the state that steps change
         self._ran = CodeThatRan()
         self.account = Account(self._name, "optimizer", warns)
         self.is_off = False  # it is captured no longer, and called by who holds it, as a scheduler's wrapper
@@ -395,7 +401,7 @@ class CapturedOptimizer:
         if state is None or given is None:
             if len(self._states) >= _MAX_STATES:
                 self._states.clear()
-            made = _StepState(_OptimizerParts(optimizer), OptimizerGuard(optimizer, self._counts))
+            made = _StepState(_OptimizerParts(optimizer, self._counts), OptimizerGuard(optimizer, self._counts))
             if state is not None:  # it goes on changing: patience does not start again
                 made.failures, made.calls = state.failures, state.calls
             known = {pattern: one for pattern, one in self._states.items() if one.parts.hold(optimizer)}
@@ -501,7 +507,8 @@ class CapturedOptimizer:
         if not changed <= self._counts:
             self._counts |= changed
             self._states.clear()  # which compare them by value
-            raise NotReplayable(f"a step changes entries of its groups: {', '.join(sorted(map(repr, changed)))}")
+            names = ", ".join(sorted(map(repr, changed)))
+            raise NotReplayable(f"a step changes numbers in its groups or its state: {names}")
 
     def _learn(
         self,

@@ -407,6 +407,77 @@ def test_a_count_in_a_group(name: str, first: int | None) -> None:
     assert groups[1]["step"] == NUM_STEPS + (first or 0)
 
 
+class CountsInState(optim.Optimizer):
+    """As older optimizers: each parameter's state has its count, and here the product of its decays."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, product=1.0, average=torch.zeros_like(p), name="a parameter")
+                state["step"] += 1
+                state["product"] *= beta2
+                state["average"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                if state["step"] % 5 == 0:
+                    p.mul_(1 - group["lr"] * 0.1)
+                rate = group["lr"] * math.sqrt(1 - state["product"]) / (1 - beta1 ** state["step"])
+                p.add_(state["average"], alpha=-rate)
+
+
+def _freeze(model: Any, optimizer: Any, step: int) -> None:
+    first = optimizer.param_groups[0]["params"][0]
+    if step in (20, 24):  # its count stands still meanwhile
+        first.requires_grad_(step == 24)
+
+
+def _count_anew(model: Any, optimizer: Any, step: int) -> None:
+    if step == 20:
+        for state in optimizer.state.values():
+            state["step"] = 3
+
+
+def _count_in_floats(model: Any, optimizer: Any, step: int) -> None:
+    if step == 20:
+        for state in optimizer.state.values():
+            state["step"] = float(state["step"])
+
+
+def _another_state(model: Any, optimizer: Any, step: int) -> None:
+    if step == 20:
+        first = next(iter(optimizer.state))
+        optimizer.state[first] = dict(optimizer.state[first], step=1)
+
+
+def _load_state(model: Any, optimizer: Any, step: int) -> None:
+    if step == 20:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("change", [None, _freeze, _count_anew, _count_in_floats, _another_state, _load_state])
+def test_counts_in_the_state(change: Any) -> None:
+    optimizers = []
+
+    def make(parameters: Any) -> optim.Optimizer:
+        optimizers.append(CountsInState(parameters))
+        return optimizers[-1]
+
+    assert_replayed(make, SCHEDULES["cosine"], num_steps=60, **({} if change is None else {"change": change}))
+    steps = next(row for row in lazy_backend.captures() if row["kind"] == "optimizer")
+    assert steps["replays"] >= (45 if change is None else 25), steps
+    for one, other in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
+        for name in ("step", "product"):
+            assert type(one[name]) is type(other[name])
+            assert one[name] == other[name]
+
+
 class Branching(optim.Optimizer):
     """Counts in its groups, and makes other calls, or the same ones with other floats, as the count and the rate say."""
 

@@ -23,6 +23,7 @@ NEEDS = {
     "trl": "trl",
     "sentence_transformers": "sentence_transformers",
     "stable_baselines3": "stable_baselines3",
+    "pytorch_optimizer": "pytorch_optimizer",
 }
 
 
