@@ -50,6 +50,8 @@ _METADATA = frozenset((
 ))  # fmt: skip
 _TENSOR_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
 # What makes a tensor of Python's values.
+# Calls that run what others recorded, with the floats that these were given.
+_BACKWARDS = frozenset(("backward", "grad"))
 _FROM_VALUES = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 SCHEDULED_INSIDE = (
     "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
@@ -137,13 +139,17 @@ class FloatRecorder(FloatSeer):
         self._settings: list[tuple[dict[str, Any], str, int]] = []
         self._constants: dict[int, list[Choice]] = {}
         self._unsure: set[int] = set()
+        self._plain: set[int] = set()  # places of constants that calls were given as floats which are not traced
+        self._shown: set[int] = set()  # the leaves that the body was given as traced floats
         self._uploads: dict[LazyStorage, list[int]] = {}
 
     # ----- floats from outside
 
     def argument(self, place: int) -> TracedFloat:
         """The `place`-th float argument, traced."""
-        return self.tape.traced(self._given[0, place])
+        node = self._given[0, place]
+        self._shown.add(node)
+        return self.tape.traced(node)
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         """Put traced floats in place of the optimizer's hyperparameters."""
@@ -276,7 +282,9 @@ class FloatRecorder(FloatSeer):
             self._mirrors.follow(call.func, call.name, call.args, call.kwargs, call.mirrored, result)
 
     def _note_untraced(self, call: _SeenCall, result: Any) -> None:
-        """A call with neither traced floats nor CPU tensors."""
+        """A call with neither traced floats nor CPU tensors. What it computes with is not what the body was given."""
+        if call.name not in _BACKWARDS:
+            self._plain.update(range(call.num_constants, len(self._context.trace.constants)))
         if type(result) is LazyTensor:
             if call.func in _FROM_VALUES and not call.is_lazy and not are_constant(call.args, call.kwargs):
                 self._link_values(call.func, call.args, call.kwargs)
@@ -419,14 +427,24 @@ class FloatRecorder(FloatSeer):
         self.cpu.check_end()
 
     def _match_the_rest(self) -> None:
-        """Constants of calls that had no traced float may follow one all the same: backward, floats in containers."""
+        """Constants of calls that had no traced float may follow one all the same: backward, floats in containers.
+
+        Of calls that were seen, only one that was not traced, as it came in a container of a class of the user's. If
+        any other is equal, that is by chance: whatever such a call takes was read elsewhere. So may be what a backward
+        takes, if a call that was seen took the same.
+        """
         by_bits: dict[Hashable, list[int]] = {}
         for number, value in enumerate(self.tape.values):
             if value.__class__ is float:
                 by_bits.setdefault(bits(value), []).append(number)
-        for place, constant in enumerate(self._context.trace.constants):
+        untraced = {node for (of, _), node in self._given.items() if of == 0} - self._shown
+        constants = self._context.trace.constants
+        read = {bits(sign * constants[place]) for place in self._plain for sign in (1.0, -1.0)}
+        for place, constant in enumerate(constants):
             if place not in self._constants:
                 near = by_bits.get(bits(constant), []) + by_bits.get(bits(-constant), [])
+                if place in self._plain or bits(constant) in read:
+                    near = [number for number in near if number in untraced]
                 choices = _choices(near, self.tape.values, constant)
                 if choices:
                     self._constants[place] = choices

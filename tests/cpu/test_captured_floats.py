@@ -727,6 +727,29 @@ def test_a_float_that_python_changes_is_not_frozen_by_a_coincidence() -> None:
     assert_same(captured(5), torch.full((3,), 1.5))
 
 
+@pytest.mark.parametrize("is_in_backward", [False, True])
+@pytest.mark.parametrize("is_attribute", [False, True])
+def test_a_float_from_elsewhere_that_changes_with_an_argument(is_attribute: bool, is_in_backward: bool) -> None:
+    settings = {"gain": 0.0}
+    net = nn.Identity()
+    weight = nn.Parameter(ones("lazy"))
+
+    def step(x: torch.Tensor, value: float) -> torch.Tensor:
+        gain: Any = net.gain if is_attribute else settings["gain"]
+        if is_in_backward:
+            return torch.autograd.grad((x * weight * gain).sum(), weight)[0] + value
+        return x * gain + value
+
+    captured = capture(step)
+    with count("CapturedCall") as replayed:
+        for number in range(12):
+            value = 0.25 * number
+            if number < 3:  # equal in all calls that are recorded so far
+                net.gain = settings["gain"] = value
+            assert captured(ones("lazy"), value).tolist() == [value + min(value, 0.5)] * 3
+    assert replayed() >= 4
+
+
 def test_floats_in_containers_that_go_to_operators() -> None:
     def make(device: str) -> Callable[[int], Any]:
         def body(x: torch.Tensor, scales: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def test_random_functions_do_the_same_captured(block: int) -> None:
 
 
 # Each was silently wrong once.
-@pytest.mark.parametrize("seed", [1183, 1198, 4122, 12641, 12682, 14314])
+@pytest.mark.parametrize("seed", [1183, 1198, 4122, 12641, 12682, 14314, 100408])
 def test_functions_that_failed(seed: int) -> None:
     assert failure(random_function(seed)) is None
 

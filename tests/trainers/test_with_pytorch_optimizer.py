@@ -13,11 +13,11 @@ from lazy_backend import capture, config, mark_step
 
 NUM_STEPS = 60
 NAMES = [
-    "adabelief", "adabound", "adadelta", "adafactor", "adai", "adam", "adamax", "adamg", "adamod", "adams",
-    "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "aggmo", "amos", "ano",
-    "apollo", "diffgrad", "dualadam", "ftrl", "lars", "lion", "mars", "msvag", "nero", "novograd", "padam",
-    "pid", "pnm", "qhadam", "qhm", "radam", "rmsprop", "rose", "schedulefreeadamw", "schedulefreesgd", "scion",
-    "scionlight", "sgd", "sgdsai", "sgdw", "signsgd", "sm3", "tiger", "yogi",
+    "adabelief", "adabound", "adadelta", "adafactor", "adai", "adam", "adamg", "adams",
+    "adamw", "adan", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "aggmo", "amos", "ano",
+    "diffgrad", "dualadam", "ftrl", "lars", "lion", "mars", "nero", "novograd", "padam",
+    "pid", "qhadam", "radam", "schedulefreeadamw", "schedulefreesgd", "scion",
+    "sgdsai", "signsgd", "sm3", "tiger", "yogi",
 ]  # fmt: skip
 
 
