@@ -479,7 +479,7 @@ def test_counts_in_the_state(change: Any) -> None:
 
 
 class Branching(optim.Optimizer):
-    """Counts in its groups, and makes other calls, or the same ones with other floats, as the count and the rate say."""
+    """Counts in its groups. Makes other calls, or the same ones with other floats, as the count and the rate say."""
 
     def __init__(self, parameters: Any, period: int) -> None:
         self.period = period

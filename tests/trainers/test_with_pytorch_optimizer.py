@@ -1,4 +1,4 @@
-"""Optimizers of pytorch-optimizer, captured: eager's bits, and nearly all steps replayed. They count in their groups."""
+"""Optimizers of pytorch-optimizer, captured: eager's bits, and nearly all steps replayed. They count in Python."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from lazy_backend import capture, config, mark_step
 
 NUM_STEPS = 60
 NAMES = [
-    "adabelief", "adabound", "adadelta", "adafactor", "adai", "adam", "adamg", "adams",
-    "adamw", "adan", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "aggmo", "amos", "ano",
-    "diffgrad", "dualadam", "ftrl", "lars", "lion", "mars", "nero", "novograd", "padam",
-    "pid", "qhadam", "radam", "schedulefreeadamw", "schedulefreesgd", "scion",
-    "sgdsai", "signsgd", "sm3", "tiger", "yogi",
+    "adabelief", "adabound", "adadelta", "adafactor", "adai", "adam", "adamg", "adams", "adamw", "adan",
+    "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "aggmo", "amos", "ano", "diffgrad", "dualadam",
+    "ftrl", "lars", "lion", "mars", "nero", "novograd", "padam", "pid", "qhadam", "radam", "schedulefreeadamw",
+    "schedulefreesgd", "scion", "sgdsai", "signsgd", "sm3", "tiger", "yogi",
 ]  # fmt: skip
 
 
