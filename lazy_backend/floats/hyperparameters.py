@@ -41,6 +41,7 @@ class OptimizerGuard:
             if name != "params" and is_a(value, list | dict)
         ]
         self._states = list(self._state.values())
+        self._num_entries = list(map(len, states_of(optimizer)))
         self._entries = list(_entries_of(optimizer, counts))
         self._numbers = [state[name] for state, name in self._entries]
         self._floats = self._read_floats()
@@ -84,9 +85,11 @@ class OptimizerGuard:
             if group is not known or len(group) != len(values):
                 return None
             unchanged = unchanged and all(map(operator.is_, group.values(), values))
-        if self._entries:
+        if self._counts:
             states = optimizer.state.values()
             if len(states) != len(self._states) or not all(map(operator.is_, states, self._states)):
+                return None
+            if list(map(len, states_of(optimizer))) != self._num_entries:  # a count came, or is gone
                 return None
             now = [dict.get(state, name) for state, name in self._entries]
             if list(map(type, now)) != list(map(type, self._numbers)):

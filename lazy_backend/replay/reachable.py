@@ -26,6 +26,7 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter, is_, methodcaller
@@ -197,6 +198,7 @@ class Reachable:
         self._own_names: set[str] = set()  # as these, by functions that no package made
         self._own_attributes: set[str] = set()
         self._strings: set[str] = set()  # of those, given to `getattr` and `hasattr`
+        self._ran_names = frozenset() if ran is None else ran.names | ran.attributes
         self._reads_all = ran is not None and ran.reads_all  # whether attributes may be read that nobody names
         self._user_reads_all = ran is not None and ran.user_reads_all  # by code that no package has
         self._has_all = False  # whether those of classes and modules were found
@@ -506,7 +508,7 @@ class Reachable:
         of_state.update(self.tensors)
         if state:
             of_state.clear()
-        steps = self._steps()
+        steps = self._steps(self._names, self._attributes, self._reads_all)
         found: dict[Any, tuple[StatePlace, Any]] = {}
         values: list[Any] = []
         others: list[Any] = []
@@ -531,6 +533,24 @@ class Reachable:
                         others.append(value)
         return list(found.values()), values, others
 
+    def read_by_what_ran(self) -> tuple[AbstractSet[int], AbstractSet[Any]] | None:
+        """The ids of the values that the code which ran comes to, and where places are that it may read.
+
+        That is less than what all the code may read that is at hand. None: all of it, as code reads more than it names.
+        """
+        if self._reads_all:
+            return None
+        steps = self._steps(self._ran_names, self._ran_names, False)
+        seen, places, waiting = {id(None)}, set(), [id(None)]
+        while waiting:
+            for place, value in steps.get(waiting.pop(), ()):
+                if place is not None:
+                    places.add(place.where)
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    waiting.append(id(value))
+        return seen, places
+
     def reads(self, name: str) -> bool:
         """Whether code may read attributes of that name."""
         return self._reads_all or name in self._attributes
@@ -539,14 +559,20 @@ class Reachable:
         """As `reads`, or whether code names something of that name otherwise."""
         return name in self._names
 
-    def _steps(self) -> dict[int, list[tuple[StatePlace | None, Any]]]:
-        """What code can come to from each value, given by its id: where it is (None: fixed) and what it is."""
+    def _steps(
+        self, names: AbstractSet[str], attributes: AbstractSet[str], reads_all: bool
+    ) -> dict[int, list[tuple[StatePlace | None, Any]]]:
+        """What code can come to from each value, given by its id: where it is (None: fixed) and what it is.
+
+        `names`, `attributes`: that code names, and those that it reads and does not only call. `reads_all`: whether it
+        reads more than it names.
+        """
         found: dict[int, list[tuple[StatePlace | None, Any]]] = {}
-        named = self._names | self._attributes
+        named = names | attributes
         for owner, place, value in self._besides:
             # what is no plain value may be called, and so may what is not there yet
             is_called = value is None or not is_plain(value)
-            if self._may_read(owner, place, named if is_called else self._attributes, is_plain(value)):
+            if self._may_read(owner, place, named if is_called else attributes, reads_all, is_plain(value)):
                 found.setdefault(id(owner), []).append((place, value))
         for inner, (module, outer) in self._within.items():
             if inner != outer:
@@ -555,7 +581,7 @@ class Reachable:
             for of, way in ways:
                 if not isinstance(way, StatePlace):
                     found.setdefault(of, []).append((None, self._values[number]))
-                elif self._may_read(self._owner(of), way, self._names, False):
+                elif self._may_read(self._owner(of), way, names, reads_all, False):
                     found.setdefault(of, []).append((way, self._values[number]))
         return found
 
@@ -564,7 +590,9 @@ class Reachable:
             return self._values[number]
         return self._not_walked[number] if number in self._not_walked else self._within[number][0]
 
-    def _may_read(self, owner: Any, place: StatePlace, attributes: Container[Hashable], is_plain: bool) -> bool:
+    def _may_read(
+        self, owner: Any, place: StatePlace, attributes: Container[Hashable], reads_all: bool, is_plain: bool
+    ) -> bool:
         """Whether code that has `owner` may read what is at a place, if it reads these attributes of objects."""
         if place.read is _contents:
             return place.key in self._variables or _is_of_library(owner.__module__)
@@ -578,9 +606,9 @@ class Reachable:
         if name in attributes or _is_called(owner, name) or _is_special(name):
             return True
         if is_a(owner, type | types.ModuleType):
-            return self._reads_all
+            return reads_all
         module = module_of(type(owner))
-        if self._reads_all and (is_users(module) or _is_of_library(module, _NAMESPACES)):
+        if reads_all and (is_users(module) or _is_of_library(module, _NAMESPACES)):
             return True
         # Python's library reads all that its objects hold, and PyTorch what its own are set to
         return _is_of_library(module, _OF_VALUES) or (

@@ -129,7 +129,7 @@ class _Watch:
             read = _name_of_c(function)
         elif event == "call":
             code = frame.f_code
-            if code not in self.codes and _is_of_body(frame):
+            if code not in self.codes and _is_of_body(frame) and not _is_importing(frame):
                 self.codes.add(code)
             read = _IN_PYTHON.get(code, "")
             if not read and code in _IN_PYTORCH:
@@ -203,6 +203,15 @@ def _is_of_body(frame: types.FrameType | None) -> bool:
             return not is_internal(file)
         if file.startswith(_TELLING):
             return False
+        frame = frame.f_back
+    return False
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    """Whether a frame is of a module that is being imported, or of a hook of imports: neither runs a second time."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
         frame = frame.f_back
     return False
 

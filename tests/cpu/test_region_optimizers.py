@@ -478,6 +478,41 @@ def test_counts_in_the_state(change: Any) -> None:
             assert one[name] == other[name]
 
 
+class ComesAndGoes(optim.Optimizer):
+    """Has a count in the state of a parameter at some steps only."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if state.get("step", 0) > 2:
+                    del state["step"]
+                    p.mul_(0.5)
+                else:
+                    state["step"] = state.get("step", 0) + 1
+                    p.mul_(1 - group["lr"] * state["step"])
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+@pytest.mark.parametrize("every", [0, 1, 2, 5])
+def test_counts_that_come_and_go(every: int) -> None:
+    optimizers = []
+
+    def make(parameters: Any) -> optim.Optimizer:
+        optimizers.append(ComesAndGoes(parameters, {"lr": 0.01}))
+        return optimizers[-1]
+
+    def begin_again(model: Any, optimizer: Any, step: int) -> None:
+        if every and step % every == 0:
+            for state in optimizer.state.values():
+                state.clear()
+
+    assert_replayed(make, num_steps=70, change=begin_again)
+    first, second = ([dict(state) for state in one.state.values()] for one in optimizers)
+    assert first == second
+
+
 class Branching(optim.Optimizer):
     """Counts in its groups. Makes other calls, or the same ones with other floats, as the count and the rate say."""
 

@@ -286,3 +286,47 @@ def test_random_numbers_of_a_queue_that_the_body_makes_are_its_own() -> None:
         return total * next(iter([2.0]))
 
     assert _replays(body) >= 3
+
+
+class Trainer:
+    """A loop as many write it: a method takes the next batch, and hands it to the one that is captured."""
+
+    def __init__(self, captures_model: bool) -> None:
+        torch.manual_seed(0)
+        self.dataset = np.random.default_rng(0).normal(size=(100, 64)).astype(np.float32)
+        self.batches = itertools.cycle(torch.from_numpy(self.dataset).split(4))
+        self.local = threading.local()
+        self.losses = [0.0] * 2000
+        self.model = nn.Linear(64, 1).to("lazy")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.count, self.loss = 0, torch.zeros(()).to("lazy")
+        if captures_model:
+            capture(self.optimizer)
+        else:
+            self.train = capture(self.train)  # type: ignore[method-assign]
+
+    def step(self) -> None:
+        self.local.value = next(self.batches)
+        self.count += int(not self.loss.requires_grad and self.loss.grad is None and self.scheduler.last_epoch >= 0)
+        self.losses[0] = float(self.dataset[0, 0]) + self.count
+        self.loss = self.train(self.local.value.to("lazy"))
+        self.scheduler.step()
+
+    def train(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.model(batch).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("captures_model", [False, True])
+def test_other_methods_may_read_what_no_guard_follows(captures_model: bool) -> None:
+    trainer = Trainer(captures_model)
+    for _ in range(CALLS):
+        trainer.step()
+        lazy_backend.mark_step()
+    row = captures()[-1]
+    assert row["replays"] >= CALLS - 5, row
+    assert trainer.count == CALLS
