@@ -213,8 +213,9 @@ class FloatRecorder(FloatSeer):
         elif is_traced(value) and value.tape is self.tape:
             self._settings.append((group, name, value.number))
         else:
+            where = "a group" if "params" in group else "the state"
             self.refuse(
-                f"it changes the entry {name!r} of a group or the state as no formula predicts\n"
+                f"it changes the entry {name!r} of {where} as no formula predicts\n"
                 "  step schedules outside, and compute what steps change by arithmetic"
             )
 
