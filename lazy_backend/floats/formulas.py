@@ -210,6 +210,20 @@ def of_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def of_kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `math` whose results no formula gives: a replay must find the numbers again that it took."""
+
+    def kept(value: Any) -> Any:
+        if is_traced(value):
+            return value.keep_value()
+        return type(value)(map(kept, value)) if type(value) in (list, tuple) else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(kept, args), **{name: kept(value) for name, value in kwargs.items()})
+
+    return call
+
+
 def _binary(function: Callable[..., Any]) -> Any:
     return lambda self, other: _apply(function, self, other)
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lazy_backend.floats.formulas import of_traced
+from lazy_backend.floats.formulas import of_kept, of_traced
 from lazy_backend.ports import hooks
 from lazy_backend.ports.cpython import frame_at
 from lazy_backend.ports.thread_modes import function_depth, function_mode_at, pop_function_mode, push_function_mode
@@ -22,6 +22,7 @@ R = TypeVar("R")
 
 
 _TRACED_MATH = [(function, of_traced(function.original)) for function in hooks.functions_of_math]
+_TRACED_MATH += [(function, of_kept(function.original)) for function in hooks.other_functions_of_math]
 
 
 class FloatSeer(TorchFunctionMode):

@@ -5,6 +5,7 @@ In: `torch.nn`, `torch.optim`. Out: the same under public names.
 
 from __future__ import annotations
 
+import cmath
 import math
 import sys
 from collections.abc import Callable
@@ -148,6 +149,14 @@ _MATH = (
     "log2", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
 functions_of_math = [Substitute(math, name) for name in _MATH if hasattr(math, name)]
+# All others but those that ask: a replay must find again what they were given.
+_ASK = ("ceil", "floor", "trunc")
+other_functions_of_math = [
+    Substitute(module, name)
+    for module, names in ((math, (*_MATH, *_ASK)), (cmath, ()))
+    for name, value in vars(module).items()
+    if callable(value) and name not in names and not name.startswith("_")
+]
 has_torch_function = Substitute(torch.overrides, "has_torch_function")
 run_backward = Substitute(torch.autograd, "_engine_run_backward")
 # Every scheduler of PyTorch sets hyperparameters by this function.

@@ -78,7 +78,7 @@ class NamedByCode:
                 return name_of(type(module))
         return ""
 
-    def after_body(self, parts: Parts, ran: set[CodeType], read: str) -> tuple[NamedByCode, str]:
+    def after_body(self, parts: Parts, ran: set[CodeType] | None, read: str) -> tuple[NamedByCode, str]:
         """These as the body, which just ran, left them, without what it changed.
 
         And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.

@@ -559,7 +559,7 @@ class Captured(Generic[P, R]):
     def _roots(self, signature: _Signature) -> list[Any]:
         return [self._function, *signature.named()]
 
-    def _look_at_reads(self, start: Start, signature: _Signature, read: str, ran: set[types.CodeType]) -> str:
+    def _look_at_reads(self, start: Start, signature: _Signature, read: str, ran: set[types.CodeType] | None) -> str:
         """Why what the body, which just ran, has read keeps it from being replayed; "" if nothing does.
 
         What it wrote is not what it goes by: then `start` has a guard of what it left. `read`, `ran`: see

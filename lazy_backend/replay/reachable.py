@@ -61,7 +61,7 @@ _MOST_VALUES = 20_000
 MOST_KEYS = 1000
 # Those whose objects hold values that others put there, and read them by names that no code of the user's has.
 _OF_VALUES = frozenset(
-    ("collections", "queue", "threading", "fractions", "string", "datetime", "pathlib", "uuid", "types")
+    ("collections", "contextlib", "queue", "threading", "fractions", "string", "datetime", "pathlib", "uuid", "types")
 )
 # Those whose objects hold nothing but attributes of the user's.
 _NAMESPACES = ("argparse",)
@@ -77,6 +77,8 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")}
 _MOST_FOLLOWED = 1000
 # Methods that nobody names.
 _CALLED = ("__call__", "forward")
+# Those of autograd functions.
+_OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
 # What code that calls a class runs.
 _CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 # What code that uses an object does not run unless it names it.
@@ -198,7 +200,7 @@ class Reachable:
         self._own_names: set[str] = set()  # as these, by functions that no package made
         self._own_attributes: set[str] = set()
         self._strings: set[str] = set()  # of those, given to `getattr` and `hasattr`
-        self._ran_names = frozenset() if ran is None else ran.names | ran.attributes
+        self._ran_names = frozenset() if ran is None or not ran.is_whole else ran.names | ran.attributes
         self._reads_all = ran is not None and ran.reads_all  # whether attributes may be read that nobody names
         self._user_reads_all = ran is not None and ran.user_reads_all  # by code that no package has
         self._has_all = False  # whether those of classes and modules were found
@@ -408,7 +410,7 @@ class Reachable:
                 for base in mro_of(value):
                     if not _is_of_library(module_of(base)):
                         self._add_named(_class_entry, base, value)
-                for name in _CONSTRUCTORS:
+                for name in (*_CONSTRUCTORS, *(_OF_FUNCTIONS if _is_function_class(value) else ())):
                     self._read_at(_class_entry, value, name, value)
                 self._expand_class(value)  # that of a metaclass
         elif _is_of_library(module_of(type(value)), ("lazy_backend",)):  # a captured function: what it does
@@ -536,9 +538,10 @@ class Reachable:
     def read_by_what_ran(self) -> tuple[AbstractSet[int], AbstractSet[Any]] | None:
         """The ids of the values that the code which ran comes to, and where places are that it may read.
 
-        That is less than what all the code may read that is at hand. None: all of it, as code reads more than it names.
+        That is less than what all the code may read that is at hand. None: all of it, as code reads more than it names,
+        or not all that ran was seen.
         """
-        if self._reads_all:
+        if self._reads_all or not self._ran_names:
             return None
         steps = self._steps(self._ran_names, self._ran_names, False)
         seen, places, waiting = {id(None)}, set(), [id(None)]
@@ -664,7 +667,13 @@ def _is_of_library(module: Any, libraries: Container[str] = _LIBRARIES) -> bool:
 
 
 def _is_called(owner: Any, name: Hashable) -> bool:
+    if name in _OF_FUNCTIONS and is_a(owner, type) and _is_function_class(owner):
+        return True
     return name in _CALLED or (name == "step" and is_a(owner, torch.optim.Optimizer))
+
+
+def _is_function_class(kind: type) -> bool:
+    return any(base is torch.autograd.Function for base in mro_of(kind))
 
 
 def _is_special(name: Hashable) -> bool:

@@ -79,18 +79,24 @@ class CodeThatRan:
 
     `names`: all, with those of the functions themselves, which operators may have called. `attributes`: of those, the
     ones that are read. `reads_all`: whether some code may read attributes that it does not name; `user_reads_all`:
-    whether code does that is no package's. `version`: how often more names came.
+    whether code does that is no package's. `version`: how often more names came. `is_whole`: whether all that ran was
+    seen, so that nothing else is read when the bodies run once more.
     """
 
     def __init__(self) -> None:
+        self.is_whole = True
         self.names: frozenset[str] = frozenset()
         self.attributes: frozenset[str] = frozenset()
         self.reads_all = self.user_reads_all = False
         self.version = 0
         self._codes: set[types.CodeType] = set()
 
-    def add(self, codes: set[types.CodeType]) -> bool:
-        """Add what ran. Returns whether more names came than were known."""
+    def add(self, codes: set[types.CodeType] | None) -> bool:
+        """Add what ran; None if that was not seen. Returns whether more names came than were known."""
+        if codes is None:
+            self.version += self.is_whole
+            self.is_whole = False
+            return False
         new = codes - self._codes
         if not new:
             return False
@@ -113,15 +119,20 @@ class CodeThatRan:
 class _Watch:
     """Sees what a body calls, on behalf of a captured object; bodies are within one another.
 
-    `first`: the first read that no guard can follow. `codes`: what ran.
+    `first`: the first read that no guard can follow. `codes`: what ran. `is_whole`: whether bodies within saw all.
     """
 
-    __slots__ = ("first", "codes", "outer")
+    __slots__ = ("first", "codes", "outer", "is_whole")
 
     def __init__(self, outer: _Watch | None) -> None:
         self.first = ""
         self.codes: set[types.CodeType] = set()
         self.outer = outer
+        self.is_whole = True
+
+    def sees_all(self) -> bool:
+        """Whether nothing took its place, here or in a body within this one."""
+        return self.is_whole and sys.getprofile() is self
 
     def __call__(self, frame: types.FrameType, event: str, function: Any) -> None:
         """What `sys.setprofile` asks for."""
@@ -142,22 +153,25 @@ class _Watch:
                 watch.first, watch = watch.first or read, watch.outer
 
 
-def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType]]:
+def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType] | None]:
     """What `body` returns, the first of its reads that no guard can follow, and the code that ran.
 
-    See Note [Reads of a body].
+    None for that code if a profiler of the program kept it from being seen. See Note [Reads of a body].
     """
     outer: Any = sys.getprofile()
     if outer is not None and type(outer) is not _Watch:
-        return body(), "", set()
+        return body(), "", None
     watch = _Watch(outer)
     try:
         sys.setprofile(watch)
-        return body(), watch.first, watch.codes
+        result = body()
+        return result, watch.first, watch.codes if watch.sees_all() else None
     finally:
+        sees_all = watch.sees_all()
         sys.setprofile(outer)
         if outer is not None:
             outer.codes |= watch.codes
+            outer.is_whole = outer.is_whole and sees_all
 
 
 def why_unseen(read: str) -> str:
@@ -208,8 +222,8 @@ def _is_of_body(frame: types.FrameType | None) -> bool:
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:
-    """Whether a frame is of a module that is being imported, or of a hook of imports: neither runs a second time."""
-    while frame is not None:
+    """Whether a frame is of an import that the body does: of the module, or of a hook. Neither runs a second time."""
+    while frame is not None and frame.f_code is not watching_reads.__code__:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back

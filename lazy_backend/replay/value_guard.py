@@ -101,7 +101,7 @@ class ValueGuard:
     def __init__(self, reach: Reachable, without: Container[Hashable] = (), state: bool = False) -> None:
         found, come_to, values = reach.values_read(state)
         # code that is at hand and did not run may read more: the next batch, in another method of the same object
-        if (read := reach.read_by_what_ran()) is not None:
+        if not state and (read := reach.read_by_what_ran()) is not None:  # backwards of modules are not seen to run
             found = [(place, value) for place, value in found if place.where in read[1]]
             come_to, values = ([one for one in several if id(one) in read[0]] for several in (come_to, values))
         self.unseen = _unseen_among(found, values)

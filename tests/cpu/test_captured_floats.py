@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import copy
 import math
 import random
@@ -725,6 +726,31 @@ def test_a_float_that_python_changes_is_not_frozen_by_a_coincidence() -> None:
     for number in range(3):  # the product is the same in all of them
         assert_same(captured(number), plain(number))
     assert_same(captured(5), torch.full((3,), 1.5))
+
+
+@pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+@pytest.mark.parametrize(
+    "is_large",
+    [
+        lambda s: math.modf(s)[1] > 2,
+        lambda s: math.frexp(s)[1] > 2,
+        lambda s: math.ldexp(s, 1) > 6,
+        lambda s: math.fsum([s, 0.0]) > 3,
+        lambda s: math.dist((s,), (0.0,)) > 3,
+        lambda s: not math.isclose(s, 2.0, abs_tol=1.0),
+        lambda s: math.gamma(s + 1) > 6,
+        lambda s: math.nextafter(s, 0.0) > 3,
+        lambda s: abs(cmath.sqrt(s)) > 1.75,
+        lambda s: math.ulp(s) > 5e-16,
+    ],
+)
+def test_a_branch_on_a_function_of_math(is_large: Any) -> None:
+    def make(device: str) -> Callable[[int], Any]:
+        body = lambda x, s: x * 2.0 + s if is_large(s) else x * 0.5 + s
+        step = capture(body) if device == "lazy" else body
+        return lambda number: step(ones(device), 1.5 + 0.125 * number)
+
+    beside_eager(make, 30)
 
 
 @pytest.mark.parametrize("is_in_backward", [False, True])

@@ -330,3 +330,102 @@ def test_other_methods_may_read_what_no_guard_follows(captures_model: bool) -> N
     row = captures()[-1]
     assert row["replays"] >= CALLS - 5, row
     assert trainer.count == CALLS
+
+
+class Holder:
+    value = "2"
+
+
+def _beside(function: Callable[[torch.Tensor, Holder], torch.Tensor], wrap: Callable[[Any], Any]) -> None:
+    """Call `function` captured, and as written; in the middle, what it reads changes."""
+    holder = Holder()
+    captured = capture(lambda x: function(x, holder))
+    for number in range(12):
+        holder.value = "2" if number < 6 else "5"
+        found = wrap(lambda: captured(torch.ones(3).to("lazy")).tolist())
+        assert found == [float(holder.value)] * 3, number
+
+
+def test_a_profiler_keeps_nothing_from_being_guarded() -> None:
+    def under_a_profiler(call: Callable[[], Any]) -> Any:
+        profiler = cProfile.Profile()
+        profiler.enable()
+        try:
+            return call()
+        finally:
+            profiler.disable()
+
+    _beside(lambda x, holder: x * float(holder.value), under_a_profiler)
+
+
+def test_a_profiler_within_the_body_keeps_nothing_from_being_guarded() -> None:
+    def scaled(x: torch.Tensor, holder: Holder) -> torch.Tensor:
+        before = sys.getprofile()
+        sys.setprofile(lambda *_: None)
+        value = float(holder.value)
+        sys.setprofile(None)
+        return x * value if before is None else x * float(holder.value)
+
+    _beside(scaled, lambda call: call())
+    inner = capture(scaled)
+    _beside(lambda x, holder: inner(x, holder), lambda call: call())
+
+
+def test_a_program_that_runs_as_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs_on_import.py").write_text(
+        "from test_unseen_reads import _beside\n"
+        "_beside(lambda x, holder: x * float(holder.value), lambda call: call())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import runs_on_import  # noqa: F401
+
+
+class ScaledGradient(torch.autograd.Function):
+    holder = Holder()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * float(ScaledGradient.holder.value)
+
+
+class ScaledInBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ScaledGradient.apply(x * self.weight)  # type: ignore[no-any-return]
+
+
+def test_the_backward_of_a_function_of_autograd_is_read_too() -> None:
+    module = capture(ScaledInBackward().to("lazy"))
+    for number in range(12):
+        ScaledGradient.holder.value = "2" if number < 6 else "5"
+        module.zero_grad()
+        module(torch.ones(3).to("lazy")).sum().backward()
+        assert module.weight.grad.tolist() == [float(ScaledGradient.holder.value)] * 3, number
+        lazy_backend.mark_step()
+
+
+def test_a_context_manager_that_decorates_the_body() -> None:
+    holder, weight = Holder(), torch.ones(3).to("lazy")
+
+    @contextlib.contextmanager
+    def scaled(weights: list[torch.Tensor], holder: Holder) -> Iterator[None]:
+        weights[0].mul_(float(holder.value))
+        yield
+        weights[0].div_(float(holder.value))
+
+    @scaled([weight], holder)
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    captured = capture(body)
+    for number in range(12):
+        holder.value = "2" if number < 6 else "5"
+        assert captured(torch.ones(3).to("lazy")).tolist() == [float(holder.value)] * 3, number
