@@ -201,7 +201,13 @@ class FloatRecorder(FloatSeer):
             if now is not new and is_traced(now):
                 container[key] = now.plain()
             self._replaced.pop()
-        for optimizer in self._optimizers.values():  # entries that no step is known to change
+
+    def restore_states(self) -> None:
+        """Put plain floats in place of traced ones that a step has put into the state, where none was known to be.
+
+        Not of an optimizer whose step is not settled: to look at its state settles it.
+        """
+        for optimizer in self._optimizers.values():
             for state in states_of(optimizer):
                 for name, value in [(name, value) for name, value in dict.items(state) if is_traced(value)]:
                     state[name] = value.plain()
@@ -440,7 +446,8 @@ class FloatRecorder(FloatSeer):
                 by_bits.setdefault(bits(value), []).append(number)
         untraced = {node for (of, _), node in self._given.items() if of == 0} - self._shown
         constants = self._context.trace.constants
-        read = {bits(sign * constants[place]) for place in self._plain for sign in (1.0, -1.0)}
+        kept = [place for place in self._plain if place < len(constants)]  # a call that failed was rolled back
+        read = {bits(sign * constants[place]) for place in kept for sign in (1.0, -1.0)}
         for place, constant in enumerate(constants):
             if place not in self._constants:
                 near = by_bits.get(bits(constant), []) + by_bits.get(bits(-constant), [])

@@ -189,11 +189,9 @@ class CapturedModule:
             replayed = self._replay(module, state, signature, program, arguments)
             if replayed is not None:
                 signature.replayed = True
-                signature.misses = 0
                 account.replays += 1
                 account.seconds += perf_counter() - begin
                 return replayed[0]
-            signature.miss(account)
         if signature.is_hopeless():
             return _run_body(module, args, kwargs)
         if is_due:
@@ -417,6 +415,10 @@ class CapturedModule:
             state.forget()
             raise no_longer_alike(self._name, f"it recorded {difference}")
         known = learn_jump(stretch, program.name, tokens)
+        if known.is_confirmed:
+            signature.misses = 0
+        elif before is not None:
+            signature.miss(self.account)
         signature.program, signature.is_alike, self._failures = program, difference is None, 0
         if difference is not None:  # it may be alike from now on
             signature.fail(self.account, f"it recorded {difference}")

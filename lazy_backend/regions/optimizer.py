@@ -474,9 +474,11 @@ class CapturedOptimizer:
                 result, read, ran = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
             except BaseException:
                 recorder.restore()
+                recorder.restore_states()
                 recorder.close()
                 raise
             recorder.restore()
+            recorder.restore_states()
             recorded = recorder.finish([optimizer], [0, len(given)])
             uploaded = {
                 storage.token: _Upload(run_clean(storage.tensor.clone), recorded.uploads.get(storage, ()))

@@ -92,9 +92,9 @@ class Attempts:
         return self.failures >= PATIENCE and self.calls % RETRY > 1
 
     def miss(self, account: Account) -> None:
-        """Note that a known call came at a new place of a step. The first steps always have such calls."""
+        """Note that a known call came at a new place of a step, as the first steps have many."""
         self.misses += 1
-        if self.misses >= PATIENCE:
+        if self.misses >= FIRST_CHECK:
             account.ran_as_written(NEW_PLACE)
 
     def fail(self, account: Account, reason: str) -> None:

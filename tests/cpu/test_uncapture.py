@@ -158,7 +158,7 @@ def test_a_step_without_an_end_is_a_reason() -> None:
     lazy_backend.mark_step()  # from now on, steps of this thread end here alone
     model = lazy_backend.capture(nn.Linear(4, 8).to("lazy"))
     optimizer = lazy_backend.capture(torch.optim.SGD(model.parameters(), lr=0.1))
-    for number in range(20):
+    for number in range(70):
         optimizer.zero_grad()
         model(torch.full((3, 4), float(number)).to("lazy")).std().backward()
         optimizer.step()
