@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from benchmarks import speed_chart  # noqa: E402
+from shared import contenders  # noqa: E402
 from shared.tables import replace_block  # noqa: E402
+from shared.workloads import WORKLOADS, make_training  # noqa: E402
+
+from lazy_backend import config  # noqa: E402
 
 
 def run(threads: int) -> speed_chart.Run:
@@ -86,3 +90,16 @@ def test_the_block_of_a_page_is_replaced() -> None:
     assert replace_block(page, "speed", r"new \1") == page.replace("old", r"new \1")
     with pytest.raises(ValueError, match="found 0"):
         replace_block("before\nafter\n", "speed", "new")
+
+
+# ----- what is measured
+
+
+@pytest.mark.parametrize("workload", ["schedule", "cells", "branches"])
+@pytest.mark.parametrize("name", ["captured", "captured-parts"])
+def test_captured_contenders_are_replayed(name: str, workload: str) -> None:
+    contender = contenders.CONTENDERS[name]()
+    config.compile = "off"
+    contenders.start(contender, make_training(WORKLOADS[workload], "lazy"), steps=60)
+    with pytest.raises(RuntimeError, match="too little was replayed in 3000 steps"):
+        contenders.check_replays(contender, steps=3000)

@@ -49,9 +49,9 @@ _METADATA = frozenset((
     "is_set_to", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_",
 ))  # fmt: skip
 _TENSOR_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
-# What makes a tensor of Python's values.
 # Calls that run what others recorded, with the floats that these were given.
 _BACKWARDS = frozenset(("backward", "grad"))
+# What makes a tensor of Python's values.
 _FROM_VALUES = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 SCHEDULED_INSIDE = (
     "it changes an optimizer's hyperparameters\n  step learning-rate schedules outside the captured function"
@@ -205,7 +205,8 @@ class FloatRecorder(FloatSeer):
     def restore_states(self) -> None:
         """Put plain floats in place of traced ones that a step has put into the state, where none was known to be.
 
-        Not of an optimizer whose step is not settled: to look at its state settles it.
+        Not part of `restore`: in a captured function a step may wait for its GradScaler, and a look at the state of the
+        optimizer would settle it.
         """
         for optimizer in self._optimizers.values():
             for state in states_of(optimizer):

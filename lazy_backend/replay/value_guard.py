@@ -10,6 +10,11 @@ defaults; small arrays the same contents; tensors on the CPU the same version. N
 attribute that some function reads is looked at in all objects that the functions have at hand. Modules, optimizers and
 lazy tensors have guards of their own.
 
+Of all that, a captured function is guarded by what the code names that ran: an object may have a method that takes the
+next batch, or counts steps, and calls the captured one. If other code ran, some value that decides it would be another
+one. Modules and optimizers are guarded by all, as their backwards are not seen to run; so is a function whose code was
+not all seen, since the program has a profiler.
+
 What is not there may come: an attribute that hides another or that `hasattr` asks for, a method that an operator calls
 first, a key of a dict, a global that hides a builtin. So the names that dicts, objects and classes of the user's have
 are compared, too, and the bases of classes. Code that may read attributes which it does not name (`vars`, `asdict`,
@@ -42,7 +47,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter, is_
@@ -100,8 +105,7 @@ class ValueGuard:
 
     def __init__(self, reach: Reachable, without: Container[Hashable] = (), state: bool = False) -> None:
         found, come_to, values = reach.values_read(state)
-        # code that is at hand and did not run may read more: the next batch, in another method of the same object
-        if not state and (read := reach.read_by_what_ran()) is not None:  # backwards of modules are not seen to run
+        if not state and (read := reach.read_by_what_ran()) is not None:
             found = [(place, value) for place, value in found if place.where in read[1]]
             come_to, values = ([one for one in several if id(one) in read[0]] for several in (come_to, values))
         self.unseen = _unseen_among(found, values)
@@ -476,28 +480,24 @@ def _is_same(value: Any, other: Any) -> bool:
 def _unseen_among(found: Iterable[tuple[StatePlace, Any]], values: Iterable[Any]) -> str:
     """The first of these values that has contents which nothing here compares; "" if there is none."""
     names = {id(value): _text_of(place) for place, value in found}
-    return next(filter(None, (_why_unseen(value, names) for value in values)), "")
-
-
-def _why_unseen(value: Any, names: Mapping[int, str]) -> str:
-    """A value as a reason, if it has contents which nothing here compares. `names`: by id."""
-    name = names.get(id(value), f"a {name_of(type(value))}")
-    if is_a(value, threading.local):
-        return f"the thread-local values of {name}"
-    if id(value) in names and is_a(value, weakref.ReferenceType | weakref.ProxyType | weakref.CallableProxyType):
-        return f"the weak reference {name}"  # to follow what it refers to would keep that alive
-    if any(base is one for base in mro_of(type(value)) for one in _WEAK):
-        return f"the weak references in {name}"
-    if _is_of_c_types(value):
-        return f"the C data {name}"
-    if _has_objects(value):
-        return f"the array of objects {name}"
-    if _is_iterator_of_c(type(value)):
-        return f"the iterator {name}"
-    if is_a(value, _BUILT_IN) and length_of(value) > MOST_KEYS:
-        return f"{name}, which has more than {MOST_KEYS:,} entries"
-    if (is_array(value) or _is_buffer(value)) and _size_of(value) > _LARGEST_ARRAY:
-        return f"the array {name}, which has more than {_LARGEST_ARRAY:,} bytes"
+    for value in values:
+        name = names.get(id(value), f"a {name_of(type(value))}")
+        if is_a(value, threading.local):
+            return f"the thread-local values of {name}"
+        if id(value) in names and is_a(value, weakref.ReferenceType | weakref.ProxyType | weakref.CallableProxyType):
+            return f"the weak reference {name}"  # to follow what it refers to would keep that alive
+        if any(base is one for base in mro_of(type(value)) for one in _WEAK):
+            return f"the weak references in {name}"
+        if _is_of_c_types(value):
+            return f"the C data {name}"
+        if _has_objects(value):
+            return f"the array of objects {name}"
+        if _is_iterator_of_c(type(value)):
+            return f"the iterator {name}"
+        if is_a(value, _BUILT_IN) and length_of(value) > MOST_KEYS:
+            return f"{name}, which has more than {MOST_KEYS:,} entries"
+        if (is_array(value) or _is_buffer(value)) and _size_of(value) > _LARGEST_ARRAY:
+            return f"the array {name}, which has more than {_LARGEST_ARRAY:,} bytes"
     return ""
 
 

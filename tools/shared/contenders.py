@@ -25,6 +25,9 @@ from shared.workloads import WORKLOADS, Training, make_training
 
 Hold = Callable[[], Callable[[], None]]
 
+# Steps that may run as written before captured ones are replayed: three for each length of the batches.
+_LEARNING = 30
+
 
 def _nothing() -> None:
     return None
@@ -53,6 +56,7 @@ class Contender:
     hold: Hold = _hold_nothing  # keeps runs from disturbing `mark`; gives what ends that
     compiles: Callable[[], int] = _no_operators  # so far
     operators: Callable[[], int] | None = None  # recorded so far; None for who records nothing
+    replays: str = ""  # the counter of what is replayed, if anything is meant to be
 
 
 def _eager() -> Contender:
@@ -136,6 +140,7 @@ def _captured() -> Contender:
         prepare=prepare,
         wait=lazy_backend.wait_device_ops,
         compiles=lambda: lazy_backend.metrics.counter_value("Compile"),
+        replays="CapturedCall",
     )
 
 
@@ -148,7 +153,7 @@ def _captured_parts() -> Contender:
         training.update = lazy_backend.capture(training.optimizer).step
 
     plain = _lazy_backend("inductor", "foreground")()
-    return dataclasses.replace(plain, prepare=prepare, operators=None)
+    return dataclasses.replace(plain, prepare=prepare, operators=None, replays="RegionJump")
 
 
 def recorded_calls() -> int:
@@ -210,6 +215,7 @@ def start(contender: Contender, training: Training, steps: int) -> Reply:
         later.append(perf_counter() - before)
     contender.wait()
     total = perf_counter() - begin
+    check_replays(contender, steps)
     return {
         "first": first,
         "total": total,
@@ -217,6 +223,15 @@ def start(contender: Contender, training: Training, steps: int) -> Reply:
         "loss": float(training.loss),
         "compiles": contender.compiles(),
     }
+
+
+def check_replays(contender: Contender, steps: int) -> None:
+    """Raise if what is captured ran as written in most steps: its figures would be those of plain loops, or less."""
+    if contender.replays:
+        import lazy_backend
+
+        if lazy_backend.metrics.counter_value(contender.replays) < (steps - _LEARNING) // 2:
+            raise RuntimeError(f"too little was replayed in {steps} steps: {lazy_backend.captures()}")
 
 
 def _step(contender: Contender, training: Training) -> None:
