@@ -518,7 +518,7 @@ class Captured(Generic[P, R]):
             self._counts |= record.changed_settings
             signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
-            record.changed_argument, record.unfit_read = values.changed(), unfit
+            record.changed_argument, record.unfit_read, record.unnamed = values.changed(), unfit, start.unnamed
             found = self._find(record, signature, unsettled)
             record.after = record.numbers.state(found.reach, found.structure.walk, found.leaves)
             record.argument_places = argument_places(start.state, record.after, arguments.tensors)
@@ -642,6 +642,9 @@ class Captured(Generic[P, R]):
         # last, as any other reason says more
         if record.unfit_read:
             raise ReadsUnseen(record.unfit_read)
+        # what changed since the call before, which recorded the same, decides nothing
+        changed = [one for one, now in start.unnamed.items() if last.unnamed.get(one, now) != now]
+        self._ran.left_out |= set(changed)
         signature.program = program
         signature.failures = self._unbound = self._values = 0
         if signature.stale >= 2 * PATIENCE:

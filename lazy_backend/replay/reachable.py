@@ -51,7 +51,7 @@ from lazy_backend.ports.cpython import (
     values_view,
 )
 from lazy_backend.ports.hooks import REGISTRIES, modules_within, registered_tensors
-from lazy_backend.replay.plain_values import FIELDS, has_plain_hash, is_plain, is_process_wide
+from lazy_backend.replay.plain_values import FIELDS, has_plain_hash, is_plain, is_process_wide, plain_key
 from lazy_backend.replay.unseen_reads import CodeThatRan
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
@@ -63,6 +63,8 @@ MOST_KEYS = 1000
 _OF_VALUES = frozenset(
     ("collections", "contextlib", "queue", "threading", "fractions", "string", "datetime", "pathlib", "uuid", "types")
 )
+# What no body goes by among these: the generator of a context manager, which runs once.
+_RUNS_ONCE = "gen"
 # Those whose objects hold nothing but attributes of the user's.
 _NAMESPACES = ("argparse",)
 # Modules of Python whose attributes are not state of the user.
@@ -111,6 +113,10 @@ _WITH_STRUCTURE = torch.nn.Module | torch.optim.Optimizer
 _WITH_LENGTHS = (dict, list, deque, set)
 # What `StructureGuard` sees of a module or an optimizer.
 _REGISTRIES = frozenset((*REGISTRIES, "state", "param_groups", "defaults"))
+
+
+# Of objects: their class, and the name.
+Attribute = tuple[type, Hashable]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,6 +206,7 @@ class Reachable:
         self._own_names: set[str] = set()  # as these, by functions that no package made
         self._own_attributes: set[str] = set()
         self._strings: set[str] = set()  # of those, given to `getattr` and `hasattr`
+        self._left_out = frozenset() if ran is None else ran.left_out
         self._ran_names = frozenset() if ran is None or not ran.is_whole else ran.names | ran.attributes
         self._reads_all = ran is not None and ran.reads_all  # whether attributes may be read that nobody names
         self._user_reads_all = ran is not None and ran.user_reads_all  # by code that no package has
@@ -554,6 +561,29 @@ class Reachable:
                     waiting.append(id(value))
         return seen, places
 
+    def left_unnamed(self) -> dict[Attribute, list[Hashable]]:
+        """The attributes that other code names than the code which ran, each with all that it leads to."""
+        named = self.read_by_what_ran()
+        if named is None:
+            return {}
+        steps = self._steps(self._names, self._attributes, self._reads_all)
+        found: dict[Attribute, list[Hashable]] = {}
+        within: dict[int, Attribute | None] = {id(None): None}
+        waiting = deque((id(None),))
+        while waiting and len(within) < 2 * _MOST_FOLLOWED:
+            number = waiting.popleft()
+            owner = None if number == id(None) else self._owner(number)
+            for place, value in steps.get(number, ()):
+                attribute = within[number]
+                if attribute is None and place is not None and place.where not in named[1]:
+                    attribute = _attribute_at(owner, place)
+                if attribute is not None:
+                    found.setdefault(attribute, []).append(plain_key(value) if is_plain(value) else id(value))
+                if id(value) not in within and not is_plain(value):
+                    within[id(value)] = None if id(value) in named[0] else attribute
+                    waiting.append(id(value))
+        return found
+
     def reads(self, name: str) -> bool:
         """Whether code may read attributes of that name."""
         return self._reads_all or name in self._attributes
@@ -573,6 +603,8 @@ class Reachable:
         found: dict[int, list[tuple[StatePlace | None, Any]]] = {}
         named = names | attributes
         for owner, place, value in self._besides:
+            if self._left_out and _attribute_at(owner, place) in self._left_out:
+                continue
             # what is no plain value may be called, and so may what is not there yet
             is_called = value is None or not is_plain(value)
             if self._may_read(owner, place, named if is_called else attributes, reads_all, is_plain(value)):
@@ -584,6 +616,8 @@ class Reachable:
             for of, way in ways:
                 if not isinstance(way, StatePlace):
                     found.setdefault(of, []).append((None, self._values[number]))
+                elif self._left_out and _attribute_at(self._owner(of), way) in self._left_out:
+                    continue
                 elif self._may_read(self._owner(of), way, names, reads_all, False):
                     found.setdefault(of, []).append((way, self._values[number]))
         return found
@@ -614,7 +648,7 @@ class Reachable:
         if reads_all and (is_users(module) or _is_of_library(module, _NAMESPACES)):
             return True
         # Python's library reads all that its objects hold, and PyTorch what its own are set to
-        return _is_of_library(module, _OF_VALUES) or (
+        return (_is_of_library(module, _OF_VALUES) and name != _RUNS_ONCE) or (
             is_plain and (self._user_reads_all or _is_of_library(module, ("torch",)))
         )
 
@@ -664,6 +698,13 @@ def name_of_key(key: Any) -> Hashable:
 
 def _is_of_library(module: Any, libraries: Container[str] = _LIBRARIES) -> bool:
     return type(module) is str and module.partition(".")[0] in libraries
+
+
+def _attribute_at(owner: Any, place: StatePlace) -> Attribute | None:
+    """The attribute of an object that a place is; None if it is an entry, a variable, or of a class or a module."""
+    if is_a(owner, types.FunctionType | types.ModuleType | type) or owner is place.container:
+        return None
+    return (type(owner), name_of_key(place.key)) if place.read in (_entry, _slot) else None
 
 
 def _is_called(owner: Any, name: Hashable) -> bool:

@@ -37,7 +37,7 @@ from lazy_backend.replay.captured_state import (
     find_tensors,
 )
 from lazy_backend.replay.plain_values import is_plain, value_key
-from lazy_backend.replay.reachable import Reachable
+from lazy_backend.replay.reachable import Attribute, Reachable
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.state_places import PlacedState, PlaceNumbers
 from lazy_backend.replay.structure import Root, Structure
@@ -141,6 +141,7 @@ class RecordedCall:
     unfit_read: str = ""  # why what the body read keeps it from being replayed
     changed_settings: set[str] = field(default_factory=set)  # names of entries of groups, changed unseen
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
+    unnamed: dict[Attribute, list[Hashable]] = field(default_factory=dict)  # as the call began
 
     def calls(self) -> list[Call]:
         return [call for call in self.cursor.path() if isinstance(call, Call)]
@@ -222,6 +223,7 @@ class Start:
     numbers: PlaceNumbers = field(kw_only=True)
     state: PlacedState = field(kw_only=True)
     values: ValueGuard = field(kw_only=True)
+    unnamed: dict[Attribute, list[Hashable]] = field(kw_only=True)  # see `Reachable.left_unnamed`
 
 
 def start_of_call(
@@ -232,11 +234,11 @@ def start_of_call(
     `left`: what replays left since `last`. `named`: what leads to the state. `ran`: what earlier bodies ran.
     """
     reach = Reachable(named, ran)
-    values = ValueGuard(reach)
+    values, unnamed = ValueGuard(reach), reach.left_unnamed()
     if last is None:
         numbers = PlaceNumbers()
         state = numbers.state(reach, Structure((*reach.modules, *reach.optimizers)), ())
-        return Start({}, [], (), [], [], RandomState(), numbers=numbers, state=state, values=values)
+        return Start({}, [], (), [], [], RandomState(), numbers=numbers, state=state, values=values, unnamed=unnamed)
     generators = {one for one in (*last.generators, *last.reached_generators) if one is not None}
     outputs = {output: number for number, output in enumerate(last.outputs) if output() is not None}
     if left is not None:
@@ -252,6 +254,7 @@ def start_of_call(
         numbers=last.numbers,
         state=last.numbers.state(reach, Structure(last.roots), last.watch.leaves()),
         values=values,
+        unnamed=unnamed,
     )
 
 

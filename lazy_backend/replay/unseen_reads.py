@@ -80,11 +80,13 @@ class CodeThatRan:
     `names`: all, with those of the functions themselves, which operators may have called. `attributes`: of those, the
     ones that are read. `reads_all`: whether some code may read attributes that it does not name; `user_reads_all`:
     whether code does that is no package's. `version`: how often more names came. `is_whole`: whether all that ran was
-    seen, so that nothing else is read when the bodies run once more.
+    seen, so that nothing else is read when the bodies run once more. `left_out`: attributes of objects that it does not
+    name, and that have changed between two calls that recorded the same: they are not compared any more.
     """
 
     def __init__(self) -> None:
         self.is_whole = True
+        self.left_out: frozenset[Any] = frozenset()
         self.names: frozenset[str] = frozenset()
         self.attributes: frozenset[str] = frozenset()
         self.reads_all = self.user_reads_all = False
@@ -111,6 +113,7 @@ class CodeThatRan:
                 self.reads_all = self.reads_all or read.reads_all
                 if not file.startswith(_LIBRARY) and _INSTALLED not in file:
                     self.user_reads_all = self.user_reads_all or read.reads_all
+        self.left_out = frozenset(one for one in self.left_out if one[1] not in self.names)
         has_more = (self.names, self.attributes, self.reads_all) != before
         self.version += has_more
         return has_more

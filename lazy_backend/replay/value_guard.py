@@ -10,10 +10,10 @@ defaults; small arrays the same contents; tensors on the CPU the same version. N
 attribute that some function reads is looked at in all objects that the functions have at hand. Modules, optimizers and
 lazy tensors have guards of their own.
 
-Of all that, a captured function is guarded by what the code names that ran: an object may have a method that takes the
-next batch, or counts steps, and calls the captured one. If other code ran, some value that decides it would be another
-one. Modules and optimizers are guarded by all, as their backwards are not seen to run; so is a function whose code was
-not all seen, since the program has a profiler.
+An object may have a method that takes the next batch, counts steps or keeps the loss, and calls the captured one: what
+changes then at each call is named, but not by code that ran. Whether it is read all the same, by PyTorch's code, by C
+or on another thread, cannot be seen. So an attribute of an object is left out of the guard of a captured function if
+the code that ran does not name it, and if it was another one in two calls that were recorded and computed alike.
 
 What is not there may come: an attribute that hides another or that `hasattr` asks for, a method that an operator calls
 first, a key of a dict, a global that hides a builtin. So the names that dicts, objects and classes of the user's have
@@ -105,10 +105,8 @@ class ValueGuard:
 
     def __init__(self, reach: Reachable, without: Container[Hashable] = (), state: bool = False) -> None:
         found, come_to, values = reach.values_read(state)
-        if not state and (read := reach.read_by_what_ran()) is not None:
-            found = [(place, value) for place, value in found if place.where in read[1]]
-            come_to, values = ([one for one in several if id(one) in read[0]] for several in (come_to, values))
-        self.unseen = _unseen_among(found, values)
+        named = None if state else reach.read_by_what_ran()
+        self.unseen = _unseen_among(found, [one for one in values if named is None or id(one) in named[0]])
         self._groups: dict[Any, _Group] = {}  # by how they are read
         for place, value in found:
             if place.where not in without:

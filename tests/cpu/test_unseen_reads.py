@@ -429,3 +429,68 @@ def test_a_context_manager_that_decorates_the_body() -> None:
     for number in range(12):
         holder.value = "2" if number < 6 else "5"
         assert captured(torch.ones(3).to("lazy")).tolist() == [float(holder.value)] * 3, number
+
+
+class Scale(torch.distributions.AffineTransform):
+    """PyTorch's code reads `scale`; so does a method that is not called."""
+
+    def undo(self, y: Any) -> Any:
+        return y / self.scale
+
+
+class Temperature(contextlib.nullcontext):  # type: ignore[type-arg]
+    def show(self) -> None:
+        print(self.enter_result)
+
+
+class Slots:
+    __slots__ = ("rate",)
+
+    def show(self) -> None:
+        print(self.rate)
+
+
+Slots.learning_rate = Slots.rate  # type: ignore[attr-defined]
+
+
+def _of_pytorch(scale: Scale, x: torch.Tensor, asks: bool) -> Any:
+    return scale.undo(x) if asks else scale(x)
+
+
+def _of_contextlib(temperature: Temperature, x: torch.Tensor, asks: bool) -> Any:
+    if asks:
+        temperature.show()
+    with temperature as value:
+        return x * value
+
+
+def _of_c(holder: Any, x: torch.Tensor, asks: bool) -> Any:
+    if asks:
+        print(holder.value)
+    return x * {"2.0": 2.0, "5.0": 5.0}["{.value}".format(holder)]  # noqa: UP032
+
+
+def _by_another_name(slots: Any, x: torch.Tensor, asks: bool) -> Any:
+    if asks:
+        slots.show()
+    return x * slots.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("body", "make", "name"),
+    [
+        (_of_pytorch, lambda: Scale(0.0, 2.0), "scale"),
+        (_of_contextlib, lambda: Temperature(2.0), "enter_result"),
+        (_of_c, Holder, "value"),
+        (_by_another_name, Slots, "rate"),
+    ],
+)
+@pytest.mark.parametrize("changes", [(6,), (1,), (2, 7), (3, 4, 5)])
+def test_what_unseen_code_reads_is_guarded_too(body: Any, make: Any, name: str, changes: tuple[int, ...]) -> None:
+    read, asks = make(), False
+    captured = capture(lambda x: body(read, x, asks))
+    value = 2.0
+    for number in range(12):
+        value = 7.0 - value if number in changes else value
+        setattr(read, name, value)
+        assert captured(torch.ones(3).to("lazy")).tolist() == [value] * 3, number
