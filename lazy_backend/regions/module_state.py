@@ -87,7 +87,7 @@ class ModuleState:
         return self._named
 
     def named_after(
-        self, module: torch.nn.Module, named: NamedByCode, ran: set[CodeType] | None, read: str
+        self, module: torch.nn.Module, named: NamedByCode, ran: set[CodeType], read: str
     ) -> tuple[NamedByCode, str]:
         """See `NamedByCode.after_body`."""
         made, unfit = named.after_body([one for _, one in modules_within(module)], ran, read)

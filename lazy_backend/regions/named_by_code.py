@@ -78,7 +78,7 @@ class NamedByCode:
                 return name_of(type(module))
         return ""
 
-    def after_body(self, parts: Parts, ran: set[CodeType] | None, read: str) -> tuple[NamedByCode, str]:
+    def after_body(self, parts: Parts, ran: set[CodeType], read: str) -> tuple[NamedByCode, str]:
         """These as the body, which just ran, left them, without what it changed.
 
         And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.
@@ -89,8 +89,8 @@ class NamedByCode:
             made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)
         if changed is not None and changed.read:
             return made, why_written(changed.read)
-        unseen = read or made._guard.unseen
-        return made, why_unseen(unseen) if unseen else ""
+        unseen = made._guard.unseen
+        return made, read or (why_unseen(unseen) if unseen else "")
 
     def refers_only_to(self, other: NamedByCode) -> bool:
         """Whether the other one refers to all tensors that this one does."""

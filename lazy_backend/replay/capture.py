@@ -559,7 +559,7 @@ class Captured(Generic[P, R]):
     def _roots(self, signature: _Signature) -> list[Any]:
         return [self._function, *signature.named()]
 
-    def _look_at_reads(self, start: Start, signature: _Signature, read: str, ran: set[types.CodeType] | None) -> str:
+    def _look_at_reads(self, start: Start, signature: _Signature, read: str, ran: set[types.CodeType]) -> str:
         """Why what the body, which just ran, has read keeps it from being replayed; "" if nothing does.
 
         What it wrote is not what it goes by: then `start` has a guard of what it left. `read`, `ran`: see
@@ -571,8 +571,10 @@ class Captured(Generic[P, R]):
         names_more = self._ran.add(ran)
         if changed is not None and changed.read:
             return why_written(changed.read)
-        if unseen := read or start.values.unseen:
-            return why_unseen(unseen)
+        if read:
+            return read
+        if start.values.unseen:
+            return why_unseen(start.values.unseen)
         return "its code read by names that none of its earlier calls did" if names_more else ""
 
     def _find(self, record: RecordedCall, signature: _Signature, unsettled: Sequence[UnsettledStep]) -> Found:
@@ -596,8 +598,8 @@ class Captured(Generic[P, R]):
     ) -> Any:
         """Run the body with traced floats.
 
-        Returns the leaves of its result, with plain floats, their structure, a read that no guard can follow, and the
-        code that ran.
+        Returns the leaves of its result, with plain floats, their structure, why its reads keep it from being replayed,
+        and the code that ran.
         """
         try:
             for guard in last.guards if last is not None else ():

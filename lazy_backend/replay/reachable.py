@@ -207,7 +207,7 @@ class Reachable:
         self._own_attributes: set[str] = set()
         self._strings: set[str] = set()  # of those, given to `getattr` and `hasattr`
         self._left_out = frozenset() if ran is None else ran.left_out
-        self._ran_names = frozenset() if ran is None or not ran.is_whole else ran.names | ran.attributes
+        self._ran_names = frozenset() if ran is None else ran.names | ran.attributes
         self._reads_all = ran is not None and ran.reads_all  # whether attributes may be read that nobody names
         self._user_reads_all = ran is not None and ran.user_reads_all  # by code that no package has
         self._has_all = False  # whether those of classes and modules were found
@@ -546,7 +546,7 @@ class Reachable:
         """The ids of the values that the code which ran comes to, and where places are that it may read.
 
         That is less than what all the code may read that is at hand. None: all of it, as code reads more than it names,
-        or not all that ran was seen.
+        or none has run yet.
         """
         if self._reads_all or not self._ran_names:
             return None

@@ -1,7 +1,7 @@
 """Reads that no guard can follow, seen as they happen: the environment, files, clocks, states of generators, `eval`.
 
-In: a body that is recorded, as it runs on this thread. Out: the name of the first such read, or ""; and the code that
-ran, `CodeThatRan`.
+In: a body that is recorded, as it runs on this thread. Out: why its reads keep it from being replayed, or ""; and the
+code that ran, `CodeThatRan`.
 
 Note [Reads of a body]
 A guard compares what code names. What a body gets otherwise, from the operating system or by a name that it computes,
@@ -10,8 +10,10 @@ that it calls (`sys.setprofile`, 0.6 µs for each), and a body that called one o
 PyTorch's code or ours makes are left out, as are those of `logging` and `warnings`: a replay leaves messages out, as it
 does what is printed. Code that ran names what it reads even where nothing leads to it from the body, as to the `__eq__`
 that a dataclass wrote or to `copy.deepcopy`. Random numbers of Python's and of numpy are compared by their states; code
-that asks for the seed or the state of one runs as written. If the program has a profiler of its own on this thread,
-which `cProfile` is, nothing is seen.
+that asks for the seed or the state of one runs as written.
+
+A thread has one profiler. That of the program, if it is a function, is called beside ours; `cProfile` pauses while a
+body is recorded, and counts the time as ours. Under another one, or if the body exchanges it, a body runs as written.
 """
 
 from __future__ import annotations
@@ -79,13 +81,11 @@ class CodeThatRan:
 
     `names`: all, with those of the functions themselves, which operators may have called. `attributes`: of those, the
     ones that are read. `reads_all`: whether some code may read attributes that it does not name; `user_reads_all`:
-    whether code does that is no package's. `version`: how often more names came. `is_whole`: whether all that ran was
-    seen, so that nothing else is read when the bodies run once more. `left_out`: attributes of objects that it does not
-    name, and that have changed between two calls that recorded the same: they are not compared any more.
+    whether code does that is no package's. `version`: how often more names came. `left_out`: attributes of objects that
+    it does not name, and that have changed between two calls that recorded the same: they are not compared any more.
     """
 
     def __init__(self) -> None:
-        self.is_whole = True
         self.left_out: frozenset[Any] = frozenset()
         self.names: frozenset[str] = frozenset()
         self.attributes: frozenset[str] = frozenset()
@@ -93,12 +93,8 @@ class CodeThatRan:
         self.version = 0
         self._codes: set[types.CodeType] = set()
 
-    def add(self, codes: set[types.CodeType] | None) -> bool:
-        """Add what ran; None if that was not seen. Returns whether more names came than were known."""
-        if codes is None:
-            self.version += self.is_whole
-            self.is_whole = False
-            return False
+    def add(self, codes: set[types.CodeType]) -> bool:
+        """Add what ran. Returns whether more names came than were known."""
         new = codes - self._codes
         if not new:
             return False
@@ -122,23 +118,22 @@ class CodeThatRan:
 class _Watch:
     """Sees what a body calls, on behalf of a captured object; bodies are within one another.
 
-    `first`: the first read that no guard can follow. `codes`: what ran. `is_whole`: whether bodies within saw all.
+    `reason`: why the first read that no guard can follow keeps the body from being replayed. `codes`: what ran.
+    `profiler`: that of the program, which sees all that this one sees.
     """
 
-    __slots__ = ("first", "codes", "outer", "is_whole")
+    __slots__ = ("reason", "codes", "outer", "profiler")
 
-    def __init__(self, outer: _Watch | None) -> None:
-        self.first = ""
+    def __init__(self, outer: _Watch | None, profiler: Callable[..., Any] | None) -> None:
+        self.reason = ""
         self.codes: set[types.CodeType] = set()
         self.outer = outer
-        self.is_whole = True
-
-    def sees_all(self) -> bool:
-        """Whether nothing took its place, here or in a body within this one."""
-        return self.is_whole and sys.getprofile() is self
+        self.profiler = profiler
 
     def __call__(self, frame: types.FrameType, event: str, function: Any) -> None:
         """What `sys.setprofile` asks for."""
+        if self.profiler is not None:
+            self.profiler(frame, event, function)
         if event == "c_call":
             read = _name_of_c(function)
         elif event == "call":
@@ -151,30 +146,47 @@ class _Watch:
         else:
             return
         if read and _is_of_body(frame):
-            watch: _Watch | None = self
-            while watch is not None:
-                watch.first, watch = watch.first or read, watch.outer
+            self.note(why_unseen(read))
+
+    def note(self, reason: str) -> None:
+        """Note why this body, and those around it, are not replayed."""
+        watch: _Watch | None = self
+        while watch is not None:
+            watch.reason, watch = watch.reason or reason, watch.outer
 
 
-def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType] | None]:
-    """What `body` returns, the first of its reads that no guard can follow, and the code that ran.
+def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType]]:
+    """What `body` returns, why its reads keep it from being replayed, or "", and the code that ran.
 
-    None for that code if a profiler of the program kept it from being seen. See Note [Reads of a body].
+    See Note [Reads of a body].
     """
-    outer: Any = sys.getprofile()
-    if outer is not None and type(outer) is not _Watch:
-        return body(), "", None
-    watch = _Watch(outer)
+    before: Any = sys.getprofile()
+    outer = before if type(before) is _Watch else None
+    is_function = callable(before)
+    resume = None if is_function else getattr(before, "enable", None)  # of cProfile
+    if before is not None and not is_function and resume is None:
+        return body(), _PROFILED, set()
+    profiler = before if is_function else None
+    watch = _Watch(outer, profiler if outer is None else outer.profiler)
     try:
         sys.setprofile(watch)
         result = body()
-        return result, watch.first, watch.codes if watch.sees_all() else None
+        if sys.getprofile() is not watch:
+            watch.note(_PROFILED)
+        return result, watch.reason, watch.codes
     finally:
-        sees_all = watch.sees_all()
-        sys.setprofile(outer)
+        if resume is None:
+            sys.setprofile(before)
+        else:
+            resume()
         if outer is not None:
             outer.codes |= watch.codes
-            outer.is_whole = outer.is_whole and sees_all
+
+
+_PROFILED = (
+    "a profiler of this thread hides what its code reads\n  calls are recorded once it is off; functions that "
+    "sys.setprofile gets, and cProfile, hide nothing"
+)
 
 
 def why_unseen(read: str) -> str:

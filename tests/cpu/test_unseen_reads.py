@@ -251,18 +251,41 @@ def test_a_profiler_of_the_program_stays() -> None:
     assert profile.getstats()
 
 
-def test_a_read_that_is_seen_at_a_later_comparison_only_is_no_error() -> None:
-    os.environ["LAZY_TEST_VALUE"] = "2.0"
-    captured = capture(lambda x: x * float(os.environ["LAZY_TEST_VALUE"]))
+def test_reads_are_seen_under_a_profiler() -> None:
+    seen: list[str] = []
     profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(4):
-        captured(torch.ones(3, device="lazy"))
-    profile.disable()
-    assert captures()[-1]["replays"] > 0
-    for _ in range(66):  # at the 64th it is compared
-        assert captured(torch.ones(3, device="lazy")).tolist() == [2.0, 2.0, 2.0]
-    assert any("os.environ" in reason for reason in captures()[-1]["as_written"])
+    before = sys.getprofile()
+    for start, stop in (
+        (profile.enable, profile.disable),
+        (lambda: sys.setprofile(lambda frame, *_: seen.append(frame.f_code.co_name)), lambda: sys.setprofile(before)),
+    ):
+        captured = capture(lambda x: x * float(os.environ["LAZY_TEST_VALUE"]))
+        for number in range(9):
+            os.environ["LAZY_TEST_VALUE"] = str(number // 4)
+            start()
+            try:
+                result = captured(torch.ones(3, device="lazy"))
+            finally:
+                stop()
+            assert result.tolist() == [number // 4] * 3
+        assert any("os.environ" in reason for reason in captures()[-1]["as_written"])
+    assert "encode" in seen
+
+
+class Opaque:
+    """What a profiler in C, as that of pyinstrument, leaves as `sys.getprofile()`."""
+
+
+def test_under_a_profiler_that_cannot_be_shared_calls_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture(lambda x: x * float(os.environ["LAZY_TEST_VALUE"]))
+    with monkeypatch.context() as patches:
+        patches.setattr(sys, "getprofile", Opaque)
+        for number in range(9):
+            os.environ["LAZY_TEST_VALUE"] = str(number // 4)
+            assert captured(torch.ones(3, device="lazy")).tolist() == [number // 4] * 3
+        assert any("a profiler of this thread" in reason for reason in captures()[-1]["as_written"])
+    del captured
+    assert _replays(lambda x: x * 2) >= 3
 
 
 def test_an_error_in_a_body_leaves_no_profiler() -> None:
