@@ -124,7 +124,7 @@ class Tape:
     def traced(self, number: int) -> TracedFloat:
         """The number of a node, for Python to compute with."""
         value = self.values[number]
-        made: Any = TracedFloat(value) if type(value) is float else traced_integer()(value)
+        made: Any = (TracedFloat if type(value) is float else traced_integer()).made_of(value)
         made.tape, made.number = self, number
         self._made.append(made)
         return made
@@ -339,6 +339,14 @@ class TracedFloat(Traced, float):
 
     __slots__ = ("tape", "number")
 
+    def __new__(cls, value: Any = 0.0) -> float:  # type: ignore[misc]
+        """What the user's code makes, as in `type(number)(value)`: a plain float."""
+        return float(value)
+
+    @classmethod
+    def made_of(cls, value: float) -> TracedFloat:
+        return float.__new__(cls, value)
+
     def plain(self) -> float:
         return plain(self)
 
@@ -385,8 +393,14 @@ def _integer_over(base: Any) -> type:
     class TracedInteger(Traced, base):  # type: ignore[misc]
         __slots__ = ("tape", "number", "value")
 
-        def __init__(self, value: int) -> None:
-            self.value = value
+        def __new__(cls, value: Any = 0) -> int:  # type: ignore[misc]
+            return int(value)  # see TracedFloat
+
+        @classmethod
+        def made_of(cls, value: int) -> Any:
+            made = base.__new__(cls, value)
+            made.value = value
+            return made
 
         def plain(self) -> int:
             return self.value  # type: ignore[no-any-return]

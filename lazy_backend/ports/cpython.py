@@ -14,20 +14,48 @@ from __future__ import annotations
 
 import _thread
 import abc
+import ctypes
 import dis
 import functools
 import gc
+import re
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import methodcaller
 from sys import getrefcount
-from types import CodeType, FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
 frame_at: Callable[[int], FrameType] = getattr(sys, "_getframe", None)  # type: ignore[assignment]
 frames_of_threads: Callable[[], dict[int, FrameType]] = getattr(sys, "_current_frames", None)  # type: ignore[assignment]
+
+# Bytes from a frame to the address of what the interpreter keeps of it, and from there to that of the function.
+_AT_FRAME, _AT_FUNCTION = 3 * ctypes.sizeof(ctypes.c_void_p), {11: 0, 12: 16, 13: 16}.get(sys.version_info.minor)
+
+
+def function_of(frame: FrameType) -> FunctionType | None:
+    """The function that a frame runs; None if this version of Python does not tell."""
+    if _AT_FUNCTION is None:
+        return None
+    inner = ctypes.c_void_p.from_address(id(frame) + _AT_FRAME).value
+    place = ctypes.c_void_p.from_address(inner + _AT_FUNCTION).value if inner else None
+    try:
+        found = ctypes.cast(place, ctypes.py_object).value if place else None
+    except ctypes.ArgumentError:  # made of what a call raises at the limit of recursion
+        raise RecursionError("maximum recursion depth exceeded") from None
+    return found if type(found) is FunctionType and found.__code__ is frame.f_code else None
+
+
+def frames_tell_functions() -> bool:
+    """Whether `function_of` finds a function that calls it."""
+
+    def calls() -> bool:
+        return function_of(frame_at(0)) is calls
+
+    return calls()
+
 
 # The classes of `threading.Lock` and `threading.RLock`, which are functions before Python 3.13.
 LOCK_TYPES: tuple[type, ...] = (_thread.LockType, _thread.RLock)
@@ -192,6 +220,8 @@ def names_read(code: CodeType) -> NamesRead:
     if not _BY_STRING.isdisjoint(code.co_names):
         strings = frozenset(constant for constant in code.co_consts if type(constant) is str)
         reads_all = reads_all or not _gives_names_as_constants(code)
+    if not _FORMATS.isdisjoint(code.co_names):
+        attributes |= {name for one in code.co_consts if type(one) is str for name in _OF_FIELD.findall(one)}
     return NamesRead(
         frozenset(global_names),
         frozenset(attributes | strings),
@@ -201,6 +231,11 @@ def names_read(code: CodeType) -> NamesRead:
         frozenset(variables),
         frozenset(keys),
     )
+
+
+# Methods of strings that read attributes, and the attributes of such a string's fields: "{0.scale}".
+_FORMATS = frozenset(("format", "format_map"))
+_OF_FIELD = re.compile(r"(?<=\.)[^\W\d]\w*(?=[^{}]*\})")
 
 
 def _instructions_of(code: CodeType) -> list[tuple[int, int]]:

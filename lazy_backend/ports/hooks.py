@@ -28,6 +28,8 @@ _optimizers: Any = sys.modules["torch.optim.optimizer"]
 PARAMETERS, BUFFERS, MODULES = REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Attributes that hold the hooks of a module's calls.
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Attributes of an optimizer that hold the hooks of its steps.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Attributes of modules and optimizers that neither forward nor backward nor a step reads by itself: those for
 # `state_dict`, and the options of hooks, which change with the hooks.
 UNREAD = frozenset(

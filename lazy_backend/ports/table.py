@@ -421,6 +421,7 @@ REPLAYS = Port(
     Probe("the garbage collector's youngest generation has what was just made", cpython.sees_young_objects),
     Probe("reference counts count every holder", cpython.counts_holders),
     Probe("instructions tell which names they read", cpython.reads_names),
+    Probe("frames tell which function runs", cpython.frames_tell_functions),
     Probe("abstract classes tell which classes were registered", cpython.sees_registrations),
     without="captured functions are called as they are written, at the cost of recording them",
 )

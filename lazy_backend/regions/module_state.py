@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import chain
-from types import CodeType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lazy_backend.regions.named_by_code import NamedByCode
 from lazy_backend.regions.programs import Program
 from lazy_backend.replay.accounts import PATIENCE, Attempts
 from lazy_backend.replay.structure import HostGuard, StructureGuard
-from lazy_backend.replay.unseen_reads import CodeThatRan
+from lazy_backend.replay.unseen_reads import CodeThatRan, Ran
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
 _IN_ATTRIBUTES = re.compile(rf"^dict(?:\['(?:{'|'.join(REGISTRIES)})'\])?\['(\w+)'\]")
@@ -86,9 +85,7 @@ class ModuleState:
             self._named = NamedByCode([one for _, one in modules_within(module)], ran)
         return self._named
 
-    def named_after(
-        self, module: torch.nn.Module, named: NamedByCode, ran: set[CodeType], read: str
-    ) -> tuple[NamedByCode, str]:
+    def named_after(self, module: torch.nn.Module, named: NamedByCode, ran: Ran, read: str) -> tuple[NamedByCode, str]:
         """See `NamedByCode.after_body`."""
         made, unfit = named.after_body([one for _, one in modules_within(module)], ran, read)
         if made.is_whole:

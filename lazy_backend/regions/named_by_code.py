@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import chain
-from types import CodeType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lazy_backend.ports.cpython import attributes_of, is_a, name_of
 from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tensors
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
-from lazy_backend.replay.unseen_reads import CodeThatRan, why_unseen, why_written
+from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, why_unseen, why_written
 from lazy_backend.replay.value_guard import ValueGuard
 
 # Of a container that code names, more values are not searched for sources of random numbers.
@@ -35,7 +34,7 @@ class NamedByCode:
     """
 
     def __init__(self, parts: Parts, ran: CodeThatRan, without: Collection[Hashable] = ()) -> None:
-        reach = Reachable(parts, ran, largest=_LARGEST_CONTAINER)
+        reach = Reachable((*parts, *ran.roots()), ran, largest=_LARGEST_CONTAINER)
         self._ran, self._version = ran, ran.version
         self.is_whole = not without
         self.generators = reach.generators
@@ -78,14 +77,14 @@ class NamedByCode:
                 return name_of(type(module))
         return ""
 
-    def after_body(self, parts: Parts, ran: set[CodeType], read: str) -> tuple[NamedByCode, str]:
+    def after_body(self, parts: Parts, ran: Ran, read: str) -> tuple[NamedByCode, str]:
         """These as the body, which just ran, left them, without what it changed.
 
         And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.
         """
-        changed, names_more = self._guard.changed(), self._ran.add(ran)
+        changed, reads_more = self._guard.changed(), self._ran.add(ran, self._guard.functions)
         made = self
-        if changed is not None or names_more:
+        if changed is not None or reads_more:
             made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)
         if changed is not None and changed.read:
             return made, why_written(changed.read)

@@ -41,6 +41,7 @@ from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.table import REPLAYS
 from lazy_backend.ports.tensor_types import device_of
+from lazy_backend.ports.thread_modes import active_transform
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, Attempts, NotReplayable
 from lazy_backend.replay.binding import bind, check_same_program, follow_floats
@@ -65,7 +66,7 @@ from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Prepar
 from lazy_backend.replay.state_guard import Found, LeftAlone
 from lazy_backend.replay.state_places import argument_places
 from lazy_backend.replay.structure import StructureGuard, hooks_of
-from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_unseen, why_written
+from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, watching_reads, why_unseen, why_written
 from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import (
@@ -109,7 +110,7 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[An
 def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Arguments, tuple[Any, ...]]:
     """The key of what a program depends on among the arguments, and the values that it takes from them.
 
-    Last the arguments that the key names by id, as nothing else tells them apart.
+    Last the arguments that the key names by id, as nothing else tells them apart, and functions and classes.
     """
     key: list[Any] = [spec, describe_modes()]
     objects = _NO_OBJECTS
@@ -140,8 +141,9 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
                 f"a captured function got a tensor on {device_of(leaf)}, which a replay would not upload\n"
                 f"  at {user_site()}\n  move it before the call, as in tensor.to('lazy')"
             )
-        elif (value := value_key(leaf)) is not None:
+        elif (value := value_key(leaf, named := [])) is not None:
             key.append(value)
+            objects += tuple(named)
         else:
             key.append((id(kind), id(leaf)))
             objects += (leaf,)
@@ -269,7 +271,8 @@ class Captured(Generic[P, R]):
 
     @hide_internals
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if executor.rules.is_refusing():  # within another captured function: part of its program
+        # within another captured function: part of its program; under a transform of torch.func: of what that makes
+        if executor.rules.is_refusing() or active_transform() is not None:
             return self._function(*args, **kwargs)
         if config.eager or not self._replays:
             return unflatten_result(*flatten_result(self._function(*args, **kwargs)))  # type: ignore[no-any-return]
@@ -490,7 +493,8 @@ class Captured(Generic[P, R]):
         verified = verify and _is_fresh(signature.program, arguments)
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
-        start = start_of_call(last, program.carried() if program else None, self._roots(signature), self._ran)
+        roots = [self._function, *signature.named(), *self._ran.roots()]
+        start = start_of_call(last, program.carried() if program else None, roots, self._ran)
         moved = program.state_guard.moved() if program else []
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
@@ -500,7 +504,8 @@ class Captured(Generic[P, R]):
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats, self._counts)
                 leaves, spec, read, ran = self._run_recorded(recorder, last, context, body, args, kwargs)
-            unfit = self._look_at_reads(start, signature, read, ran)
+            unfit = self._look_at_reads(start, roots, read, ran)
+            del ran  # its functions hold what they close over
             watch.recorder = None
             # what the body made to compute into is no upload, and may be gone
             uploads[:] = [storage for storage in uploads if storage.tensor is not None]
@@ -519,7 +524,7 @@ class Captured(Generic[P, R]):
             signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
             record.changed_argument, record.unfit_read, record.unnamed = values.changed(), unfit, start.unnamed
-            found = self._find(record, signature, unsettled)
+            found = self._find(record, roots, unsettled)
             record.after = record.numbers.state(found.reach, found.structure.walk, found.leaves)
             record.argument_places = argument_places(start.state, record.after, arguments.tensors)
             returned = [leaf for leaf in leaves if is_a(leaf, LazyTensor)]
@@ -556,10 +561,7 @@ class Captured(Generic[P, R]):
         if len(used) == 1 and not record.calls():
             (signature.context,) = used.values()
 
-    def _roots(self, signature: _Signature) -> list[Any]:
-        return [self._function, *signature.named()]
-
-    def _look_at_reads(self, start: Start, signature: _Signature, read: str, ran: set[types.CodeType]) -> str:
+    def _look_at_reads(self, start: Start, roots: Sequence[Any], read: str, ran: Ran) -> str:
         """Why what the body, which just ran, has read keeps it from being replayed; "" if nothing does.
 
         What it wrote is not what it goes by: then `start` has a guard of what it left. `read`, `ran`: see
@@ -567,21 +569,21 @@ class Captured(Generic[P, R]):
         """
         changed = start.values.changed()
         if changed is not None:
-            start.values = ValueGuard(Reachable(self._roots(signature), self._ran), changed.parts)
-        names_more = self._ran.add(ran)
+            start.values = ValueGuard(Reachable(roots, self._ran), changed.parts)
+        reads_more = self._ran.add(ran, start.values.functions)
         if changed is not None and changed.read:
             return why_written(changed.read)
         if read:
             return read
         if start.values.unseen:
             return why_unseen(start.values.unseen)
-        return "its code read by names that none of its earlier calls did" if names_more else ""
+        return "code of it ran that none of its earlier calls did" if reads_more else ""
 
-    def _find(self, record: RecordedCall, signature: _Signature, unsettled: Sequence[UnsettledStep]) -> Found:
+    def _find(self, record: RecordedCall, roots: Sequence[Any], unsettled: Sequence[UnsettledStep]) -> Found:
         """What the function reaches and used, after a call."""
         watch = record.watch
         used = (*watch.leaves(), *(step.flag for step in unsettled))
-        found = Found(Reachable(self._roots(signature)), watch.modules, watch.optimizers, used)
+        found = Found(Reachable(roots), watch.modules, watch.optimizers, used)
         record.roots = found.roots
         record.reached_generators = tuple(found.reach.generators)
         record.random_states = tuple(found.reach.random_states)
@@ -599,7 +601,7 @@ class Captured(Generic[P, R]):
         """Run the body with traced floats.
 
         Returns the leaves of its result, with plain floats, their structure, why its reads keep it from being replayed,
-        and the code that ran.
+        and what ran.
         """
         try:
             for guard in last.guards if last is not None else ():

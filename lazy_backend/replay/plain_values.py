@@ -117,24 +117,32 @@ class _Opaque(Exception):
     """A value can be told from others by identity only."""
 
 
-def value_key(value: Any) -> Hashable | None:
+def value_key(value: Any, named: list[Any] | None = None) -> Hashable | None:
     """A stand-in for a value that says everything about it: plain values, arrays, dataclasses and namespaces of these.
 
-    None if there is none. Functions and classes stand for themselves. Raises nothing.
+    None if there is none. Functions and classes stand for themselves, and are added to `named`. Raises nothing.
     """
+    found: list[Any] = []
     try:
-        return _key(value, {})
+        key = _key(value, {}, found)
     except (_Opaque, RecursionError):
         return None
+    if named is not None:
+        named += found
+    return key
 
 
-def _key(value: Any, seen: dict[int, int]) -> Hashable:
+def _key(value: Any, seen: dict[int, int], named: list[Any]) -> Hashable:
     kind = class_key(type(value))
     if is_plain(value):
+        if is_a(value, enum.Enum):
+            named.append(type(value))
         return kind, plain_key(value)
     if is_a(value, type):
+        named.append(value)
         return class_key(value)
     if is_a(value, types.FunctionType | types.BuiltinFunctionType):
+        named.append(value)
         return value  # type: ignore[no-any-return]
     if id(value) in seen:  # shared, or within itself
         return "again", seen[id(value)]
@@ -143,18 +151,19 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, value.dtype.str, value.shape, digest(value)
     fields = next((space[FIELDS] for space in map(namespace_of, mro_of(type(value))) if FIELDS in space), None)
     if type(fields) is dict:
-        return kind, _keys(_values_of_fields(value, fields.values()), seen)
+        named.append(type(value))
+        return kind, _keys(_values_of_fields(value, fields.values()), seen, named)
     if kind is types.SimpleNamespace:
-        return kind, _keys(vars(value).items(), seen)
+        return kind, _keys(vars(value).items(), seen, named)
     if kind is dict:
-        return kind, _keys(value.items(), seen)
+        return kind, _keys(value.items(), seen, named)
     if kind is list or kind is tuple:
-        return kind, _keys(enumerate(value), seen)
+        return kind, _keys(enumerate(value), seen, named)
     raise _Opaque
 
 
 def _values_of_fields(value: Any, fields: Iterable[Any]) -> list[tuple[str, Any]]:
-    """The values of a dataclass, from its `__dict__` or its slots."""
+    """The values of a dataclass, from its `__dict__` or its slots, and the attributes that are no fields."""
     found = dict(attributes_of(value))
     for slot in chain.from_iterable(map(slots_of, mro_of(type(value)))):
         with contextlib.suppress(AttributeError):
@@ -162,7 +171,7 @@ def _values_of_fields(value: Any, fields: Iterable[Any]) -> list[tuple[str, Any]
     names = [field.name for field in fields if field._field_type is _IS_FIELD]
     if not found.keys() >= set(names):
         raise _Opaque  # one is a property
-    return [(name, found[name]) for name in names]
+    return [(name, found.pop(name)) for name in names] + list(found.items())
 
 
 class _ClassKey:
@@ -185,8 +194,8 @@ def class_key(kind: type) -> Hashable:
     return kind if type(kind) is type else _ClassKey(kind)
 
 
-def _keys(items: Iterable[tuple[Any, Any]], seen: dict[int, int]) -> Hashable:
-    return tuple((_key(name, seen), _key(item, seen)) for name, item in items)
+def _keys(items: Iterable[tuple[Any, Any]], seen: dict[int, int], named: list[Any]) -> Hashable:
+    return tuple((_key(name, seen, named), _key(item, seen, named)) for name, item in items)
 
 
 def is_array(value: Any) -> bool:

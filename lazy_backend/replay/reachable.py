@@ -18,6 +18,7 @@ reference counts of young containers on the way are part of the guard.
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import sys
@@ -50,9 +51,19 @@ from lazy_backend.ports.cpython import (
     slots_of,
     values_view,
 )
-from lazy_backend.ports.hooks import REGISTRIES, modules_within, registered_tensors
-from lazy_backend.replay.plain_values import FIELDS, has_plain_hash, is_plain, is_process_wide, plain_key
-from lazy_backend.replay.unseen_reads import CodeThatRan
+from lazy_backend.ports.hooks import (
+    CALL_HOOKS,
+    HOOKS_AFTER_ALL_STEPS,
+    HOOKS_BEFORE_ALL_STEPS,
+    HOOKS_OF_ALL_MODULES,
+    REGISTRIES,
+    STEP_HOOKS,
+    modules_within,
+    registered_tensors,
+)
+from lazy_backend.replay.plain_values import FIELDS, has_plain_hash, is_array, is_plain, is_process_wide, plain_key
+from lazy_backend.replay.structure import hooks_of
+from lazy_backend.replay.unseen_reads import CodeThatRan, MethodsOf
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # More values than this are not walked, 1 µs each: what lies beyond is unknown.
@@ -78,7 +89,9 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")}
 # More values than this are not compared before each replay, 60 ns each.
 _MOST_FOLLOWED = 1000
 # Methods that nobody names.
-_CALLED = ("__call__", "forward")
+_CALLED = ("__call__", "forward", *CALL_HOOKS, *STEP_HOOKS)
+# The hooks of all modules and optimizers.
+_HOOKS_OF_ALL = (*HOOKS_OF_ALL_MODULES, HOOKS_BEFORE_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 # Those of autograd functions.
 _OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
 # What code that calls a class runs.
@@ -102,6 +115,7 @@ _WRAPPERS: tuple[type, ...] = (
     type({}.keys()),  # type: ignore[var-annotated]
     type({}.values()),  # type: ignore[var-annotated]
     type({}.items()),  # type: ignore[var-annotated]
+    type(functools.cmp_to_key(lambda one, other: 0)),
 )
 # Objects that read attributes by names which they hold.
 _READERS = (attrgetter, methodcaller)
@@ -222,6 +236,8 @@ class Reachable:
         self._largest = largest
         for number, root in enumerate(roots):
             self._find(root, None, number)
+        for number, hook in enumerate(chain.from_iterable(map(dict.values, _HOOKS_OF_ALL))):
+            self._find(hook, None, ("hook", number))
         self._walk()
 
     def _walk(self) -> None:
@@ -241,7 +257,7 @@ class Reachable:
 
     def _find(self, value: Any, owner: Any, place: StatePlace | Hashable) -> None:
         self.count += 1
-        if is_plain(value):
+        if _is_leaf(value):
             return
         self._ways.setdefault(id(value), []).append((id(owner), place))
         if id(value) not in self._values:
@@ -251,6 +267,7 @@ class Reachable:
     def _expand(self, value: Any) -> None:
         if type(value) is LazyTensor:
             self.tensors[id(value)] = value
+            self._find_hooks(value)
             for name, attribute in own_attributes(value).items():  # no places: they would keep what it stands for
                 self._find(attribute, value, name)
         elif is_a(value, torch.nn.Module):
@@ -259,12 +276,22 @@ class Reachable:
             for _, module in modules_within(value):
                 self._within.setdefault(id(module), (module, id(value)))
                 self._expand_attributes(module)
+                if module is not value:
+                    self._expand_class(module)
         elif is_a(value, torch.optim.Optimizer):
             self.optimizers.append(value)
             self._expand_class(value)
             self._expand_attributes(value)
         elif is_a(value, types.FunctionType):
             self._expand_function(value)
+        elif type(value) is MethodsOf:
+            self._not_walked[id(value)] = of = value.reference()  # the class may go at any time
+            for kind in mro_of(of) if of is not None else ():
+                if not _is_of_library(module_of(kind)):
+                    self._add_named(_class_entry, kind, value)
+        elif is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if not is_a(value.__self__, types.ModuleType | type):
+                self._find(value.__self__, value, "__self__")
         elif is_a(value, types.MethodType):
             self._find(value.__self__, value, "__self__")
             self._find(value.__func__, value, "__func__")
@@ -291,10 +318,18 @@ class Reachable:
             if name not in _REGISTRIES and not (is_a(attribute, dict | set) and not length_of(attribute)):
                 self._find_at(_entry, attributes, name, value, attribute)
         for tensor in registered_tensors(value):
-            if type(tensor) is LazyTensor and (own := own_attributes(tensor)):
+            if type(tensor) is not LazyTensor:
+                continue
+            own, has_hooks = own_attributes(tensor), bool(hooks_of(tensor))
+            if own or has_hooks:
                 self._within.setdefault(id(tensor), (tensor, id(value)))
+                self._find_hooks(tensor)
                 for name, attribute in own.items():
                     self._find_at(_entry, attributes_of(tensor), name, tensor, attribute)
+
+    def _find_hooks(self, tensor: torch.Tensor) -> None:
+        for number, hook in enumerate(hooks_of(tensor)):
+            self._find(hook, tensor, ("hook", number))
 
     def _expand_function(self, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -334,6 +369,8 @@ class Reachable:
         self.globals[id(space)] = space
         for name in names & dict.keys(space):
             self._read_at(_entry, space, name, function)
+            if is_users and any(space[name] is one and name != one.__name__ for one in (getattr, hasattr, vars)):
+                self._reads_all = self._user_reads_all = True
 
     def _note_builtins(self, names: Iterable[str], function: types.FunctionType) -> None:
         """Find what names mean that are no globals, and note where globals of these names would be found first."""
@@ -394,6 +431,8 @@ class Reachable:
             if is_a(value, types.FunctionType | types.BuiltinFunctionType):
                 self._not_walked[id(value)] = value
                 self._besides.append((owner, StatePlace(_entry, attributes, name, id(value)), value))
+            elif is_a(value, types.ModuleType) and _is_of_library(dict.get(attributes_of(value), "__name__")):
+                self._read_at(_entry, attributes, name, owner)
             elif name in self._own_attributes and (is_plain(value) or is_a(value, _WITH_LENGTHS)):
                 if not is_plain(value) and length_of(value) > MOST_KEYS:  # such as `sys.modules`
                     self._values[id(value)] = value  # code that names it runs as written: it need not be walked
@@ -402,7 +441,9 @@ class Reachable:
     def _expand_object(self, value: Any) -> None:
         kind = container_kind(value)
         if kind is dict:
-            for key, item in list(islice(dict.items(value), self._largest)):
+            for number, (key, item) in enumerate(list(islice(dict.items(value), self._largest))):
+                if not is_plain(key) and not is_a(key, torch.Tensor):
+                    self._find(key, value, ("key", number))
                 self._find_at(_entry if has_plain_hash(key) else _entry_of_key, value, key, value, item)
             if is_a(value, defaultdict):
                 self._read_at(_slot, value, _FACTORY, value)
@@ -526,11 +567,13 @@ class Reachable:
             number = waiting.popleft()
             owner = None if number == id(None) else self._owner(number)
             for place, value in steps.get(number, ()):
-                may_change = place is None or _may_change(owner, place, value)
+                may_change = (
+                    place is None or _may_change(owner, place, value) or self._is_named_content(owner, place, value)
+                )
                 is_seen = place is None or (place.read is _entry and is_a(owner, _WITH_STRUCTURE))
                 if place is not None and not is_seen and may_change and id(value) not in of_state:
                     found[place.where] = place, value
-                if id(value) in seen or is_plain(value):
+                if id(value) in seen or _is_leaf(value):
                     continue
                 seen.add(id(value))
                 waiting.append(id(value))
@@ -541,6 +584,12 @@ class Reachable:
                     if id(value) not in of_state and not (may_change and is_a(value, _SEEN_BY_OTHERS)):
                         others.append(value)
         return list(found.values()), values, others
+
+    def _is_named_content(self, owner: Any, place: StatePlace, value: Any) -> bool:
+        """Whether a place is an attribute with a container or an array that the user's code names, of any object."""
+        is_attribute = not is_a(owner, types.FunctionType | types.ModuleType | type) and owner is not place.container
+        is_content = is_a(value, _WITH_LENGTHS) or is_array(value)
+        return is_attribute and is_content and name_of_key(place.key) in self._own_attributes
 
     def read_by_what_ran(self) -> tuple[AbstractSet[int], AbstractSet[Any]] | None:
         """The ids of the values that the code which ran comes to, and where places are that it may read.
@@ -602,8 +651,9 @@ class Reachable:
         """
         found: dict[int, list[tuple[StatePlace | None, Any]]] = {}
         named = names | attributes
+        left_out = frozenset() if reads_all else self._left_out
         for owner, place, value in self._besides:
-            if self._left_out and _attribute_at(owner, place) in self._left_out:
+            if left_out and _attribute_at(owner, place) in left_out:
                 continue
             # what is no plain value may be called, and so may what is not there yet
             is_called = value is None or not is_plain(value)
@@ -616,7 +666,7 @@ class Reachable:
             for of, way in ways:
                 if not isinstance(way, StatePlace):
                     found.setdefault(of, []).append((None, self._values[number]))
-                elif self._left_out and _attribute_at(self._owner(of), way) in self._left_out:
+                elif left_out and _attribute_at(self._owner(of), way) in left_out:
                     continue
                 elif self._may_read(self._owner(of), way, names, reads_all, False):
                     found.setdefault(of, []).append((way, self._values[number]))
@@ -715,6 +765,11 @@ def _is_called(owner: Any, name: Hashable) -> bool:
 
 def _is_function_class(kind: type) -> bool:
     return any(base is torch.autograd.Function for base in mro_of(kind))
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a value is plain, and no member of an `Enum` of the user's, which has attributes besides."""
+    return is_plain(value) and not (is_a(value, enum.Enum) and is_users(module_of(type(value))))
 
 
 def _is_special(name: Hashable) -> bool:

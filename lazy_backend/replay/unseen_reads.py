@@ -1,7 +1,7 @@
 """Reads that no guard can follow, seen as they happen: the environment, files, clocks, states of generators, `eval`.
 
 In: a body that is recorded, as it runs on this thread. Out: why its reads keep it from being replayed, or ""; and the
-code that ran, `CodeThatRan`.
+code that ran, `Ran`, which `CodeThatRan` collects.
 
 Note [Reads of a body]
 A guard compares what code names. What a body gets otherwise, from the operating system or by a name that it computes,
@@ -26,14 +26,15 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container
 from datetime import date
 from typing import Any, TypeVar
 
 import torch
 
 from lazy_backend.errors.sites import is_internal
-from lazy_backend.ports.cpython import names_read
+from lazy_backend.ports.cpython import function_of, is_a, mro_of, names_read, namespace_of
 
 T = TypeVar("T")
 
@@ -64,6 +65,8 @@ _OF_GENERATORS = frozenset(("get_state", "initial_seed", "graphsafe_get_state", 
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _LIBRARY = (_STANDARD, "<frozen ")  # as `os`, whose code is part of the interpreter
 _INSTALLED = os.sep + "site-packages" + os.sep
+# More functions and classes are not followed.
+_MOST_ROOTS = 1000
 _TELLING = (
     os.path.dirname(logging.__file__) + os.sep,
     str(warnings.__file__),
@@ -79,6 +82,9 @@ _OF_LANGUAGE = frozenset(_STANDARD + name for name in ("contextlib.py", "typing.
 class CodeThatRan:
     """The code that the bodies of one captured object ran, without PyTorch's and ours: what it names. See `NamesRead`.
 
+    `roots`: the functions of the user's that ran, and the classes whose methods they are: what they read is followed as
+    what the captured object reads is, however the body came to them.
+
     `names`: all, with those of the functions themselves, which operators may have called. `attributes`: of those, the
     ones that are read. `reads_all`: whether some code may read attributes that it does not name; `user_reads_all`:
     whether code does that is no package's. `version`: how often more names came. `left_out`: attributes of objects that
@@ -92,12 +98,19 @@ class CodeThatRan:
         self.reads_all = self.user_reads_all = False
         self.version = 0
         self._codes: set[types.CodeType] = set()
+        self._roots: dict[int, _Function] = {}
 
-    def add(self, codes: set[types.CodeType]) -> bool:
-        """Add what ran. Returns whether more names came than were known."""
-        new = codes - self._codes
+    def roots(self) -> list[types.FunctionType | MethodsOf | None]:
+        """Those that are alive, and None in the place of others: a place stands for what was there first."""
+        return [None if one.reference() is None else one.root() for one in self._roots.values()]
+
+    def add(self, ran: Ran, known: Container[int]) -> bool:
+        """Add what ran. Returns whether more came than was known. `known`: ids of functions that a guard follows."""
+        has_more = self._add_roots(ran, known)
+        new = ran.codes - self._codes
         if not new:
-            return False
+            self.version += has_more
+            return has_more
         self._codes |= new
         before = self.names, self.attributes, self.reads_all
         for code in new:
@@ -107,26 +120,99 @@ class CodeThatRan:
                 self.names = self.names.union(code.co_names, (code.co_name,))
                 self.attributes |= read.attributes
                 self.reads_all = self.reads_all or read.reads_all
-                if not file.startswith(_LIBRARY) and _INSTALLED not in file:
+                if _is_of_user(file):
                     self.user_reads_all = self.user_reads_all or read.reads_all
-        self.left_out = frozenset(one for one in self.left_out if one[1] not in self.names)
-        has_more = (self.names, self.attributes, self.reads_all) != before
+        named = self.names | self.attributes
+        self.left_out = frozenset(one for one in self.left_out if one[1] not in named and not self.reads_all)
+        has_more = has_more or (self.names, self.attributes, self.reads_all) != before
         self.version += has_more
         return has_more
+
+    def _add_roots(self, ran: Ran, known: Container[int]) -> bool:
+        has_more = False
+        if len(self._roots) >= _MOST_ROOTS:
+            self._roots = {key: one for key, one in self._roots.items() if one.reference() is not None}
+        made_within = {inner for code in ran.codes for inner in code.co_consts if type(inner) is types.CodeType}
+        for function, owner in ran.functions.values():
+            if function.__code__ in made_within:
+                continue  # made anew at each call: what it reads is what the code around it names
+            for kind, root in ((_Function, function), (MethodsOf, owner)):
+                before = self._roots.get(id(root))
+                is_known = id(root) in known or (before is not None and before.reference() is root)
+                if root is not None and not is_known:
+                    has_more = True
+                    if len(self._roots) < _MOST_ROOTS:  # else such calls are not replayed
+                        self._roots[id(root)] = kind(root)
+        return has_more
+
+
+class _Function:
+    """A function that ran, which this does not keep."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, value: Any) -> None:
+        self.reference = weakref.ref(value)
+
+    def root(self) -> Any:
+        return self.reference()
+
+
+class MethodsOf(_Function):
+    """A class of which methods ran: leads to what they name of it, not to what makes its objects."""
+
+    def root(self) -> Any:
+        return self
+
+
+class Ran:
+    """What ran while a body was recorded. `codes`: all. `functions`: the user's, each with the class it is a method of.
+
+    By the ids of both.
+    """
+
+    __slots__ = ("codes", "functions")
+
+    def __init__(self) -> None:
+        self.codes: set[types.CodeType] = set()
+        self.functions: dict[tuple[int, int], tuple[types.FunctionType, type | None]] = {}
+
+    def note(self, frame: types.FrameType) -> None:
+        """Note a frame of the body's code that begins."""
+        code = frame.f_code
+        self.codes.add(code)
+        function = function_of(frame) if _is_of_user(code.co_filename) else None
+        if function is None:
+            return
+        owner = None
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            owner = first if is_a(first, type) else type(first)
+            if not any(code.co_name in namespace_of(kind) for kind in mro_of(owner)):
+                owner = None  # no method
+        self.functions.setdefault((id(function), id(owner)), (function, owner))
+
+    def add(self, other: Ran) -> None:
+        self.codes |= other.codes
+        self.functions.update(other.functions)
+
+
+def _is_of_user(file: str) -> bool:
+    return not file.startswith(_LIBRARY) and _INSTALLED not in file
 
 
 class _Watch:
     """Sees what a body calls, on behalf of a captured object; bodies are within one another.
 
-    `reason`: why the first read that no guard can follow keeps the body from being replayed. `codes`: what ran.
-    `profiler`: that of the program, which sees all that this one sees.
+    `reason`: why the first read that no guard can follow keeps the body from being replayed. `profiler`: that of the
+    program, which sees all that this one sees.
     """
 
-    __slots__ = ("reason", "codes", "outer", "profiler")
+    __slots__ = ("reason", "ran", "outer", "profiler")
 
     def __init__(self, outer: _Watch | None, profiler: Callable[..., Any] | None) -> None:
         self.reason = ""
-        self.codes: set[types.CodeType] = set()
+        self.ran = Ran()
         self.outer = outer
         self.profiler = profiler
 
@@ -138,8 +224,8 @@ class _Watch:
             read = _name_of_c(function)
         elif event == "call":
             code = frame.f_code
-            if code not in self.codes and _is_of_body(frame) and not _is_importing(frame):
-                self.codes.add(code)
+            if code in self.ran.codes or (_is_of_body(frame) and not _is_importing(frame)):
+                self.ran.note(frame)
             read = _IN_PYTHON.get(code, "")
             if not read and code in _IN_PYTORCH:
                 frame, read = frame.f_back or frame, _IN_PYTORCH[code]
@@ -155,8 +241,8 @@ class _Watch:
             watch.reason, watch = watch.reason or reason, watch.outer
 
 
-def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType]]:
-    """What `body` returns, why its reads keep it from being replayed, or "", and the code that ran.
+def watching_reads(body: Callable[[], T]) -> tuple[T, str, Ran]:
+    """What `body` returns, why its reads keep it from being replayed, or "", and what ran.
 
     See Note [Reads of a body].
     """
@@ -165,7 +251,7 @@ def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType]]:
     is_function = callable(before)
     resume = None if is_function else getattr(before, "enable", None)  # of cProfile
     if before is not None and not is_function and resume is None:
-        return body(), _PROFILED, set()
+        return body(), _PROFILED, Ran()
     profiler = before if is_function else None
     watch = _Watch(outer, profiler if outer is None else outer.profiler)
     try:
@@ -173,14 +259,14 @@ def watching_reads(body: Callable[[], T]) -> tuple[T, str, set[types.CodeType]]:
         result = body()
         if sys.getprofile() is not watch:
             watch.note(_PROFILED)
-        return result, watch.reason, watch.codes
+        return result, watch.reason, watch.ran
     finally:
         if resume is None:
             sys.setprofile(before)
         else:
             resume()
         if outer is not None:
-            outer.codes |= watch.codes
+            outer.ran.add(watch.ran)
 
 
 _PROFILED = (

@@ -19,19 +19,21 @@ What is not there may come: an attribute that hides another or that `hasattr` as
 first, a key of a dict, a global that hides a builtin. So the names that dicts, objects and classes of the user's have
 are compared, too, and the bases of classes. Code that may read attributes which it does not name (`vars`, `asdict`,
 `getattr` with a name that it computes, patterns of classes) has all attributes of the user's objects followed. Code is
-found in two ways: by walking, and by what ran while the body was recorded (`CodeThatRan`), as methods that nobody names
-are, such as the `__eq__` of a dataclass. A call that ran code with new names is not replayed; the next one is compared
-by these.
+found in two ways: by walking, and by what ran while the body was recorded (`CodeThatRan`). The user's functions that
+ran, and the classes that they are methods of, are starting points like the captured function itself: hooks, functions
+in a table, the `__eq__` of a dataclass. But functions that the body makes anew are not: what they read is what the
+code around them names. A call that ran more than those before is not replayed; the next one is compared by that.
 
 The body may change what it reads. Containers, and what it only counts (`self.calls += 1`), are then not what it goes
 by. A plain value that it reads and writes is: such a body runs as written.
 
 Some values cannot be followed: thread-local ones, weak references, iterators and generators, containers of more than
-1000 entries, arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen to
-read the environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of installed
-packages only plain values are followed, not which functions, classes and objects they name; of modules of PyTorch's and
-of Python's library the containers (`sys.path`), plain values and functions that the user's code names. Of all values,
-the 1000 nearest to the function are followed.
+1000 entries, arrays of more than 16 KiB. Code that may read one is not replayed, and neither is a body that was seen
+to read the environment, files or clocks (Note [Reads of a body]). Not seen is what other functions of C keep. Of
+installed packages only plain values are followed, and containers and arrays in attributes that the user's code names,
+not which functions, classes and objects they name; of modules of PyTorch's and of Python's library the containers
+(`sys.path`), plain values and functions that the user's code names. Of all values, the 1000 nearest to the function
+are followed.
 
 The check compares by identity, in C: 60 ns for a value. Only if that fails are values compared.
 """
@@ -101,6 +103,7 @@ class ValueGuard:
 
     Made before the body runs. If the body changed something, the guard is made anew, of what it left, without what it
     changed: `changed`. `unseen`: a value that cannot be followed, such as a thread-local one; "" if there is none.
+    `functions`: the ids of those that it follows.
     """
 
     def __init__(self, reach: Reachable, without: Container[Hashable] = (), state: bool = False) -> None:
@@ -111,6 +114,7 @@ class ValueGuard:
         for place, value in found:
             if place.where not in without:
                 self._groups.setdefault(place.read, _Group()).add(place, value)
+        self.functions = {id(value) for value in come_to if is_a(value, types.FunctionType)}
         self._shapes = _Shapes(come_to, without)
         self._containers = {id(value) for value in come_to if is_a(value, dict | list | deque)}
         self._keys = reach.keys
@@ -175,7 +179,7 @@ def _facts_of(values: Iterable[Any]) -> Iterator[tuple[_Fact, Any, Any]]:
             yield _fact(_class_of, value)
         if is_a(value, set):
             if length_of(value) <= MOST_KEYS:
-                yield _fact(_keys_of if all(map(is_plain, items_of(value))) else length_of, value)
+                yield _fact(_keys_of, value)
         elif is_a(value, types.FunctionType):
             if not is_installed(value.__module__):
                 yield _fact(_parts_of, value)
@@ -216,22 +220,32 @@ class _Registered:
     __slots__ = ("_kinds", "_at", "_found")
 
     def __init__(self, kinds: Iterable[type]) -> None:
-        libraries = map(sys.modules.get, ("collections.abc", "numbers"))
-        of_python = chain.from_iterable(vars(library).values() for library in libraries if library is not None)
-        self._kinds = [*kinds, *(one for one in of_python if is_a(one, abc.ABCMeta))]
+        self._kinds = tuple(kinds)
         self._at: Any = None
         self._found: frozenset[tuple[int, int]] = frozenset()
 
     def now(self) -> frozenset[tuple[int, int]]:
         at = num_registrations()
         if at != self._at:
-            self._found = frozenset(
-                (id(kind), id(registered))
-                for kind, registered in registered_with(self._kinds)
-                if is_users(module_of(kind)) or is_users(module_of(registered))
-            )
+            self._found = _registered_with_pythons(at) | _registered_with(self._kinds)
             self._at = at
         return self._found
+
+
+@functools.lru_cache(maxsize=1)
+def _registered_with_pythons(at: Any) -> frozenset[tuple[int, int]]:
+    """The ids of registered classes, and of the abstract ones of Python's library, after `at` registrations."""
+    libraries = map(sys.modules.get, ("collections.abc", "numbers"))
+    values = chain.from_iterable(vars(library).values() for library in libraries if library is not None)
+    return _registered_with(one for one in values if is_a(one, abc.ABCMeta))
+
+
+def _registered_with(kinds: Iterable[type]) -> frozenset[tuple[int, int]]:
+    return frozenset(
+        (id(kind), id(registered))
+        for kind, registered in registered_with(kinds)
+        if is_users(module_of(kind)) or is_users(module_of(registered))
+    )
 
 
 _registered = _Registered.now
@@ -266,7 +280,7 @@ def _fact(read: _Fact, one: Any) -> tuple[_Fact, Any, Any]:
 
 
 def _keys_of(values: set[Any]) -> Any:
-    return frozenset((type(one), plain_key(one)) for one in items_of(values))
+    return frozenset((type(one), plain_key(one)) if is_plain(one) else id(one) for one in items_of(values))
 
 
 def _parts_of(function: Any) -> Any:
@@ -488,8 +502,8 @@ def _unseen_among(found: Iterable[tuple[StatePlace, Any]], values: Iterable[Any]
             return f"the weak references in {name}"
         if _is_of_c_types(value):
             return f"the C data {name}"
-        if _has_objects(value):
-            return f"the array of objects {name}"
+        if _is_opaque_array(value):
+            return f"the array {name}, which is of objects, or of another class than numpy's"
         if _is_iterator_of_c(type(value)):
             return f"the iterator {name}"
         if is_a(value, _BUILT_IN) and length_of(value) > MOST_KEYS:
@@ -504,9 +518,13 @@ def _is_of_c_types(value: Any) -> bool:
     return ctypes is not None and is_a(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array))
 
 
-def _has_objects(value: Any) -> bool:
+def _is_opaque_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and is_a(value, numpy.ndarray) and numpy.ndarray.dtype.__get__(value).hasobject
+    if numpy is not None and is_a(value, numpy.ndarray):
+        return not is_array(value)
+    if is_a(value, torch.Tensor) or not is_installed(module_of(type(value))):
+        return False
+    return any("__array__" in namespace_of(kind) for kind in mro_of(type(value)))  # such as the columns of a table
 
 
 def _is_iterator_of_c(kind: type) -> bool:
