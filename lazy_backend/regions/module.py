@@ -359,7 +359,6 @@ class CapturedModule:
         held = [result]
         del result
         signature.named, unfit_read = state.named_after(module, named, ran, read)
-        del ran  # its functions hold what they close over
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None

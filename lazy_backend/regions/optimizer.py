@@ -488,7 +488,6 @@ class CapturedOptimizer:
             recorded.uploads.clear()  # it would keep them alive
             uploads.clear()
         state.parts.read, unfit_read = named.after_body([optimizer], ran, read)
-        del ran
         try:
             self._find_counts(changed_numbers(before, numbers_in(optimizer)))
             if unfit_read:

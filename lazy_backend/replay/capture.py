@@ -116,6 +116,7 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
     objects = _NO_OBJECTS
     tensors: list[LazyTensor] = []
     floats: list[float] = []
+    named: list[Any] = []
     for leaf in leaves:
         kind = type(leaf)
         if kind is LazyTensor:
@@ -141,9 +142,8 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
                 f"a captured function got a tensor on {device_of(leaf)}, which a replay would not upload\n"
                 f"  at {user_site()}\n  move it before the call, as in tensor.to('lazy')"
             )
-        elif (value := value_key(leaf, named := [])) is not None:
+        elif (value := value_key(leaf, named)) is not None:
             key.append(value)
-            objects += tuple(named)
         else:
             key.append((id(kind), id(leaf)))
             objects += (leaf,)
@@ -153,7 +153,7 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
         if len(first) < len(tensors):  # for autograd, one tensor twice differs from two for the same memory
             known: dict[int, int] = {}
             key.extend(known.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
-    return tuple(key), Arguments(tuple(tensors), tuple(floats)), objects
+    return tuple(key), Arguments(tuple(tensors), tuple(floats)), (*objects, *named)
 
 
 def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:
@@ -505,7 +505,6 @@ class Captured(Generic[P, R]):
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats, self._counts)
                 leaves, spec, read, ran = self._run_recorded(recorder, last, context, body, args, kwargs)
             unfit = self._look_at_reads(start, roots, read, ran)
-            del ran  # its functions hold what they close over
             watch.recorder = None
             # what the body made to compute into is no upload, and may be gone
             uploads[:] = [storage for storage in uploads if storage.tensor is not None]

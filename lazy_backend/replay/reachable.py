@@ -285,10 +285,10 @@ class Reachable:
         elif is_a(value, types.FunctionType):
             self._expand_function(value)
         elif type(value) is MethodsOf:
-            self._not_walked[id(value)] = of = value.reference()  # the class may go at any time
-            for kind in mro_of(of) if of is not None else ():
-                if not _is_of_library(module_of(kind)):
-                    self._add_named(_class_entry, kind, value)
+            self._not_walked[id(value)] = of_class = value.reference()  # the class may go at any time
+            for base in mro_of(of_class) if of_class is not None else ():
+                if not _is_of_library(module_of(base)):
+                    self._add_named(_class_entry, base, value)
         elif is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
             if not is_a(value.__self__, types.ModuleType | type):
                 self._find(value.__self__, value, "__self__")

@@ -107,6 +107,7 @@ class CodeThatRan:
     def add(self, ran: Ran, known: Container[int]) -> bool:
         """Add what ran. Returns whether more came than was known. `known`: ids of functions that a guard follows."""
         has_more = self._add_roots(ran, known)
+        ran.functions.clear()  # they hold what they close over
         new = ran.codes - self._codes
         if not new:
             self.version += has_more
@@ -184,7 +185,7 @@ class Ran:
         function = function_of(frame) if _is_of_user(code.co_filename) else None
         if function is None:
             return
-        owner = None
+        owner: Any = None
         if code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             owner = first if is_a(first, type) else type(first)
