@@ -3,7 +3,8 @@
 In: a seed. Out: a `RandomLoop` whose statements are those of the function, in phase "body", and those around its calls,
 which change what the function rests on: its state is exchanged, replaced, aliased, written, held by others; containers
 are reordered; modules, optimizers and arguments change, and values that the function reads without being given them
-(`random_reads`).
+(`random_reads`). With `carried`, code that the function comes to by a detour reads these: a module within a module, a
+hook, a method in a table.
 """
 
 from __future__ import annotations
@@ -222,10 +223,38 @@ _CALLS = (
 _USES = ("{}", "(1 + {})", "float({})", "(0.5 if {} > 0.5 else 2.0)", "torch.full((), float({}), device=x.device)")
 
 
+# Code that multiplies X by VALUE, and how it is called; NAME is its own.
+_CARRIERS = (
+    ("class NAME_(nn.Module):\n    def forward(self, x): return x * VALUE\nNAME = nn.Sequential(nn.Sequential(NAME_()))", "NAME(X)"),  # noqa: E501
+    ("class NAME_(nn.Module):\n    def scaled(self, x): return x * VALUE\nNAME = nn.ModuleDict({'a': NAME_()})", "NAME['a'].scaled(X)"),  # noqa: E501
+    ("NAME = nn.Sequential(nn.Identity())\nNAME[0].register_forward_hook(lambda module, args, result: result * VALUE)", "NAME(X)"),  # noqa: E501
+    ("NAME = nn.Identity()\nNAME.register_forward_pre_hook(lambda module, args: (args[0] * VALUE,))", "NAME(X)"),
+    ("class NAME_:\n    def scaled(self, x): return x * VALUE\nNAME = {'scaled': NAME_().scaled}", "NAME['scaled'](X)"),
+    ("class NAME_:\n    def __rmul__(self, x): return x * VALUE\nNAME = [NAME_()]", "NAME[0].__rmul__(X)"),
+    ("class NAME_(enum.Enum):\n    one = 1\n    def scaled(self, x): return x * VALUE\nNAME = NAME_.one", "NAME.scaled(X)"),  # noqa: E501
+    ("@dataclasses.dataclass\nclass NAME_:\n    number: int = 1\n    def scaled(self, x): return x * VALUE\nNAME = (NAME_(),)", "NAME[0].scaled(X)"),  # noqa: E501
+    ("class NAME_(typing.NamedTuple):\n    number: int = 1\n    def scaled(self, x): return x * VALUE\nNAME = NAME_()", "NAME.scaled(X)"),  # noqa: E501
+    ("def NAME(x):\n    leaf = torch.ones(8, device=device, requires_grad=True)\n    leaf.register_hook(lambda grad: grad * VALUE)\n"  # noqa: E501
+     "    (leaf * x.detach()).sum().backward()\n    return leaf.grad", "NAME(X)"),
+    ("class NAME(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x): return x * VALUE\n    @staticmethod\n"  # noqa: E501
+     "    def backward(ctx, grad): return grad * VALUE", "NAME.apply(X)"),
+    ("def NAME_(function):\n    @functools.wraps(function)\n    def inner(*args): return function(*args)\n    return inner\n"  # noqa: E501
+     "@NAME_\ndef NAME(x): return x * VALUE", "NAME(X)"),
+    ("def NAME(x): yield x * VALUE", "next(NAME(X))"),
+    ("NAME = functools.partial(lambda by, x: x * by * VALUE, 1.0)", "NAME(X)"),
+    ("class NAME_:\n    @classmethod\n    def scaled(cls, x): return x * VALUE\nNAME = {NAME_: NAME_.scaled}", "next(iter(NAME)).scaled(X)"),  # noqa: E501
+    ("class NAME_(type):\n    def __call__(cls, x): return x * VALUE\nclass NAME(metaclass=NAME_): pass", "NAME(X)"),
+    ("def NAME(x, function=lambda x: x * VALUE): return function(x)", "NAME(X)"),
+    ("class NAME_:\n    def __init__(self, x): self.scaled = x * VALUE\nNAME = NAME_", "NAME(X).scaled"),
+)  # fmt: skip
+
+
 class _Generator:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, carried: bool) -> None:
         self.choose = random.Random(seed)
         self.seed = seed
+        # chosen by another generator, so that a seed makes the same function but for its carriers
+        self.carriers = random.Random(f"carriers {seed}") if carried else None
         self.statements: list[Statement] = []
         self.places: list[str] = []
         self.containers: list[str] = []
@@ -242,9 +271,15 @@ class _Generator:
                 place = choose.randrange(len(self.statements) + 1)
                 self._add("body", choose.choice(_TRAINING))
                 self.statements.insert(place, self.statements.pop())
-        for read in self.reads:
+        for number, read in enumerate(self.reads):
             place = choose.choice(self.places)
-            self.statements.append(Statement("body", f"{place} = {place} * {choose.choice(_USES).format(read.value)}"))
+            code = f"{place} * {(value := choose.choice(_USES).format(read.value))}"
+            if self.carriers is not None:
+                setup, call = self.carriers.choice(_CARRIERS)
+                setup, call = (one.replace("NAME", f"carrier{number}") for one in (setup, call))
+                self.statements.append(Statement("setup", setup.replace("VALUE", value)))
+                code = _fill(call, {"X": place})
+            self.statements.append(Statement("body", f"{place} = {code}"))
         self._add("result", choose.choice(_RESULTS))
         if choose.random() < 0.4:
             self._add("call", choose.choice(_CALLS))
@@ -314,6 +349,6 @@ def _fill(code: str, names: dict[str, str]) -> str:
     return re.sub(r"\b[A-Z]+\b", lambda found: names.get(found[0], found[0]), code)
 
 
-def random_function(seed: int) -> RandomFunction:
+def random_function(seed: int, carried: bool = False) -> RandomFunction:
     """The function of `seed`, and its calls."""
-    return _Generator(seed).generate()
+    return _Generator(seed, carried).generate()

@@ -28,6 +28,7 @@ import queue
 import sys
 import threading
 import types
+import typing
 import weakref
 from typing import Any, NamedTuple
 
@@ -361,6 +362,6 @@ def names() -> dict[str, Any]:
     """What the statements may name besides `torch`."""
     modules = (
         argparse, collections, contextvars, copy, ctypes, dataclasses, decimal, enum, fractions, functools, importlib, itertools,
-        logging, math, operator, os, pickle, queue, sys, threading, types, weakref,
+        logging, math, operator, os, pickle, queue, sys, threading, types, typing, weakref,
     )  # fmt: skip
     return {one.__name__: one for one in modules} | {"np": np, "Gains": Gains, "scaled_of": scaled_of}

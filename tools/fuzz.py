@@ -5,6 +5,7 @@
     python tools/fuzz.py --programs 3000 --backend aot_eager --kind chains
     python tools/fuzz.py --programs 500 --replay
     python tools/fuzz.py --programs 500 --replay functions
+    python tools/fuzz.py --programs 500 --replay carried
     python tools/fuzz.py --programs 500 --trials 20
     python tools/fuzz.py --programs 5000 --trials 1 --backend aot_eager_decomp_partition
     python tools/fuzz.py --programs 2000 --planted
@@ -54,7 +55,7 @@ _COUNTERS = ("GraphCut", "UncachedCompile", *_COMPILES)
 _VERDICTS = (*_COMPILES, "PlanAgreed", "PlanSuspected", "PlanRefused", "PlanRepaired")
 
 # What `--replay` runs, and the counter of what is replayed.
-_REPLAYED = {"loops": "RegionJump", "functions": "CapturedCall"}
+_REPLAYED = {"loops": "RegionJump", "functions": "CapturedCall", "carried": "CapturedCall"}
 
 Sync = Callable[[], None]
 
@@ -74,7 +75,8 @@ def parse_arguments() -> argparse.Namespace:
         nargs="?",
         const="loops",
         choices=tuple(_REPLAYED),
-        help="loops: with captured modules and optimizers (default); functions: captured ones with state",
+        help="loops: with captured modules and optimizers (default); functions: captured ones with state; "
+        "carried: these, where code that they come to by a detour reads what changes",
     )
     parser.add_argument("--trials", type=int, default=0, help="compile so many together, and count verdicts of trials")
     parser.add_argument("--progress", type=int, default=0, help="print counts each so many programs")
@@ -154,7 +156,10 @@ def replay_loops(arguments: argparse.Namespace) -> int:
     """Run random training loops; the exit status is 1 if any failed."""
     start, found, totals = time.perf_counter(), [], Counter[str]()
     for seed in range(arguments.seed, arguments.seed + arguments.programs):
-        loop = random_loop(seed, arguments.known) if arguments.replay == "loops" else random_function(seed)
+        if arguments.replay == "loops":
+            loop: RandomLoop = random_loop(seed, arguments.known)
+        else:
+            loop = random_function(seed, carried=arguments.replay == "carried")
         text = replay_failure(loop)
         if text is not None and text.startswith(NOT_COMPARED):
             totals["not compared"] += 1

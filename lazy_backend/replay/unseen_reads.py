@@ -107,7 +107,6 @@ class CodeThatRan:
     def add(self, ran: Ran, known: Container[int]) -> bool:
         """Add what ran. Returns whether more came than was known. `known`: ids of functions that a guard follows."""
         has_more = self._add_roots(ran, known)
-        ran.functions.clear()  # they hold what they close over
         new = ran.codes - self._codes
         if not new:
             self.version += has_more
@@ -134,16 +133,19 @@ class CodeThatRan:
         if len(self._roots) >= _MOST_ROOTS:
             self._roots = {key: one for key, one in self._roots.items() if one.reference() is not None}
         made_within = {inner for code in ran.codes for inner in code.co_consts if type(inner) is types.CodeType}
-        for function, owner in ran.functions.values():
-            if function.__code__ in made_within:
+        for one, owner in ran.functions.values():
+            function = one.reference()
+            if function is None or function.__code__ in made_within:
                 continue  # made anew at each call: what it reads is what the code around it names
-            for kind, root in ((_Function, function), (MethodsOf, owner)):
-                before = self._roots.get(id(root))
-                is_known = id(root) in known or (before is not None and before.reference() is root)
-                if root is not None and not is_known:
+            for root in (one, owner):
+                value = None if root is None else root.reference()
+                if root is None or value is None:
+                    continue
+                before = self._roots.get(id(value))
+                if id(value) not in known and (before is None or before.reference() is not value):
                     has_more = True
                     if len(self._roots) < _MOST_ROOTS:  # else such calls are not replayed
-                        self._roots[id(root)] = kind(root)
+                        self._roots[id(value)] = root
         return has_more
 
 
@@ -169,14 +171,14 @@ class MethodsOf(_Function):
 class Ran:
     """What ran while a body was recorded. `codes`: all. `functions`: the user's, each with the class it is a method of.
 
-    By the ids of both.
+    By the ids of both. It keeps neither: they would hold what they close over.
     """
 
     __slots__ = ("codes", "functions")
 
     def __init__(self) -> None:
         self.codes: set[types.CodeType] = set()
-        self.functions: dict[tuple[int, int], tuple[types.FunctionType, type | None]] = {}
+        self.functions: dict[tuple[int, int], tuple[_Function, MethodsOf | None]] = {}
 
     def note(self, frame: types.FrameType) -> None:
         """Note a frame of the body's code that begins."""
@@ -191,7 +193,9 @@ class Ran:
             owner = first if is_a(first, type) else type(first)
             if not any(code.co_name in namespace_of(kind) for kind in mro_of(owner)):
                 owner = None  # no method
-        self.functions.setdefault((id(function), id(owner)), (function, owner))
+        key = id(function), id(owner)
+        if key not in self.functions or self.functions[key][0].reference() is not function:
+            self.functions[key] = _Function(function), None if owner is None else MethodsOf(owner)
 
     def add(self, other: Ran) -> None:
         self.codes |= other.codes

@@ -227,25 +227,26 @@ class _Registered:
     def now(self) -> frozenset[tuple[int, int]]:
         at = num_registrations()
         if at != self._at:
-            self._found = _registered_with_pythons(at) | _registered_with(self._kinds)
+            found = (*_registered_with_pythons(at), *_registered_with(self._kinds))
+            self._found = frozenset((kind, id(one)) for kind, reference in found if (one := reference()) is not None)
             self._at = at
         return self._found
 
 
 @functools.lru_cache(maxsize=1)
-def _registered_with_pythons(at: Any) -> frozenset[tuple[int, int]]:
-    """The ids of registered classes, and of the abstract ones of Python's library, after `at` registrations."""
+def _registered_with_pythons(at: Any) -> list[tuple[int, weakref.ref[type]]]:
+    """Registered classes, with the ids of the abstract ones of Python's library, after `at` registrations."""
     libraries = map(sys.modules.get, ("collections.abc", "numbers"))
     values = chain.from_iterable(vars(library).values() for library in libraries if library is not None)
     return _registered_with(one for one in values if is_a(one, abc.ABCMeta))
 
 
-def _registered_with(kinds: Iterable[type]) -> frozenset[tuple[int, int]]:
-    return frozenset(
-        (id(kind), id(registered))
+def _registered_with(kinds: Iterable[type]) -> list[tuple[int, weakref.ref[type]]]:
+    return [
+        (id(kind), weakref.ref(registered))
         for kind, registered in registered_with(kinds)
         if is_users(module_of(kind)) or is_users(module_of(registered))
-    )
+    ]
 
 
 _registered = _Registered.now
