@@ -1,6 +1,7 @@
 """Random functions with state, captured, against the same functions as written and against the CPU.
 
-The functions come from `tests/random_functions.py`. `tools/fuzz.py --replay functions` runs as many as wanted.
+The functions come from `tests/random_functions.py`. `tools/fuzz.py --replay functions`, and `--replay carried`, run as
+many as wanted.
 """
 
 from __future__ import annotations
@@ -41,3 +42,13 @@ def test_a_function_is_made_smaller() -> None:
     smaller = minimize(random_function(7), lambda one: any(statement.phase == "result" for statement in one.statements))
     assert len(smaller.statements) == smaller.num_steps == 1
     assert "step = capture(step" in smaller.script()
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_random_functions_with_carriers_do_the_same_captured(block: int) -> None:
+    num_replayed = 0
+    for seed in range(14 * block, 14 * block + 14):
+        found = failure(random_function(seed, carried=True))
+        assert found is None or found.startswith(NOT_COMPARED), f"function {seed}: {found}"
+        num_replayed += metrics.counter_value("CapturedCall") > 0
+    assert num_replayed >= 5
