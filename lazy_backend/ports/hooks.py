@@ -102,9 +102,9 @@ def has_known_attributes_of_modules() -> bool:
 HOOKS_BEFORE_ALL_STEPS: dict[int, Any] = getattr(_optimizers, "_global_optimizer_pre_hooks", {})
 HOOKS_AFTER_ALL_STEPS: dict[int, Any] = getattr(_optimizers, "_global_optimizer_post_hooks", {})
 # Those of one.
-step_hooks_of: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(
-    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-)
+step_hooks_of: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(*STEP_HOOKS)
+# The hooks of all modules and of all optimizers.
+HOOKS_OF_ALL = (*HOOKS_OF_ALL_MODULES, HOOKS_BEFORE_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 
 
 def has_known_attributes_of_optimizers() -> bool:

@@ -125,7 +125,7 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
             key.append((data.context, data.meta, storage.meta, leaf.requires_grad))
             tensors.append(leaf)
             if given := own_attributes(leaf):
-                value = value_key(given)
+                value = value_key(given, named)
                 key.append(value if value is not None else tuple(map(id, given.values())))
                 objects += tuple(given.values()) if value is None else ()
             if leaf.requires_grad:
@@ -153,7 +153,8 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
         if len(first) < len(tensors):  # for autograd, one tensor twice differs from two for the same memory
             known: dict[int, int] = {}
             key.extend(known.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
-    return tuple(key), Arguments(tuple(tensors), tuple(floats)), (*objects, *named)
+    objects += tuple(named)
+    return tuple(key), Arguments(tuple(tensors), tuple(floats)), objects
 
 
 def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:

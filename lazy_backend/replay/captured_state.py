@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lazy_backend.floats.torch_hooks import FloatSeer, TorchHooks
 from lazy_backend.ports.cpython import UNHELD, attributes_of, counts_of, is_a, young_objects
-from lazy_backend.ports.hooks import HOOKS_AFTER_ALL_STEPS, HOOKS_BEFORE_ALL_STEPS, HOOKS_OF_ALL_MODULES, PARAMETERS
+from lazy_backend.ports.hooks import HOOKS_OF_ALL, PARAMETERS
 from lazy_backend.ports.tensor_types import base_of, use_count, version_of
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
@@ -224,10 +224,6 @@ def _wait_for_body(operands: Sequence[Any]) -> None:
             return
 
 
-# What `register_module_forward_hook` and its like fill, besides our own hooks.
-_GLOBAL_HOOKS = (*HOOKS_OF_ALL_MODULES, HOOKS_BEFORE_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
-
-
 class GlobalHookGuard:
     """The hooks of all modules and of all optimizers."""
 
@@ -236,7 +232,7 @@ class GlobalHookGuard:
 
     def holds(self) -> bool:
         # almost always there are none: 0.2 µs
-        return (not any(_GLOBAL_HOOKS) and not self._hooks) or self._are_same(_global_hooks())
+        return (not any(HOOKS_OF_ALL) and not self._hooks) or self._are_same(_global_hooks())
 
     def _are_same(self, now: list[Any]) -> bool:
         return len(now) == len(self._hooks) and all(map(is_, now, self._hooks))
@@ -244,7 +240,7 @@ class GlobalHookGuard:
 
 def _global_hooks() -> list[Any]:
     """All global hooks but our own, which come and go with watches."""
-    hooks = [hook for each in _GLOBAL_HOOKS for hook in list(each.values())]
+    hooks = [hook for each in HOOKS_OF_ALL for hook in list(each.values())]
     return [hook for hook in hooks if not (is_a(hook, MethodType) and hook.__self__ is watches)]
 
 

@@ -53,9 +53,7 @@ from lazy_backend.ports.cpython import (
 )
 from lazy_backend.ports.hooks import (
     CALL_HOOKS,
-    HOOKS_AFTER_ALL_STEPS,
-    HOOKS_BEFORE_ALL_STEPS,
-    HOOKS_OF_ALL_MODULES,
+    HOOKS_OF_ALL,
     REGISTRIES,
     STEP_HOOKS,
     modules_within,
@@ -90,8 +88,6 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")}
 _MOST_FOLLOWED = 1000
 # Methods that nobody names.
 _CALLED = ("__call__", "forward", *CALL_HOOKS, *STEP_HOOKS)
-# The hooks of all modules and optimizers.
-_HOOKS_OF_ALL = (*HOOKS_OF_ALL_MODULES, HOOKS_BEFORE_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 # Those of autograd functions.
 _OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
 # What code that calls a class runs.
@@ -236,7 +232,7 @@ class Reachable:
         self._largest = largest
         for number, root in enumerate(roots):
             self._find(root, None, number)
-        for number, hook in enumerate(chain.from_iterable(map(dict.values, _HOOKS_OF_ALL))):
+        for number, hook in enumerate(chain.from_iterable(map(dict.values, HOOKS_OF_ALL))):
             self._find(hook, None, ("hook", number))
         self._walk()
 
@@ -668,7 +664,7 @@ class Reachable:
                     found.setdefault(of, []).append((None, self._values[number]))
                 elif left_out and _attribute_at(self._owner(of), way) in left_out:
                     continue
-                elif self._may_read(self._owner(of), way, names, reads_all, False):
+                elif self._may_read(self._owner(of), way, named, reads_all, False):
                     found.setdefault(of, []).append((way, self._values[number]))
         return found
 

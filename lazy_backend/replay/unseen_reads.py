@@ -58,8 +58,8 @@ _IN_PYTHON = {importlib.import_module.__code__: "importlib.import_module()"} | {
 }
 
 _IN_PYTHON |= {random.Random.getstate.__code__: "random.getstate()"}
-# Those of PyTorch's functions that tell the state of a generator, if the body's code calls them.
-_IN_PYTORCH = {getattr(torch, name).__code__: f"torch.{name}()" for name in ("initial_seed", "get_rng_state")}
+# Those of PyTorch's functions that tell the state of a generator or read files, if the body's code calls them.
+_IN_PYTORCH = {getattr(torch, name).__code__: f"torch.{name}()" for name in ("initial_seed", "get_rng_state", "load")}
 _OF_GENERATORS = frozenset(("get_state", "initial_seed", "graphsafe_get_state", "clone_state", "get_offset"))
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -98,7 +98,7 @@ class CodeThatRan:
         self.reads_all = self.user_reads_all = False
         self.version = 0
         self._codes: set[types.CodeType] = set()
-        self._roots: dict[int, _Function] = {}
+        self._roots: dict[int, _Root] = {}
 
     def roots(self) -> list[types.FunctionType | MethodsOf | None]:
         """Those that are alive, and None in the place of others: a place stands for what was there first."""
@@ -149,7 +149,7 @@ class CodeThatRan:
         return has_more
 
 
-class _Function:
+class _Root:
     """A function that ran, which this does not keep."""
 
     __slots__ = ("reference",)
@@ -161,7 +161,7 @@ class _Function:
         return self.reference()
 
 
-class MethodsOf(_Function):
+class MethodsOf(_Root):
     """A class of which methods ran: leads to what they name of it, not to what makes its objects."""
 
     def root(self) -> Any:
@@ -178,7 +178,7 @@ class Ran:
 
     def __init__(self) -> None:
         self.codes: set[types.CodeType] = set()
-        self.functions: dict[tuple[int, int], tuple[_Function, MethodsOf | None]] = {}
+        self.functions: dict[tuple[int, int], tuple[_Root, MethodsOf | None]] = {}
 
     def note(self, frame: types.FrameType) -> None:
         """Note a frame of the body's code that begins."""
@@ -195,7 +195,7 @@ class Ran:
                 owner = None  # no method
         key = id(function), id(owner)
         if key not in self.functions or self.functions[key][0].reference() is not function:
-            self.functions[key] = _Function(function), None if owner is None else MethodsOf(owner)
+            self.functions[key] = _Root(function), None if owner is None else MethodsOf(owner)
 
     def add(self, other: Ran) -> None:
         self.codes |= other.codes
@@ -204,6 +204,12 @@ class Ran:
 
 def _is_of_user(file: str) -> bool:
     return not file.startswith(_LIBRARY) and _INSTALLED not in file
+
+
+_PROFILED = (
+    "a profiler of this thread hides what its code reads\n  calls are recorded once it is off; functions that "
+    "sys.setprofile gets, and cProfile, hide nothing"
+)
 
 
 class _Watch:
@@ -274,12 +280,6 @@ def watching_reads(body: Callable[[], T]) -> tuple[T, str, Ran]:
             outer.ran.add(watch.ran)
 
 
-_PROFILED = (
-    "a profiler of this thread hides what its code reads\n  calls are recorded once it is off; functions that "
-    "sys.setprofile gets, and cProfile, hide nothing"
-)
-
-
 def why_unseen(read: str) -> str:
     """The reason why a body with this read is not replayed."""
     return f"it reads {read}, which a replay would not do\n  read it outside, and pass what it gave as an argument"
@@ -298,6 +298,8 @@ def _name_of_c(function: Any) -> str:
         if module == "builtins":
             return f"{name}()" if name in _BY_NAME else ""
         return f"{_OUTSIDE[module]}.{name}()" if module in _OUTSIDE and name not in _PURE else ""
+    if function is torch.from_file:
+        return "torch.from_file()"
     kind = owner if type(owner) is type else type(owner)
     if issubclass(kind, torch.Generator):
         return f"torch.Generator.{name}()" if name in _OF_GENERATORS else ""

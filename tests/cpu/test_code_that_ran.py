@@ -287,6 +287,33 @@ PROGRAMS = {
         def change(): given[0] = True; globals().__setitem__("before", later)
         def later(number): options.gain = 7.0 if number < 10 else 9.0
     """,
+    "a function that getattr comes to by a constant": """
+        def scaled(x): return x * gain
+        class Options: pass
+        options = Options(); options.scaled = scaled
+        def body(x): return getattr(options, "scaled")(x)
+        def change():
+            global gain; gain = 5.0
+    """,
+    "an object that getattr comes to by a constant": """
+        class Options: pass
+        options = Options(); options.inner = Options(); options.inner.gain = 1.0
+        def body(x): return x * getattr(options, "inner").gain
+        def change(): options.inner.gain = 5.0
+    """,
+    "an object that a format string comes to": """
+        class Options: pass
+        options = Options(); options.inner = Options(); options.inner.gain = 1.0
+        def body(x): return x * float("{0.inner.gain}".format(options))
+        def change(): options.inner.gain = 5.0
+    """,
+    "a function among the attributes of a tensor": """
+        def scaled(x): return x * gain
+        x.scaled = scaled
+        def body(x): return x.scaled(x)
+        def change():
+            global gain; gain = 5.0
+    """,
 }
 
 
@@ -341,6 +368,7 @@ def test_what_ran_keeps_no_call_from_being_replayed() -> None:
 
         return recurs(Local().scaled(closes_over(helper.scaled(x))), 3) + sum(one * x for one in (1.0, 2.0))
 
-    found = results("def body(x): return function(x)\ndef change(): pass", "lazy", lambda one: capture(body))
+    captured = capture(body)
+    found = results("def body(x): return function(x)\ndef change(): pass", "lazy", lambda one: captured)
     assert found == [[12.0, 12.0]] * CALLS
     assert captures()[-1]["replays"] >= CALLS - 3

@@ -48,6 +48,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "value"
         self.folder = folder / "many"
+        self.saved = folder / "saved"
         self.folder.mkdir()
         self.of_thread = threading.local()
         self.of_context: contextvars.ContextVar[float] = contextvars.ContextVar("value")
@@ -67,6 +68,7 @@ class World:
         os.environ["LAZY_TEST_VALUE"] = str(value)
         self.file.write_text(str(value))
         (self.folder / f"{value}").touch()
+        torch.save({"value": value}, self.saved)
         self.of_thread.value = value
         self.of_context.set(value)
         self.table[1500] = self.long[1500] = self.array[9000] = value
@@ -98,6 +100,8 @@ READS: dict[str, Callable[[World], float]] = {
     "the array array": lambda world: float(world.array[9000]),
     "the iterator iterator": lambda world: next(world.iterator),
     "the iterator generator": lambda world: next(world.generator),
+    "torch.load()": lambda world: float(torch.load(world.saved)["value"]),
+    "torch.from_file()": lambda world: float(torch.from_file(str(world.file), size=3, dtype=torch.uint8)[0].item()),
     "torch.initial_seed()": lambda world: float(torch.initial_seed()),
     "torch.get_rng_state()": lambda world: float(torch.get_rng_state().sum().item() % 97),
     "torch.Generator.initial_seed()": lambda world: float(world.seeds.initial_seed()),
