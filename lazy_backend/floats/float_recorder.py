@@ -265,7 +265,8 @@ class FloatRecorder(FloatSeer):
             with WithoutSubclasses():
                 note(call, *further)
         except (RuntimeError, TypeError) as error:
-            self.refuse(f"{call.name} takes a tensor on the CPU that cannot be followed: {error}")
+            why, _, _ = str(error).partition(". ")  # PyTorch tells of all kernels that it has
+            self.refuse(f"{call.name} takes a tensor on the CPU that cannot be followed: {why}")
             return False
         return True
 

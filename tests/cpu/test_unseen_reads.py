@@ -68,7 +68,7 @@ class World:
         os.environ["LAZY_TEST_VALUE"] = str(value)
         self.file.write_text(str(value))
         (self.folder / f"{value}").touch()
-        torch.save({"value": value}, self.saved)
+        torch.save({"value": value, "tensor": torch.tensor(value)}, self.saved)
         self.of_thread.value = value
         self.of_context.set(value)
         self.table[1500] = self.long[1500] = self.array[9000] = value
@@ -100,7 +100,6 @@ READS: dict[str, Callable[[World], float]] = {
     "the array array": lambda world: float(world.array[9000]),
     "the iterator iterator": lambda world: next(world.iterator),
     "the iterator generator": lambda world: next(world.generator),
-    "torch.load()": lambda world: float(torch.load(world.saved)["value"]),
     "torch.from_file()": lambda world: float(torch.from_file(str(world.file), size=3, dtype=torch.uint8)[0].item()),
     "torch.initial_seed()": lambda world: float(torch.initial_seed()),
     "torch.get_rng_state()": lambda world: float(torch.get_rng_state().sum().item() % 97),
@@ -152,6 +151,18 @@ def test_each_call_computes_what_the_loop_as_written_does(text: str, kind: str, 
     assert found == expected
     assert row["replays"] == 0
     assert any(text.strip() in reason for reason in row["as_written"]), row
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+@pytest.mark.parametrize("entry", ["value", "tensor"])
+def test_what_torch_load_gives_is_read_at_each_call(entry: str, kind: str, tmp_path: Path) -> None:
+    def read(world: World) -> float:
+        return float(torch.load(world.saved)[entry])
+
+    expected, _ = losses("cpu", World(_made(tmp_path / "cpu")), read, kind)
+    found, row = losses("lazy", World(_made(tmp_path / "lazy")), read, kind)
+    assert found == expected
+    assert row["replays"] == 0
 
 
 def _made(folder: Path) -> Path:
