@@ -62,7 +62,7 @@ def compile_request(request: CompileRequest) -> bytes:
     # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
     # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
     # this process, which compiles it
-    own = num_threads_for(request.stored.get())
+    own = num_threads_for(request.stored.get(), not request.shares_threads)
     threads: dict[str, Any] = {"cpp.threads": own or torch.get_num_threads()}
     if own is None and request.shares_threads:
         threads["cpp.dynamic_threads"] = True

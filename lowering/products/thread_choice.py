@@ -2,12 +2,14 @@
 
 In: a graph. Out: 1, or None for as many as the program's operators use.
 
-Note [Small graphs on one thread]
+Note [Graphs on one thread]
 Sharing an operator of some microseconds among threads saves little of it: an MLP's run takes 225 us on one thread and
 190 on two. But a run on one thread leaves a core to Python, which records the next step meanwhile (Note [Runs beside
 recording]), and recording takes as long as such a run. So a graph whose run is short is compiled for one thread, and
-computed by one, wherever that is. The number depends on the graph alone, not on where a run takes place or how long it
-took, so that results do not: sums are split by it.
+computed by one, wherever that is. So is one whose calls take longer to record than more threads save, if operators use
+all cores: a small CNN's step takes 1.8 ms so and 2.3 on two threads, a GPT's 19 and 17. The number depends on the graph
+and the number of threads, not on where a run takes place or how long it took, so that results do not: sums are split by
+it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
+from lazy_backend.lowering.artefacts.run_thread import available_cores
 from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Value, map_arg
 
 # Graphs whose estimated run is shorter than this, in seconds, are computed by one thread.
@@ -23,16 +28,32 @@ _SHORT = 6e-4
 # What one thread does in a second, as a rough guess: floating-point operations, bytes of results in what is fused,
 # operators.
 _OPERATIONS, _BYTES, _OPERATORS = 1.5e11, 4e10, 5e6
+# How much of a thread each further one adds, and the seconds in which a call is recorded: of training steps of CNNs and
+# GPTs on two cores, relative to the guess above.
+_GAIN, _RECORDED = 0.65, 8.4e-6
 
 
-def num_threads_for(graph: Graph) -> int | None:
-    """1 if one thread should compute `graph`, else None. Imports PyTorch's counter of operations."""
+def num_threads_for(graph: Graph, is_recorded: bool = True) -> int | None:
+    """1 if one thread should compute `graph`, else None. Imports PyTorch's counter of operations.
+
+    `is_recorded`: whether Python records the next run of it meanwhile.
+    """
     if graph.device.type != "cpu":
         return None
     try:
-        return 1 if _estimated_seconds(graph) < _SHORT else None
+        seconds = _estimated_seconds(graph)
     except Exception:  # a formula does not know such a call
         return None
+    gains_more = is_recorded and _saved_by_threads(seconds) < _RECORDED * len(graph.nodes)
+    return 1 if seconds < _SHORT or gains_more else None
+
+
+def _saved_by_threads(seconds: float) -> float:
+    """Of a run that takes so long on one thread, the seconds that more threads save instead of recording beside it."""
+    threads = torch.get_num_threads()
+    if threads < available_cores():
+        return math.inf  # there is a core for recording
+    return seconds * (1 - 1 / (1 + _GAIN * (threads - 1)))
 
 
 def _estimated_seconds(graph: Graph) -> float:

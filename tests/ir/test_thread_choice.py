@@ -1,4 +1,4 @@
-"""Small graphs are compiled for one thread, whatever the program uses, and runs leave its threads as they are."""
+"""Which graphs are compiled for one thread, whatever the program uses; and runs leave its threads as they are."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 import lazy_backend
 from lazy_backend.execution.inspection import graph_of
 from lazy_backend.lowering.ir.graph import Graph
+from lazy_backend.lowering.products import thread_choice
 from lazy_backend.lowering.products.thread_choice import num_threads_for
 
 
@@ -49,6 +50,32 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+def _many_products(count: int, size: int) -> torch.Tensor:
+    value = lazy(size, size)
+    for _ in range(count):
+        value = value @ value
+    return value
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("count", "size", "cores", "expected"),
+    [
+        (100, 96, 2, 1),  # 1.2 ms in all: recording takes longer than a second thread saves
+        (100, 96, 3, None),  # a core is left for recording in any case
+        (100, 512, 2, None),
+        (1, 512, 2, None),
+    ],
+)
+def test_by_what_recording_takes(
+    count: int, size: int, cores: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_choice, "available_cores", lambda: cores)
+    made = graph(lambda: _many_products(count, size))
+    assert num_threads_for(made) == expected
+    assert num_threads_for(made, is_recorded=False) is None  # a served function, say
 
 
 @pytest.mark.usefixtures("two_threads")
