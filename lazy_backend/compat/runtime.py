@@ -126,6 +126,7 @@ PARTS: tuple[Part, ...] = (
     Part("execution.computations", ("_policy",), Life.FACTS, "the latest settings, as a policy"),
     Part("ports.cpython", ("names_read",), Life.FACTS, "the names that code reads"),
     Part("replay.reachable", ("is_installed",), Life.FACTS, "which modules are installed packages"),
+    Part("replay.unseen_reads", ("_is_file_of_library",), Life.FACTS, "which files are of Python's library"),
     Part("replay.value_guard", ("_registered_with_pythons",), Life.FACTS, "classes that count as of Python's"),
     Part("execution.rules", ("per_thread",), Life.THREAD, "what a thread may do"),
     Part("integrations.attention_masks", ("leave_in_graph",), Life.PROCESS, "a change of transformers"),

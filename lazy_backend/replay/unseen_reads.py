@@ -6,11 +6,12 @@ code that ran, `Ran`, which `CodeThatRan` collects.
 Note [Reads of a body]
 A guard compares what code names. What a body gets otherwise, from the operating system or by a name that it computes,
 may be another thing at the next call, and nothing would tell. So while a body is recorded, Python reports the functions
-that it calls (`sys.setprofile`, 0.6 µs for each), and a body that called one of those below runs as written. Calls that
-PyTorch's code or ours makes are left out, as are those of `logging` and `warnings`: a replay leaves messages out, as it
-does what is printed. Code that ran names what it reads even where nothing leads to it from the body, as to the `__eq__`
-that a dataclass wrote or to `copy.deepcopy`. Random numbers of Python's and of numpy are compared by their states; code
-that asks for the seed or the state of one runs as written.
+that it calls (`sys.setprofile`, 0.3 µs for each), and a body that called one of those below runs as written. Within
+operators of the device nothing is reported (`Watcher`). Calls that PyTorch's code or ours makes are left out, as are
+those of `logging` and `warnings`: a replay leaves messages out, as it does what is printed. Code that ran names what it
+reads even where nothing leads to it from the body, as to the `__eq__` that a dataclass wrote or to `copy.deepcopy`.
+Random numbers of Python's and of numpy are compared by their states; code that asks for the seed or the state of one
+runs as written.
 
 A thread has one profiler. That of the program, if it is a function, is called beside ours; `cProfile` pauses while a
 body is recorded, and counts the time as ours. Under another one, or if the body exchanges it, a body runs as written.
@@ -18,6 +19,7 @@ body is recorded, and counts the time as ours. Under another one, or if the body
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -35,6 +37,7 @@ import torch
 
 from lazy_backend.errors.sites import is_internal
 from lazy_backend.ports.cpython import function_of, is_a, mro_of, names_read, namespace_of
+from lazy_backend.tensors.thread_state import Watcher
 
 T = TypeVar("T")
 
@@ -50,16 +53,18 @@ _METHODS = frozenset((
 ))  # fmt: skip
 _OBJECTS = frozenset(("_io", "_contextvars", "_socket", "_queue", "_thread", "mmap"))
 _NOW = frozenset(("now", "today", "utcnow"))
+_FROM_FILE = "from_file"
 # Functions of Python that tell of the world outside: the environment is a mapping.
 _IN_PYTHON = {importlib.import_module.__code__: "importlib.import_module()"} | {
     code: "os.environ"
     for name in ("__getitem__", "__iter__", "__len__", "copy")
     if isinstance(code := getattr(getattr(type(os.environ), name, None), "__code__", None), types.CodeType)
 }
-
 _IN_PYTHON |= {random.Random.getstate.__code__: "random.getstate()"}
 # Those of PyTorch's functions that tell the state of a generator or read files, if the body's code calls them.
 _IN_PYTORCH = {getattr(torch, name).__code__: f"torch.{name}()" for name in ("initial_seed", "get_rng_state", "load")}
+# Both, by id: code is hashed anew each time, 0.5 µs.
+_BY_CODE = {id(code): text for code, text in (_IN_PYTHON | _IN_PYTORCH).items()}
 _OF_GENERATORS = frozenset(("get_state", "initial_seed", "graphsafe_get_state", "clone_state", "get_offset"))
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -107,7 +112,7 @@ class CodeThatRan:
     def add(self, ran: Ran, known: Container[int]) -> bool:
         """Add what ran. Returns whether more came than was known. `known`: ids of functions that a guard follows."""
         has_more = self._add_roots(ran, known)
-        new = ran.codes - self._codes
+        new = set(ran.codes.values()) - self._codes
         if not new:
             self.version += has_more
             return has_more
@@ -132,7 +137,8 @@ class CodeThatRan:
         has_more = False
         if len(self._roots) >= _MOST_ROOTS:
             self._roots = {key: one for key, one in self._roots.items() if one.reference() is not None}
-        made_within = {inner for code in ran.codes for inner in code.co_consts if type(inner) is types.CodeType}
+        codes = ran.codes.values()
+        made_within = {inner for code in codes for inner in code.co_consts if type(inner) is types.CodeType}
         for one, owner in ran.functions.values():
             function = one.reference()
             if function is None or function.__code__ in made_within:
@@ -171,19 +177,19 @@ class MethodsOf(_Root):
 class Ran:
     """What ran while a body was recorded. `codes`: all. `functions`: the user's, each with the class it is a method of.
 
-    By the ids of both. It keeps neither: they would hold what they close over.
+    All by id. It keeps neither functions nor classes: they would hold what they close over.
     """
 
     __slots__ = ("codes", "functions")
 
     def __init__(self) -> None:
-        self.codes: set[types.CodeType] = set()
+        self.codes: dict[int, types.CodeType] = {}
         self.functions: dict[tuple[int, int], tuple[_Root, MethodsOf | None]] = {}
 
     def note(self, frame: types.FrameType) -> None:
         """Note a frame of the body's code that begins."""
         code = frame.f_code
-        self.codes.add(code)
+        self.codes[id(code)] = code
         function = function_of(frame) if _is_of_user(code.co_filename) else None
         if function is None:
             return
@@ -198,8 +204,13 @@ class Ran:
             self.functions[key] = _Root(function), None if owner is None else MethodsOf(owner)
 
     def add(self, other: Ran) -> None:
-        self.codes |= other.codes
+        self.codes.update(other.codes)
         self.functions.update(other.functions)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_file_of_library(file: str) -> bool:
+    return file.startswith(_LIBRARY) and _INSTALLED not in file
 
 
 def _is_of_user(file: str) -> bool:
@@ -212,20 +223,19 @@ _PROFILED = (
 )
 
 
-class _Watch:
+class _Watch(Watcher):
     """Sees what a body calls, on behalf of a captured object; bodies are within one another.
 
-    `reason`: why the first read that no guard can follow keeps the body from being replayed. `profiler`: that of the
-    program, which sees all that this one sees.
+    `reason`: why the first read that no guard can follow keeps the body from being replayed.
     """
 
-    __slots__ = ("reason", "ran", "outer", "profiler")
+    __slots__ = ("reason", "ran", "outer")
 
     def __init__(self, outer: _Watch | None, profiler: Callable[..., Any] | None) -> None:
+        super().__init__(profiler)
         self.reason = ""
         self.ran = Ran()
         self.outer = outer
-        self.profiler = profiler
 
     def __call__(self, frame: types.FrameType, event: str, function: Any) -> None:
         """What `sys.setprofile` asks for."""
@@ -235,11 +245,11 @@ class _Watch:
             read = _name_of_c(function)
         elif event == "call":
             code = frame.f_code
-            if code in self.ran.codes or (_is_of_body(frame) and not _is_importing(frame)):
+            if id(code) in self.ran.codes or (_is_of_body(frame) and not _is_importing(frame)):
                 self.ran.note(frame)
-            read = _IN_PYTHON.get(code, "")
-            if not read and code in _IN_PYTORCH:
-                frame, read = frame.f_back or frame, _IN_PYTORCH[code]
+            read = _BY_CODE.get(id(code), "")
+            if read and code in _IN_PYTORCH:
+                frame = frame.f_back or frame
         else:
             return
         if read and _is_of_body(frame):
@@ -290,6 +300,10 @@ def why_written(name: str) -> str:
     return f"it reads {name} and writes it, which a replay would not do\n  keep it outside, or in a lazy tensor"
 
 
+# Names of methods that tell something, of some classes of C.
+_OF_OBJECTS = _METHODS | _OF_GENERATORS | _NOW | {_FROM_FILE}
+
+
 def _name_of_c(function: Any) -> str:
     """The name of a function of C that no guard can follow; "" for any other."""
     owner, name = getattr(function, "__self__", None), function.__name__
@@ -298,8 +312,10 @@ def _name_of_c(function: Any) -> str:
         if module == "builtins":
             return f"{name}()" if name in _BY_NAME else ""
         return f"{_OUTSIDE[module]}.{name}()" if module in _OUTSIDE and name not in _PURE else ""
-    if function is torch.from_file:
-        return "torch.from_file()"
+    if name not in _OF_OBJECTS:
+        return ""
+    if name == _FROM_FILE:
+        return "torch.from_file()" if function is torch.from_file else ""
     kind = owner if type(owner) is type else type(owner)
     if issubclass(kind, torch.Generator):
         return f"torch.Generator.{name}()" if name in _OF_GENERATORS else ""
@@ -342,7 +358,7 @@ def _is_of_library(frame: types.FrameType) -> bool:
     """Whether a frame is of Python's library, or of a method that `dataclasses` or `namedtuple` wrote for a class."""
     file = frame.f_code.co_filename
     if file != _FROM_TEXT:
-        return file.startswith(_LIBRARY) and _INSTALLED not in file
+        return _is_file_of_library(file)
     module = dict.get(frame.f_globals, "__name__")
     of_tuple = type(module) is str and module.startswith("namedtuple_")
     return of_tuple or frame.f_code.co_name in _WRITTEN_BY_DATACLASSES

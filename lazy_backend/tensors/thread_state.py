@@ -13,12 +13,14 @@ or negated operands, run as within a kernel of PyTorch's, which skips autograd a
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from lazy_backend.lowering.devices.registration import backing_devices
+from lazy_backend.ports.cpython import is_a
 from lazy_backend.ports.dispatcher import BelowViewTracking
 from lazy_backend.ports.thread_modes import (
     DeviceMode,
@@ -96,6 +98,34 @@ def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     with InferenceMode(False), ForceDispatchKeys(_INCLUDED, _EXCLUDED):
         set_grad_enabled(False)
         return _run_without_modes(function, args, kwargs) if has_further_modes() else function(*args, **kwargs)
+
+
+class Watcher:
+    """A profiler of a thread that sees what the program's code calls: what it does with tensors, not how.
+
+    `profiler`: the program's own, which sees all that this one sees.
+    """
+
+    __slots__ = ("profiler",)
+
+    def __init__(self, profiler: Callable[..., Any] | None = None) -> None:
+        self.profiler = profiler
+
+
+def unwatched(watcher: Any, function: Callable[..., R], *args: Any) -> R:
+    """Call `function` while `watcher`, the profiler of this thread, sees nothing. Other profilers see all.
+
+    What operators do is done again at each run, and of their first description alone the watcher would see hundreds of
+    calls. If this is interrupted before it can look again, the watcher's owner finds that it is gone.
+    """
+    if not is_a(watcher, Watcher) or watcher.profiler is not None:
+        return function(*args)
+    sys.setprofile(None)
+    try:
+        return function(*args)
+    finally:
+        if sys.getprofile() is None:
+            sys.setprofile(watcher)
 
 
 def within_kernel() -> Any:
