@@ -60,11 +60,14 @@ class CallOfOne:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuCall:
-    """Any operator, as a function that returns its tensors, then the new values of the operands that it writes."""
+    """Any operator, as a function that returns its tensors, then the new values of the operands that it writes.
+
+    `written`: for each of these, where it is among the operands, which may be several places.
+    """
 
     function: Callable[..., Any]
     spec: trees.TreeSpec
-    written: tuple[int, ...]
+    written: tuple[tuple[int, ...], ...]
 
     @property
     def key(self) -> Hashable:
@@ -72,10 +75,12 @@ class CpuCall:
 
     def __call__(self, *leaves: Any) -> tuple[torch.Tensor, ...]:
         operands = list(leaves)
-        for place in self.written:
-            operands[place] = operands[place].clone()
+        for places in self.written:  # by place: two operands that are equal now may be one object
+            new = leaves[places[0]].clone()
+            for place in places:
+                operands[place] = new
         args, kwargs = trees.tree_unflatten(operands, self.spec)
-        return (*tensors_in(self.function(*args, **kwargs)), *(operands[place] for place in self.written))
+        return (*tensors_in(self.function(*args, **kwargs)), *(operands[places[0]] for places in self.written))
 
 
 def pick(results: tuple[torch.Tensor, ...], place: int) -> torch.Tensor:

@@ -104,7 +104,7 @@ class CpuTensors:
 
     def _note_any(self, func: Any, given: Any, written: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
         leaves, spec = trees.tree_flatten(given)
-        places = tuple(next(place for place, leaf in enumerate(leaves) if leaf is one) for one in written)
+        places = tuple(tuple(place for place, leaf in enumerate(leaves) if leaf is one) for one in written)
         key = (func, str(spec), places)
         call = self._calls.setdefault(key, CpuCall(func, spec, places))
         values = tuple(one.detach().clone() for one in (*made, *written))
