@@ -30,6 +30,7 @@ from lazy_backend.lowering.artefacts.inductor_module import (
     extern_names,
     inductor_module,
 )
+from lazy_backend.lowering.artefacts.run_thread import available_cores
 from lazy_backend.lowering.artefacts.runner_source import Runner, Wrapper, runner_of, runner_source
 from lazy_backend.lowering.blocks.block_program import MIN_SAVED, BlockProgram, in_blocks
 from lazy_backend.lowering.compilation.cpp_units import RUNNER, build_units
@@ -62,7 +63,7 @@ def compile_request(request: CompileRequest) -> bytes:
     # cpp.threads is set because otherwise, if the thread count equals the number of cores, a parallel region gets as
     # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
     # this process, which compiles it
-    own = num_threads_for(request.stored.get(), not request.shares_threads)
+    own = num_threads_for(request.stored.get(), None if request.shares_threads else available_cores())
     threads: dict[str, Any] = {"cpp.threads": own or torch.get_num_threads()}
     if own is None and request.shares_threads:
         threads["cpp.dynamic_threads"] = True

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from lazy_backend.lowering.artefacts.run_thread import available_cores
 from lazy_backend.lowering.ir.graph import Arg, Graph, Node, Value, map_arg
 
 # Graphs whose estimated run is shorter than this, in seconds, are computed by one thread.
@@ -33,10 +32,10 @@ _OPERATIONS, _BYTES, _OPERATORS = 1.5e11, 4e10, 5e6
 _GAIN, _RECORDED = 0.65, 8.4e-6
 
 
-def num_threads_for(graph: Graph, is_recorded: bool = True) -> int | None:
+def num_threads_for(graph: Graph, cores: int | None = None) -> int | None:
     """1 if one thread should compute `graph`, else None. Imports PyTorch's counter of operations.
 
-    `is_recorded`: whether Python records the next run of it meanwhile.
+    `cores`: those of this process, if Python records the next run of it meanwhile.
     """
     if graph.device.type != "cpu":
         return None
@@ -44,14 +43,14 @@ def num_threads_for(graph: Graph, is_recorded: bool = True) -> int | None:
         seconds = _estimated_seconds(graph)
     except Exception:  # a formula does not know such a call
         return None
-    gains_more = is_recorded and _saved_by_threads(seconds) < _RECORDED * len(graph.nodes)
+    gains_more = cores is not None and _saved_by_threads(seconds, cores) < _RECORDED * len(graph.nodes)
     return 1 if seconds < _SHORT or gains_more else None
 
 
-def _saved_by_threads(seconds: float) -> float:
+def _saved_by_threads(seconds: float, cores: int) -> float:
     """Of a run that takes so long on one thread, the seconds that more threads save instead of recording beside it."""
     threads = torch.get_num_threads()
-    if threads < available_cores():
+    if threads < cores:
         return math.inf  # there is a core for recording
     return seconds * (1 - 1 / (1 + _GAIN * (threads - 1)))
 

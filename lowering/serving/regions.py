@@ -75,7 +75,7 @@ class DelegateKernel:
         self._places = {value.number: place for place, value in enumerate(region.inputs)}
         self._policy = policy
         self._constants = tuple(constants) if region.num_constants else ()
-        self._shares = policy.shares_threads and num_threads_for(region, False) is None
+        self._shares = policy.shares_threads and num_threads_for(region) is None
         settings = environment(policy.backend)
         key = None if policy.store is None else make_key(region, settings)
         find_family = None if families is None else families.finder(settings)

@@ -13,7 +13,6 @@ from torch import nn
 import lazy_backend
 from lazy_backend.execution.inspection import graph_of
 from lazy_backend.lowering.ir.graph import Graph
-from lazy_backend.lowering.products import thread_choice
 from lazy_backend.lowering.products.thread_choice import num_threads_for
 
 
@@ -69,13 +68,10 @@ def _many_products(count: int, size: int) -> torch.Tensor:
         (1, 512, 2, None),
     ],
 )
-def test_by_what_recording_takes(
-    count: int, size: int, cores: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(thread_choice, "available_cores", lambda: cores)
+def test_by_what_recording_takes(count: int, size: int, cores: int, expected: int | None) -> None:
     made = graph(lambda: _many_products(count, size))
-    assert num_threads_for(made) == expected
-    assert num_threads_for(made, is_recorded=False) is None  # a served function, say
+    assert num_threads_for(made, cores) == expected
+    assert num_threads_for(made) is None  # a served function, say
 
 
 @pytest.mark.usefixtures("two_threads")
