@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -85,6 +86,14 @@ entry_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")
 call_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
 
+_CODE_OF_CALLS = torch.nn.Module.__call__.__code__
+
+
+def called_from(frame: FrameType) -> torch.nn.Module | None:
+    """The module whose call runs in `frame`; None for any other frame."""
+    return frame.f_locals["self"] if frame.f_code is _CODE_OF_CALLS else None
+
+
 def set_entry(module: torch.nn.Module, entry: Any) -> None:
     """Let `entry` be called in place of the module's code."""
     module._compiled_call_impl = entry
@@ -93,7 +102,8 @@ def set_entry(module: torch.nn.Module, entry: Any) -> None:
 def has_known_attributes_of_modules() -> bool:
     """Whether a new module has the attributes that are named here."""
     module = torch.nn.ReLU()
-    return all(hasattr(module, name) for name in (*REGISTRIES, *CALL_HOOKS, "_compiled_call_impl"))
+    names = (*REGISTRIES, *CALL_HOOKS, "_compiled_call_impl")
+    return all(hasattr(module, name) for name in names) and _CODE_OF_CALLS.co_varnames[:1] == ("self",)
 
 
 # ----- optimizers

@@ -19,6 +19,7 @@ from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import container_kind, is_a, items_of, name_of
 from lazy_backend.ports.tensor_types import device_of
 from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain, plain_key, value_key
+from lazy_backend.replay.structure import hooks_of
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
@@ -47,7 +48,11 @@ class CallArguments:
 
     def detached(self) -> CallArguments:
         """The same arguments; tensors that require gradients are leaves over the same data."""
-        return self.replaced({id(t): t.detach().requires_grad_() for t in self.tensors if t.requires_grad})
+        return self.replaced({id(tensor): _detached(tensor) for tensor in self.tensors if tensor.requires_grad})
+
+    def marks(self) -> list[Any]:
+        """What a body may do to tensors that it is given, besides writing them."""
+        return list(map(_marks_of, self.tensors))
 
     def replaced(self, inner: Mapping[int, torch.Tensor]) -> CallArguments:
         """The same arguments with other tensors, by the id of those in their place."""
@@ -103,6 +108,20 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
     key.append(autocast)
     context = context or contexts.get_device_context(None)
     return CallArguments(args, kwargs, leaves, spec, tensors, context, tuple(key), autocast)
+
+
+def _detached(tensor: LazyTensor) -> torch.Tensor:
+    inner = tensor.detach().requires_grad_()
+    for name, value in tensor.__dict__.items():
+        if name != "_data":  # the user's, and that it is a parameter
+            setattr(inner, name, value)
+    return inner
+
+
+def _marks_of(tensor: LazyTensor) -> tuple[Any, ...]:
+    hooks = hooks_of(tensor) if tensor.requires_grad else ()
+    own = [(name, id(value)) for name, value in own_attributes(tensor).items()]
+    return tensor.requires_grad, tensor.retains_grad, own, list(map(id, hooks))
 
 
 def _is_string(key: Any) -> bool:

@@ -30,10 +30,19 @@ from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.program import Token
 from lazy_backend.ports.autograd_engine import backward_hooks_of, keep_versions
-from lazy_backend.ports.cpython import attributes_of, is_a
-from lazy_backend.ports.hooks import BUFFERS, CALL_HOOKS, PARAMETERS, call_of, entry_of, modules_within, set_entry
+from lazy_backend.ports.cpython import attributes_of, frame_at, is_a
+from lazy_backend.ports.hooks import (
+    BUFFERS,
+    CALL_HOOKS,
+    PARAMETERS,
+    call_of,
+    called_from,
+    entry_of,
+    modules_within,
+    set_entry,
+)
 from lazy_backend.ports.table import REGIONS
-from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.tensor_types import PLACE_IN_GRAPH, version_of
 from lazy_backend.ports.thread_modes import is_any_autocast_enabled
 from lazy_backend.precision.autocast import autocast_as
 from lazy_backend.precision.autocast_state import autocast_state
@@ -72,6 +81,10 @@ from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 _MAX_WAITING = 16
 # States of one module that are remembered: training and evaluation, some layers frozen.
 _MAX_STATES = 8
+_MARKS = (
+    "it gives an argument a hook, an attribute or another place in autograd's graph, or keeps a result's gradient\n"
+    "  do it outside of the captured module"
+)
 _NO_BACKWARD = "no backward without retain_graph has run through its results"
 
 
@@ -115,6 +128,10 @@ class _ModuleEntry:
         self._captured = captured
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # nothing else says which module is called: a copy that was made by its `__dict__` has this entry, too
+        module = called_from(frame_at(1))
+        if module is not None and not self._captured.is_of(module):
+            return call_of(module)(*args, **kwargs)
         return self._captured.call(args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -162,6 +179,9 @@ class CapturedModule:
     def _forget(self) -> None:
         self._states.clear()
 
+    def is_of(self, module: torch.nn.Module) -> bool:
+        return self._reference() is module
+
     @hide_internals
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: Any = self._reference()
@@ -207,7 +227,9 @@ class CapturedModule:
         else:
             self._changes += 1
             if self._changes == 2 * PATIENCE:
-                self.account.warn(f"it changed before each of {self._changes} calls: {change or other_change}")
+                reason = f"it changed before each of {self._changes} calls: {change or other_change}"
+                self.account.ran_as_written(reason)
+                self.account.warn(reason)
         return state, signature
 
     def _state(self, module: torch.nn.Module) -> tuple[ModuleState, str]:
@@ -352,6 +374,7 @@ class CapturedModule:
         data = [tensor._data for tensor in arguments.tensors]
         grads = _grads_of(members)
         followed = [(tensor, version_of(tensor) if tensor.requires_grad else -1) for tensor in arguments.tensors]
+        marks = given.marks()
         named = self._named(module, state, signature)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
@@ -363,9 +386,9 @@ class CapturedModule:
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None
         del held
-        is_changed = given.has_changed()
+        is_changed, is_marked = given.has_changed(), given.marks() != marks
         if has_node:
-            self._check_arguments(followed, is_changed)
+            self._check_arguments(followed, is_changed, is_marked)
             self._check_result(leaves, kept)
         unfit = why_not_made_anew(leaves, structure, kept)
         lesson: tuple[Known, Stretch, Program] | None = None
@@ -376,6 +399,10 @@ class CapturedModule:
                 raise NotReplayable(unfit_read)
             if is_changed:
                 raise NotReplayable("it writes to a list or dict among its arguments")
+            if is_marked or any(is_a(leaf, torch.Tensor) and leaf.retains_grad for leaf in leaves):
+                raise NotReplayable(_MARKS)
+            if arguments.tensors and (asked := self._ran.names & PLACE_IN_GRAPH):
+                raise NotReplayable(f"its code asks for {min(asked)}, which a replay would not do again")
             self._check_module(module, state, named)
             if not all(map(operator.is_, grads, _grads_of(members))):
                 raise NotReplayable("it sets the gradients of its parameters")
@@ -428,9 +455,11 @@ class CapturedModule:
             self._wait_for_backward(signature, stretch.epoch)
         return known, stretch, program
 
-    def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool) -> None:
-        """Raise `CaptureError` if a call wrote to the arguments that its body was given in place of the user's."""
+    def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool, is_marked: bool) -> None:
+        """Raise `CaptureError` if a call changed the arguments that its body was given in place of the user's."""
         what = "a list or dict among its arguments" if is_changed else ""
+        if is_marked:
+            what = "a hook or an attribute of an argument"
         if any(tensor.requires_grad and version_of(tensor) != version for tensor, version in followed):
             what = "an argument that autograd follows"
         if what:
@@ -525,6 +554,7 @@ class CapturedModule:
         for state in self._states:
             for signature in state.signatures():
                 signature.program, signature.failures = None, PATIENCE
+        self.account.ran_as_written(reason)
         self.account.warn(reason)
 
     def _give_up(self, signature: AlikeCalls, reason: str) -> None:
