@@ -40,7 +40,7 @@ def compute(context: DeviceContext, storages: Sequence[LazyStorage], cause: str)
     So a thread that logs what earlier steps computed does not disturb the step that is being recorded.
     """
     executor.rules.check_allowed(cause)
-    context.num_reads += 1
+    context.latest_read = object()
     context.wait_for_body()
     with context.lock:
         trace = context.trace

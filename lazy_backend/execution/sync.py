@@ -413,7 +413,7 @@ class LazyGraphExecutor:
     def cut(self, context: DeviceContext, cause: str) -> None:
         """Run everything pending on `context` now and wait for it. See Note [A read cuts the graph]."""
         self.rules.check_allowed(cause)
-        context.num_reads += 1
+        context.latest_read = object()
         cause = purpose_of_read(cause)
         self.rules.check_not_strict(
             f"{cause} needs a value and would cut the graph, which strict mode does not allow",

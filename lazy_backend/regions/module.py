@@ -184,12 +184,8 @@ class CapturedModule:
 
     @hide_internals
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module: Any = self._reference()
-        if module is None:
-            raise CaptureError(
-                f"this module has the attributes of a captured {self._name} that is gone\n  at {user_site()}\n"
-                "  copy modules with copy.copy or copy.deepcopy, not by their __dict__"
-            )
+        module = self._reference()
+        assert module is not None  # it is being called
         begin = perf_counter()
         account = self.account
         account.calls += 1
@@ -390,19 +386,12 @@ class CapturedModule:
         if has_node:
             self._check_arguments(followed, is_changed, is_marked)
             self._check_result(leaves, kept)
-        unfit = why_not_made_anew(leaves, structure, kept)
+        unfit = why_not_made_anew(leaves, structure, kept) or unfit_read
+        unfit = unfit or self._why_unfit(arguments, leaves, is_changed, is_marked)
         lesson: tuple[Known, Stretch, Program] | None = None
         try:
-            if unfit is not None:
+            if unfit:
                 raise NotReplayable(unfit)
-            if unfit_read:
-                raise NotReplayable(unfit_read)
-            if is_changed:
-                raise NotReplayable("it writes to a list or dict among its arguments")
-            if is_marked or any(is_a(leaf, torch.Tensor) and leaf.retains_grad for leaf in leaves):
-                raise NotReplayable(_MARKS)
-            if arguments.tensors and (asked := self._ran.names & PLACE_IN_GRAPH):
-                raise NotReplayable(f"its code asks for {min(asked)}, which a replay would not do again")
             self._check_module(module, state, named)
             if not all(map(operator.is_, grads, _grads_of(members))):
                 raise NotReplayable("it sets the gradients of its parameters")
@@ -454,6 +443,17 @@ class CapturedModule:
         elif before is not None and known.is_confirmed and not known.has_backward:
             self._wait_for_backward(signature, stretch.epoch)
         return known, stretch, program
+
+    def _why_unfit(self, arguments: CallArguments, leaves: Sequence[Any], is_changed: bool, is_marked: bool) -> str:
+        """Why what a body did to its arguments and results keeps the call from being replayed; "" if nothing does."""
+        if is_changed:
+            return "it writes to a list or dict among its arguments"
+        if is_marked or any(is_a(leaf, torch.Tensor) and leaf.retains_grad for leaf in leaves):
+            return _MARKS
+        # from the next call on, the body gets other tensors in place of those that require gradients
+        if arguments.tensors and (asked := self._ran.names & PLACE_IN_GRAPH):
+            return f"its code asks for {min(asked)}, which a replay would not do again"
+        return ""
 
     def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool, is_marked: bool) -> None:
         """Raise `CaptureError` if a call changed the arguments that its body was given in place of the user's."""

@@ -27,7 +27,7 @@ Node = TrieNode[Call | Cut]
 class StretchStart:
     """Where a trace stands before a callable runs."""
 
-    __slots__ = ("trace", "cursor", "num_constants", "num_seeds", "num_pending", "num_reads", "random", "_others")
+    __slots__ = ("trace", "cursor", "num_constants", "num_seeds", "num_pending", "latest_read", "random", "_others")
 
     def __init__(self, context: DeviceContext, random: RandomState | None = None) -> None:
         trace = context.trace
@@ -36,7 +36,7 @@ class StretchStart:
         self.num_constants = len(trace.constants)
         self.num_seeds = len(trace.seeds)
         self.num_pending = len(trace.pending)
-        self.num_reads = context.num_reads
+        self.latest_read = context.latest_read
         self.random = random or RandomState()
         devices = contexts.get_active_devices()
         self._others = [(other, other.trace, other.trace.cursor) for other in devices if other is not context]
@@ -59,7 +59,7 @@ class Stretch:
     def __init__(self, context: DeviceContext, start: StretchStart, may_be_empty: bool = False) -> None:
         trace = start.trace
         # a read of a value that is already there, or a call that runs at once where nothing is pending, cuts nothing
-        if context.trace is not trace or context.num_reads != start.num_reads:
+        if context.trace is not trace or context.latest_read is not start.latest_read:
             raise NotReplayable("it reads a value, or syncs, which cuts the graph")
         self.epoch = trace.epoch
         self.start, self.end = start.cursor, trace.cursor

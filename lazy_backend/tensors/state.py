@@ -481,7 +481,7 @@ class DeviceContext:
         self.outside: dict[torch.Tensor, LazyStorage] = {}  # operands of the current call that are not lazy
         self.paths = PathCounts()
         self.body: Body | None = None  # of a captured function that runs as written, see Note [Threads and bodies]
-        self.num_reads = 0  # of values, and calls that ran at once: also those that find nothing to sync
+        self.latest_read = object()  # a new one for each read of values and each cut, also with nothing to sync
         self.order: TensorData | None = None  # of the tensor that all collectives write to, once there is one
         self._baseline: Counter[str] = Counter()  # cumulative counters at the last `reset_counters`
 

@@ -7,9 +7,9 @@ Sharing an operator of some microseconds among threads saves little of it: an ML
 190 on two. But a run on one thread leaves a core to Python, which records the next step meanwhile (Note [Runs beside
 recording]), and recording takes as long as such a run. So a graph whose run is short is compiled for one thread, and
 computed by one, wherever that is. So is one whose calls take longer to record than more threads save, if operators use
-all cores: a small CNN's step takes 1.8 ms so and 2.3 on two threads, a GPT's 19 and 17. The number depends on the graph
-and the number of threads, not on where a run takes place or how long it took, so that results do not: sums are split by
-it.
+all cores: a small CNN's step takes 1.8 ms so and 2.3 on two threads, a GPT's 19 and 17. Sums are split by the number.
+So it depends neither on where a run takes place nor on how long it took, but on the graph, the threads that are set
+and the cores of the process that compiles; an artefact keeps it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ that they are given as more than data.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import lazy_backend
-from lazy_backend import CaptureWarning, capture, captures
+from lazy_backend import capture, captures
+
+pytestmark = pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
 
 CALLS, CHANGES_AT = 12, 7
 
 
 @pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
+def interpreted() -> None:
     lazy_backend.config.compile = "off"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaptureWarning)
-        yield
 
 
 class Reading(nn.Module):
