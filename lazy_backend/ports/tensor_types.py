@@ -35,7 +35,9 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 IS_VIEW = "_is_view"  # as function modes see it
 is_view: Callable[[torch.Tensor], bool] = methodcaller(IS_VIEW)
 # What tells a tensor of a graph of autograd's from one with the same data that begins or ends a graph.
-PLACE_IN_GRAPH = frozenset(("is_leaf", "grad_fn", "retains_grad", IS_VIEW, "_backward_hooks"))
+PLACE_IN_GRAPH = frozenset((
+    "is_leaf", "grad_fn", "retains_grad", "output_nr", "get_gradient_edge", IS_VIEW, "_base", "_backward_hooks",
+))  # fmt: skip
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")  # references from C++
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_indices")
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_values")

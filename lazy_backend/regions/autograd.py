@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +62,7 @@ from lazy_backend.regions.programs import (
 )
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import NotReplayable
+from lazy_backend.replay.unseen_reads import Ran, watching_reads
 from lazy_backend.tensors.state import DeviceContext, TensorData, Trace
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -168,10 +170,12 @@ class WrittenCall(RegionCall):
         edges: Mapping[int, GradientEdge],
         outer: list[torch.Tensor],
         refuse: Callable[[str], None],
+        see: Callable[[Ran, str], str],
         finish: Callable[[str | None], None],
     ) -> None:
         self._context = context
         self._outer = outer
+        self._see = see  # takes what the backward ran and read, and says why that keeps it from being replayed
         self._finish = finish  # takes why the backward cannot be replayed, or None
         self._inner: list[GradientEdge] | None = inner
         self._inputs = inputs
@@ -187,13 +191,19 @@ class WrittenCall(RegionCall):
             return differentiable_gradients(self._inner, self._inputs, self._outer, grads, keeps_graph)
         with self._context.lock:
             start = StretchStart(self._context)
-        found = _run_engine(self._inner, self._inputs, grads, keeps_graph, self._edges)
+        # not by a variable: it would keep what the check below must find gone
+        found, read, ran = watching_reads(
+            partial(_run_engine, self._inner, self._inputs, grads, keeps_graph, self._edges)
+        )
+        unfit = self._see(ran, read)
         # what a retained graph keeps alive cannot be told from what the body keeps
         if not keeps_graph:
             self._inner = None
             if lesson is not None and all(grad is None or type(grad) is LazyTensor for grad in grads):
                 try:
                     self._check_not_frozen()
+                    if unfit:
+                        raise NotReplayable(unfit)
                     program = lesson.learn(self._context, start, grads, found)
                     lesson.watch_leaves(program, self._outer, found)
                     self._finish(None)

@@ -121,7 +121,8 @@ def _detached(tensor: LazyTensor) -> torch.Tensor:
 def _marks_of(tensor: LazyTensor) -> tuple[Any, ...]:
     hooks = hooks_of(tensor) if tensor.requires_grad else ()
     own = [(name, id(value)) for name, value in own_attributes(tensor).items()]
-    return tensor.requires_grad, tensor.retains_grad, own, list(map(id, hooks))
+    grad = id(tensor.grad) if tensor.is_leaf else 0
+    return tensor.requires_grad, tensor.retains_grad, grad, own, list(map(id, hooks))
 
 
 def _is_string(key: Any) -> bool:

@@ -73,7 +73,7 @@ from lazy_backend.regions.results import (
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, NotReplayable
 from lazy_backend.replay.recorded_call import RandomState
-from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads
+from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, watching_reads
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -532,9 +532,13 @@ class CapturedModule:
             elif signature.is_alike:
                 signature.failures = 0
 
+        def see(ran: Ran, read: str) -> str:
+            reads_more = signature.named is not None and signature.named.add(ran)
+            return read or ("it ran code that no call before it did" if reads_more else "")
+
         ends = list(map(get_gradient_edge, inner))
         edges = {number: edge for number, (_, edge) in ends_of_leaves.items()}
-        call = WrittenCall(arguments.context, ends, [*detached, *others], edges, inputs, self._refuse, finish)
+        call = WrittenCall(arguments.context, ends, [*detached, *others], edges, inputs, self._refuse, see, finish)
         if lesson is not None:
             known, stretch, program = lesson
             operands = program.operands(arguments.tensors) or []

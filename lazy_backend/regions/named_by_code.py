@@ -77,12 +77,16 @@ class NamedByCode:
                 return name_of(type(module))
         return ""
 
+    def add(self, ran: Ran) -> bool:
+        """Add code that ran. Returns whether it names more than these."""
+        return self._ran.add(ran, self._guard.functions)
+
     def after_body(self, parts: Parts, ran: Ran, read: str) -> tuple[NamedByCode, str]:
         """These as the body, which just ran, left them, without what it changed.
 
         And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.
         """
-        changed, reads_more = self._guard.changed(), self._ran.add(ran, self._guard.functions)
+        changed, reads_more = self._guard.changed(), self.add(ran)
         made = self
         if changed is not None or reads_more:
             made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)

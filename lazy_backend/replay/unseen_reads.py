@@ -122,7 +122,7 @@ class CodeThatRan:
             file = code.co_filename
             if not is_internal(file) and not file.startswith(_TELLING) and file not in _OF_LANGUAGE:
                 read = names_read(code)
-                self.names = self.names.union(code.co_names, (code.co_name,))
+                self.names = self.names.union(code.co_names, (code.co_name,), read.strings)
                 self.attributes |= read.attributes
                 self.reads_all = self.reads_all or read.reads_all
                 if _is_of_user(file):
@@ -137,7 +137,7 @@ class CodeThatRan:
         has_more = False
         if len(self._roots) >= _MOST_ROOTS:
             self._roots = {key: one for key, one in self._roots.items() if one.reference() is not None}
-        codes = ran.codes.values()
+        codes = (*ran.codes.values(), *self._codes)  # a hook that a forward makes runs in the backward
         made_within = {inner for code in codes for inner in code.co_consts if type(inner) is types.CodeType}
         for one, owner in ran.functions.values():
             function = one.reference()

@@ -6,6 +6,7 @@ that they are given as more than data.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,87 @@ def test_a_tensor_that_a_list_holds_twice_is_written_twice() -> None:
     assert _shared_count("lazy") == pytest.approx(_shared_count("cpu"), rel=1e-5)
 
 
+# ----- what a module's backward reads
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * float(os.environ["LAZY_TEST_VALUE"])
+
+
+GAIN = [1.0]
+
+
+def _gain() -> float:
+    return GAIN[0]
+
+
+@torch.library.custom_op("lazy_test_unseen::same", mutates_args=())
+def same(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+same.register_fake(torch.empty_like)
+same.register_autograd(lambda ctx, grad: grad * _gain())
+
+
+def _hooked_by_environment(x: Tensor) -> Tensor:
+    y = x * 1
+    y.register_hook(lambda grad: grad * float(os.environ["LAZY_TEST_VALUE"]))
+    return y
+
+
+def _hooked(x: Tensor) -> Tensor:
+    y = x * 1
+    y.register_hook(lambda grad: grad * _gain())
+    return y
+
+
+BACKWARDS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "a function that reads the environment": (Scaled.apply, False),
+    "a hook that reads the environment": (_hooked_by_environment, False),
+    "a hook that reads a global": (_hooked, True),
+    "a custom operator's": (same, True),
+}
+
+
+class Passing(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x)) * 2
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_reads_what_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(device: str) -> list[float]:
+        module = Passing(BACKWARDS[name][0]).to(device)
+        if device == "lazy":
+            capture(module)
+        found = []
+        for number in range(2 * CALLS):
+            GAIN[0] = 1.0 if number < CALLS else 3.0
+            monkeypatch.setenv("LAZY_TEST_VALUE", str(GAIN[0]))
+            module.zero_grad()
+            module(torch.ones(2, 2).to(device)).sum().backward()
+            assert module.layer.bias.grad is not None
+            found.append(module.layer.bias.grad.item())
+        if device == "lazy":
+            (row,) = (row for row in captures() if row["name"] == "Passing")
+            assert bool(row["replays"]) is BACKWARDS[name][1], row
+        return found
+
+    assert gradients("lazy") == gradients("cpu")
+
+
 # ----- the tensors that a module is given
 
 
@@ -162,6 +244,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "a hook": Hooked,
     "is_leaf": lambda: Branching(lambda x: x.is_leaf),
     "grad_fn": lambda: Branching(lambda x: x.grad_fn is None),
+    "is_leaf by getattr": lambda: Branching(lambda x: getattr(x, "is_leaf")),  # noqa: B009
+    "output_nr": lambda: Branching(lambda x: x.output_nr == 0),
+    "_base": lambda: Branching(lambda x: x._base is None),
     "an attribute": lambda: Branching(lambda x: x.tag == 7),  # type: ignore[attr-defined]
     "a parameter": lambda: Branching(lambda x: isinstance(x, nn.Parameter)),
     "retain_grad": Keeping,
