@@ -222,13 +222,14 @@ class _Registered:
     def __init__(self, kinds: Iterable[type]) -> None:
         self._kinds = tuple(kinds)
         self._at: Any = None
-        self._found: frozenset[tuple[int, int]] = frozenset()
+        self._found: frozenset[tuple[int, weakref.ref[type]]] = frozenset()
 
-    def now(self) -> frozenset[tuple[int, int]]:
+    def now(self) -> frozenset[tuple[int, weakref.ref[type]]]:
         at = num_registrations()
         if at != self._at:
             found = (*_registered_with_pythons(at), *_registered_with(self._kinds))
-            self._found = frozenset((kind, id(one)) for kind, reference in found if (one := reference()) is not None)
+            # by reference: the id of a class that is gone may be that of another one
+            self._found = frozenset((kind, reference) for kind, reference in found if reference() is not None)
             self._at = at
         return self._found
 
