@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ hooks_of_saved: Callable[[bool], Any] = optional("torch._C._autograd._top_saved_
 keep_versions: Any = optional("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 backward_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+# Nodes are numbered on each thread as they are made, but for those of leaves: the largest number.
+next_node_number: Callable[[], int] = optional("torch._C._autograd._get_sequence_nr")
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

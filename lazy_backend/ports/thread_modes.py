@@ -7,11 +7,13 @@ that is missing is None: its port says so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.backends.mha
 import torch.backends.opt_einsum
+import torch.nn.utils.parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -57,6 +59,9 @@ def _paths_of_einsum() -> tuple[Any, ...]:
     return own("enabled"), own("strategy"), first("enabled"), first("strategy")
 
 
+# Whether parametrized tensors are computed once for a block: `torch.nn.utils.parametrize.cached`.
+caches_parametrizations: Callable[[], int] = partial(getattr, torch.nn.utils.parametrize, "_cache_enabled", 0)
+
 # Switches of the process by which Python code, PyTorch's or the user's, may choose what it calls: how each is read. The
 # public functions call these, and take 0.1 µs more.
 _SWITCHES: dict[str, Any] = {
@@ -79,5 +84,6 @@ _SWITCHES: dict[str, Any] = {
     "quantized engine": optional("torch._C._get_qengine"),
     "fast path of attention": torch.backends.mha.get_fastpath_enabled,
     "paths of einsum": _paths_of_einsum,
+    "cached parametrizations": caches_parametrizations,
 }
 SWITCHES: dict[str, Callable[[], Any]] = {name: read for name, read in _SWITCHES.items() if read is not None}

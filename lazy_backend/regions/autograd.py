@@ -42,6 +42,7 @@ from lazy_backend.ports.autograd_engine import (
     backward_hooks_of,
     call_at_the_end,
     keeps_graph,
+    node_number,
     plain_apply,
     will_execute,
 )
@@ -62,7 +63,6 @@ from lazy_backend.regions.programs import (
 )
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import NotReplayable
-from lazy_backend.replay.unseen_reads import Ran, watching_reads
 from lazy_backend.tensors.state import DeviceContext, TensorData, Trace
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -146,6 +146,11 @@ def _nodes_of(results: Sequence[torch.Tensor]) -> Iterator[Any]:
             pending += [following for following, _ in node.next_functions]
 
 
+def leads_to_older(results: Sequence[torch.Tensor], number: int) -> bool:
+    """Whether the graph of `results` has nodes that were made before `number`. See `next_node_number`."""
+    return any(node_number(node) < number for node in _nodes_of(results))
+
+
 def checkpoints_reentrantly(results: Sequence[torch.Tensor]) -> bool:
     """Whether the graph of `results` holds a reentrant checkpoint, which `torch.autograd.grad` refuses to run."""
     return any(node.name() == "CheckpointFunctionBackward" for node in _nodes_of(results))
@@ -160,6 +165,7 @@ class WrittenCall(RegionCall):
     `inner` is where the graphs of the body's own results end: the user may write to these, and a view that was written
     would get another graph. `inputs` are the tensors whose gradients are asked for: detached arguments, leaves;
     `edges`: where the graph leads to them, by id. `outer`: the inputs of the node, the same but for the arguments.
+    `reaches_back`: whether the graph leads to nodes that are older than the call, and belong to others, too.
     """
 
     def __init__(
@@ -169,17 +175,19 @@ class WrittenCall(RegionCall):
         inputs: list[torch.Tensor],
         edges: Mapping[int, GradientEdge],
         outer: list[torch.Tensor],
+        reaches_back: bool,
         refuse: Callable[[str], None],
-        see: Callable[[Ran, str], str],
+        see: Callable[[Callable[[], Grads]], tuple[Grads, str]],
         finish: Callable[[str | None], None],
     ) -> None:
         self._context = context
         self._outer = outer
-        self._see = see  # takes what the backward ran and read, and says why that keeps it from being replayed
+        self._see = see  # runs the backward, and says why what it ran, read and wrote keeps it from being replayed
         self._finish = finish  # takes why the backward cannot be replayed, or None
         self._inner: list[GradientEdge] | None = inner
         self._inputs = inputs
         self._edges = edges
+        self._reaches_back = reaches_back
         self._refuse = refuse
         self.lesson: Lesson | None = None
 
@@ -192,10 +200,9 @@ class WrittenCall(RegionCall):
         with self._context.lock:
             start = StretchStart(self._context)
         # not by a variable: it would keep what the check below must find gone
-        found, read, ran = watching_reads(
-            partial(_run_engine, self._inner, self._inputs, grads, keeps_graph, self._edges)
+        found, unfit = self._see(
+            partial(_run_engine, self._inner, self._inputs, grads, keeps_graph or self._reaches_back, self._edges)
         )
-        unfit = self._see(ran, read)
         # what a retained graph keeps alive cannot be told from what the body keeps
         if not keeps_graph:
             self._inner = None
@@ -621,6 +628,7 @@ def _takes(leaf: LazyTensor, gradient: LazyTensor) -> bool:
         and accumulate_hooks_of(leaf) is None
         and gradient._data.meta is leaf._data.meta
         and leaf.grad_dtype is leaf.dtype  # type: ignore[attr-defined]
+        and (leaf.grad is None or type(leaf.grad) is LazyTensor)  # the engine adds to sparse ones otherwise
     )
 
 

@@ -19,7 +19,7 @@ from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import container_kind, is_a, items_of, name_of
 from lazy_backend.ports.tensor_types import device_of
 from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain, plain_key, value_key
-from lazy_backend.replay.structure import hooks_of
+from lazy_backend.replay.structure import marks_of, same_containers
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
@@ -52,10 +52,12 @@ class CallArguments:
 
     def marks(self) -> list[Any]:
         """What a body may do to tensors that it is given, besides writing them."""
-        return list(map(_marks_of, self.tensors))
+        return [(id(one.grad) if one.is_leaf else 0, *marks_of(one)) for one in self.tensors]
 
     def replaced(self, inner: Mapping[int, torch.Tensor]) -> CallArguments:
         """The same arguments with other tensors, by the id of those in their place."""
+        if not inner:
+            return self
         leaves = tuple(inner.get(id(leaf), leaf) for leaf in self.leaves)
         args, kwargs = (leaves, {}) if self.spec is None else trees.tree_unflatten(leaves, self.spec)
         tensors: list[Any] = [inner.get(id(tensor), tensor) for tensor in self.tensors]
@@ -75,6 +77,8 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
             return f"it got an argument that cannot be looked into: {name_of(type(error))}"
         if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
             return "it got a dict whose keys are not strings"
+        if same_containers(args, kwargs):
+            return "it got one list or dict as several arguments"
     key: list[Any] = [spec, switches(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     tensors: list[LazyTensor] = []
     context: DeviceContext | None = None
@@ -89,10 +93,10 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
             # the same tensor twice is one operand; views of one memory have alias groups in the jump's key
             place = first.setdefault(id(data), len(tensors))
             if place == len(tensors):
-                key.append((data.meta, leaf.requires_grad, place))
+                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, place))
             else:  # for autograd, another tensor for the same data has a gradient of its own
                 same = next((number for number, one in enumerate(tensors) if one is leaf), -1)
-                key.append((data.meta, leaf.requires_grad, place, same))
+                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, place, same))
             tensors.append(leaf)
             if given := own_attributes(leaf):
                 key.append(value_key(given))
@@ -116,13 +120,6 @@ def _detached(tensor: LazyTensor) -> torch.Tensor:
         if name != "_data":  # the user's, and that it is a parameter
             setattr(inner, name, value)
     return inner
-
-
-def _marks_of(tensor: LazyTensor) -> tuple[Any, ...]:
-    hooks = hooks_of(tensor) if tensor.requires_grad else ()
-    own = [(name, id(value)) for name, value in own_attributes(tensor).items()]
-    grad = id(tensor.grad) if tensor.is_leaf else 0
-    return tensor.requires_grad, tensor.retains_grad, grad, own, list(map(id, hooks))
 
 
 def _is_string(key: Any) -> bool:

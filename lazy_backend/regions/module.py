@@ -29,12 +29,13 @@ from lazy_backend.errors.captures import no_longer_alike
 from lazy_backend.errors.sites import user_site
 from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir.program import Token
-from lazy_backend.ports.autograd_engine import backward_hooks_of, keep_versions
+from lazy_backend.ports.autograd_engine import backward_hooks_of, keep_versions, next_node_number
 from lazy_backend.ports.cpython import attributes_of, frame_at, is_a
 from lazy_backend.ports.hooks import (
     BUFFERS,
     CALL_HOOKS,
     PARAMETERS,
+    REGISTRIES,
     call_of,
     called_from,
     entry_of,
@@ -47,11 +48,13 @@ from lazy_backend.ports.thread_modes import is_any_autocast_enabled
 from lazy_backend.precision.autocast import autocast_as
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.regions.autograd import (
+    Grads,
     JumpedCall,
     Lesson,
     WrittenCall,
     cannot_run_again,
     checkpoints_reentrantly,
+    leads_to_older,
     leaves_of,
     with_node,
 )
@@ -73,7 +76,7 @@ from lazy_backend.regions.results import (
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, NotReplayable
 from lazy_backend.replay.recorded_call import RandomState
-from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, watching_reads
+from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_written
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -198,7 +201,7 @@ class CapturedModule:
             return _run_body(module, args, kwargs)
         if not arguments.tensors:
             arguments.context = _context_of(module) or arguments.context
-        state, signature = self._known(module, arguments.key)
+        state, signature = self._known(module, arguments)
         program = signature.program
         is_due = program is not None and signature.replayed and signature.calls >= signature.check_at
         if program is not None and not is_due:
@@ -214,10 +217,10 @@ class CapturedModule:
             signature.check_at = 2 * signature.calls if self._verify else 2**62
         return self._write(module, state, signature, arguments, args, kwargs, is_due)
 
-    def _known(self, module: torch.nn.Module, kind: Any) -> tuple[ModuleState, AlikeCalls]:
+    def _known(self, module: torch.nn.Module, arguments: CallArguments) -> tuple[ModuleState, AlikeCalls]:
         """What is known of the module as it is now, and of its calls with this kind of arguments."""
         state, change = self._state(module)
-        signature, other_change = state.signature(kind)
+        signature, other_change = state.signature((arguments.key, state.named_among(arguments.tensors)))
         if not (change or other_change):
             self._changes = 0
         else:
@@ -241,6 +244,10 @@ class CapturedModule:
         # a state keeps alive what it refers to, so it must not outlive what was replaced
         self._states = [made, *[state for state in states if state.refers_only_to(made)]][:_MAX_STATES]
         return made, change
+
+    def _holds(self, state: ModuleState) -> bool:
+        module = self._reference()
+        return module is not None and state.holds(module)
 
     def _named(self, module: torch.nn.Module, state: ModuleState, signature: AlikeCalls) -> NamedByCode:
         """What the code of the module can name now."""
@@ -374,6 +381,7 @@ class CapturedModule:
         named = self._named(module, state, signature)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
+        number = next_node_number()
         result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
@@ -387,7 +395,7 @@ class CapturedModule:
             self._check_arguments(followed, is_changed, is_marked)
             self._check_result(leaves, kept)
         unfit = why_not_made_anew(leaves, structure, kept) or unfit_read
-        unfit = unfit or self._why_unfit(arguments, leaves, is_changed, is_marked)
+        unfit = unfit or self._why_unfit(module, named, arguments, leaves, is_changed, is_marked)
         lesson: tuple[Known, Stretch, Program] | None = None
         try:
             if unfit:
@@ -408,7 +416,7 @@ class CapturedModule:
             self._give_up(signature, str(reason))
         if not has_node:
             return unflatten_result(leaves, structure) if kept is None else original
-        return self._with_node(signature, arguments, given, leaves, structure, lesson)
+        return self._with_node(state, signature, arguments, given, leaves, structure, lesson, number)
 
     def _learn(
         self,
@@ -444,15 +452,29 @@ class CapturedModule:
             self._wait_for_backward(signature, stretch.epoch)
         return known, stretch, program
 
-    def _why_unfit(self, arguments: CallArguments, leaves: Sequence[Any], is_changed: bool, is_marked: bool) -> str:
+    def _why_unfit(
+        self,
+        module: torch.nn.Module,
+        named: NamedByCode,
+        arguments: CallArguments,
+        leaves: Sequence[Any],
+        is_changed: bool,
+        is_marked: bool,
+    ) -> str:
         """Why what a body did to its arguments and results keeps the call from being replayed; "" if nothing does."""
         if is_changed:
             return "it writes to a list or dict among its arguments"
         if is_marked or any(is_a(leaf, torch.Tensor) and leaf.retains_grad for leaf in leaves):
             return _MARKS
         # from the next call on, the body gets other tensors in place of those that require gradients
-        if arguments.tensors and (asked := self._ran.names & PLACE_IN_GRAPH):
+        asked = self._ran.names & PLACE_IN_GRAPH if arguments.tensors else frozenset()
+        if asked := asked and asked - _attributes_within(module):
             return f"its code asks for {min(asked)}, which a replay would not do again"
+        wanting = {id(one): one for one in arguments.tensors if one.requires_grad}
+        if not wanting.keys().isdisjoint(number for _, number in named.those_of(arguments.tensors)):
+            return "it got a tensor that its code can name, too, and may compare with that"
+        if len(wanting) > 1 and "grad" in self._ran.names and not all(one.is_leaf for one in wanting.values()):
+            return "it may differentiate one argument by another, whose graphs are separate while it is learned"
         return ""
 
     def _check_arguments(self, followed: Sequence[tuple[LazyTensor, int]], is_changed: bool, is_marked: bool) -> None:
@@ -508,14 +530,16 @@ class CapturedModule:
 
     def _with_node(
         self,
+        state: ModuleState,
         signature: AlikeCalls,
         arguments: CallArguments,
         given: CallArguments,
         leaves: list[Any],
         structure: ResultStructure | None,
         lesson: tuple[Known, Stretch, Program] | None,
+        number: int,
     ) -> Any:
-        """What the body returned, with one node between it and the body's graph."""
+        """What the body returned, with one node between it and the body's graph, whose nodes begin with `number`."""
         outer: dict[int, torch.Tensor] = {}
         outer.update((id(inner), own) for inner, own in zip(given.tensors, arguments.tensors, strict=True))
         inner = _differentiable(leaves)
@@ -532,13 +556,27 @@ class CapturedModule:
             elif signature.is_alike:
                 signature.failures = 0
 
-        def see(ran: Ran, read: str) -> str:
-            reads_more = signature.named is not None and signature.named.add(ran)
-            return read or ("it ran code that no call before it did" if reads_more else "")
+        named = signature.named
+        assert named is not None  # by the body
+
+        def see(run: Callable[[], Grads]) -> tuple[Grads, str]:
+            before, grads, holds = named.changed(), named.grads(), self._holds(state)
+            found, read, ran = watching_reads(run)
+            after, reads_more = named.changed(), named.add(ran)
+            if holds and not self._holds(state):
+                read = read or f"it changes what the module is made of: {state.why()}"
+            if after.read != before.read or not after.parts <= before.parts:
+                read = read or why_written(after.read or "a container")
+            if named.grads() != grads:
+                read = read or "it sets the gradients of parameters"
+            return found, read or ("it ran code that no call before it did" if reads_more else "")
 
         ends = list(map(get_gradient_edge, inner))
         edges = {number: edge for number, (_, edge) in ends_of_leaves.items()}
-        call = WrittenCall(arguments.context, ends, [*detached, *others], edges, inputs, self._refuse, see, finish)
+        reaches_back = leads_to_older(inner, number)
+        call = WrittenCall(
+            arguments.context, ends, [*detached, *others], edges, inputs, reaches_back, self._refuse, see, finish
+        )
         if lesson is not None:
             known, stretch, program = lesson
             operands = program.operands(arguments.tensors) or []
@@ -595,6 +633,16 @@ def _run_again(module: torch.nn.Module, arguments: CallArguments) -> tuple[list[
     with torch.enable_grad(), autocast_as(arguments.autocast):
         leaves, _ = flatten_result(call_of(module)(*given.args, **given.kwargs))
     return leaves, {id(own): one for own, one in zip(arguments.tensors, given.tensors, strict=True)}
+
+
+def _attributes_within(module: torch.nn.Module) -> set[str]:
+    """The names of the attributes, children and tensors of a module and of those within."""
+    found: set[str] = set()
+    for _, one in modules_within(module):
+        attributes = attributes_of(one)
+        found |= attributes.keys()
+        found = found.union(*(dict.get(attributes, name) or () for name in REGISTRIES))
+    return found
 
 
 def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.Tensor | None]:

@@ -19,6 +19,7 @@ from lazy_backend.regions.programs import Program
 from lazy_backend.replay.accounts import PATIENCE, Attempts
 from lazy_backend.replay.structure import HostGuard, StructureGuard
 from lazy_backend.replay.unseen_reads import CodeThatRan, Ran
+from lazy_backend.tensors.tensor import LazyTensor
 
 # How a guard names an attribute, a child, a parameter or a buffer of the module whose attributes it was given.
 _IN_ATTRIBUTES = re.compile(rf"^dict(?:\['(?:{'|'.join(REGISTRIES)})'\])?\['(\w+)'\]")
@@ -84,6 +85,10 @@ class ModuleState:
         if self._named is None or not self._named.is_current():
             self._named = NamedByCode([one for _, one in modules_within(module)], ran)
         return self._named
+
+    def named_among(self, tensors: list[LazyTensor]) -> tuple[tuple[int, int], ...]:
+        """See `NamedByCode.those_of`."""
+        return () if self._named is None else self._named.those_of(tensors)
 
     def named_after(self, module: torch.nn.Module, named: NamedByCode, ran: Ran, read: str) -> tuple[NamedByCode, str]:
         """See `NamedByCode.after_body`."""

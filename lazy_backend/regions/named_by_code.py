@@ -18,8 +18,12 @@ from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tens
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
 from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, why_unseen, why_written
-from lazy_backend.replay.value_guard import ValueGuard
+from lazy_backend.replay.value_guard import Changed, ValueGuard
 
+# By these names code calls functions of PyTorch's that go by whether a parameter has a `.grad`.
+_ASK_FOR_GRADS = (
+    "zero_grad", "step", "unscale_", "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_",
+)  # fmt: skip
 # Of a container that code names, more values are not searched for sources of random numbers.
 _LARGEST_CONTAINER = 100
 
@@ -48,7 +52,11 @@ class NamedByCode:
         optimizers: list[Any] = [one for one in others if is_a(one, torch.optim.Optimizer)]
         self._others = StructureGuard(tuple(modules), optimizers) if others else None
         modules += [one for one in parts if is_a(one, torch.nn.Module)]
-        self._grads = _GradGuard(modules if reach.reads("grad") else ())
+        asks_for_grads = reach.reads("grad") or any(map(reach.reads_or_calls, _ASK_FOR_GRADS))
+        self._grads = _GradGuard(modules if asks_for_grads else ())
+        of_others = () if self._others is None else self._others.tensors
+        of_parts = chain.from_iterable(map(registered_tensors, parts))
+        self._all = {id(one): weakref.ref(one) for one in (*reach.tensors.values(), *of_others, *of_parts)}
         self._host = HostGuard(() if self._others is None else self._others.tensors)
         self._settings = SettingsGuard(optimizers if reach.reads(GROUPS) else ())
 
@@ -81,6 +89,14 @@ class NamedByCode:
         """Add code that ran. Returns whether it names more than these."""
         return self._ran.add(ran, self._guard.functions)
 
+    def changed(self) -> Changed:
+        """What has changed of what is compared by value."""
+        return self._guard.changed() or Changed(frozenset(), "")
+
+    def grads(self) -> list[int]:
+        """Which `.grad` each parameter has, if code may ask for that."""
+        return self._grads.ids()
+
     def after_body(self, parts: Parts, ran: Ran, read: str) -> tuple[NamedByCode, str]:
         """These as the body, which just ran, left them, without what it changed.
 
@@ -102,6 +118,11 @@ class NamedByCode:
     def _tensors(self) -> set[int]:
         return self._reached if self._others is None else self._reached | set(map(id, self._others.tensors))
 
+    def those_of(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+        """The tensors among these that code can name, too, and may compare by identity: the place and id of each."""
+        found = [(place, one, self._all.get(id(one))) for place, one in enumerate(tensors)]
+        return tuple([(place, id(one)) for place, one, known in found if known is not None and known() is one])
+
 
 class _GradGuard:
     """Which parameters of modules have a `.grad`."""
@@ -110,6 +131,9 @@ class _GradGuard:
         within = {id(one): one for module in modules for _, one in modules_within(module)}
         tensors = chain.from_iterable(map(registered_tensors, within.values()))
         self._tensors = [(weakref.ref(one), one.grad is None) for one in tensors if one.is_leaf]
+
+    def ids(self) -> list[int]:
+        return [id(tensor.grad) for reference, _ in self._tensors if (tensor := reference()) is not None]
 
     def change(self) -> str:
         """The first thing that has changed; empty if nothing has."""

@@ -604,7 +604,7 @@ def _find_operands(
             raise NotReplayable("one of its tensors is no leaf, and autograd may follow what it writes")
         if data.epoch is stretch.epoch and data.token is not None:
             other = known.setdefault(data.token, operand)
-            if other is not operand and not (isinstance(other, int) and other == operand):
+            if other is not operand and not (isinstance(other, int) and isinstance(operand, int) and other == operand):
                 raise NotReplayable("two of its tensors are one, such as the gradients of two parameters")
     for token in stretch.operands:
         if token in uploaded and token not in known:

@@ -40,7 +40,7 @@ from lazy_backend.floats.formula_program import Stale
 from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.table import REPLAYS
-from lazy_backend.ports.tensor_types import device_of
+from lazy_backend.ports.tensor_types import base_of, device_of
 from lazy_backend.ports.thread_modes import active_transform
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, Attempts, NotReplayable
@@ -50,10 +50,10 @@ from lazy_backend.replay.methods import bound_to
 from lazy_backend.replay.plain_values import value_key
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.recorded_call import (
+    Given,
     ReadsUnseen,
     RecordedCall,
     Start,
-    Values,
     check_side_effects,
     find_holders,
     flatten_result,
@@ -65,7 +65,7 @@ from lazy_backend.replay.recorded_call import (
 from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, PreparedReplay
 from lazy_backend.replay.state_guard import Found, LeftAlone
 from lazy_backend.replay.state_places import argument_places
-from lazy_backend.replay.structure import StructureGuard, hooks_of
+from lazy_backend.replay.structure import StructureGuard, hooks_of, same_containers
 from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, watching_reads, why_unseen, why_written
 from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.settings import config
@@ -78,7 +78,7 @@ from lazy_backend.tensors.bodies import (
 )
 from lazy_backend.tensors.contexts import context_of, contexts
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
-from lazy_backend.tensors.tensor import LazyTensor, own_attributes
+from lazy_backend.tensors.tensor import LazyTensor, is_parameter, own_attributes
 from lazy_backend.tensors.thread_state import describe_modes
 
 P = ParamSpec("P")
@@ -104,7 +104,8 @@ _NO_OBJECTS: tuple[Any, ...] = ()
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
     if not kwargs and not any(is_a(arg, list | tuple | dict) for arg in args):
         return args, len(args)  # 0.5 µs instead of 10
-    return trees.tree_flatten((args, kwargs))
+    leaves, spec = trees.tree_flatten((args, kwargs))
+    return leaves, (spec, same_containers(args, kwargs))
 
 
 def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Arguments, tuple[Any, ...]]:
@@ -122,7 +123,7 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
         if kind is LazyTensor:
             data = leaf._data
             storage = data.storage
-            key.append((data.context, data.meta, storage.meta, leaf.requires_grad))
+            key.append((data.context, data.meta, storage.meta, leaf.requires_grad, _place_of(leaf)))
             tensors.append(leaf)
             if given := own_attributes(leaf):
                 value = value_key(given, named)
@@ -155,6 +156,12 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
             key.extend(known.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
     objects += tuple(named)
     return tuple(key), Arguments(tuple(tensors), tuple(floats)), objects
+
+
+def _place_of(tensor: LazyTensor) -> tuple[bool, ...]:
+    """What code may ask of a tensor besides its values: whether it is a leaf, a view or a parameter, or has a .grad."""
+    is_leaf = tensor.is_leaf
+    return is_leaf, is_leaf and tensor.grad is None, base_of(tensor) is None, is_parameter(tensor)
 
 
 def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:
@@ -500,11 +507,11 @@ class Captured(Generic[P, R]):
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]
         watch = Watch(arguments.tensors)
-        values = Values(_flatten(args, kwargs)[0])
+        given = Given(_flatten(args, kwargs)[0])
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats, self._counts)
-                leaves, spec, read, ran = self._run_recorded(recorder, last, context, body, args, kwargs)
+                leaves, spec, read, ran = self._run_recorded(recorder, given, last, context, body, args, kwargs)
             unfit = self._look_at_reads(start, roots, read, ran)
             watch.recorder = None
             # what the body made to compute into is no upload, and may be gone
@@ -523,7 +530,7 @@ class Captured(Generic[P, R]):
             self._counts |= record.changed_settings
             signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
-            record.changed_argument, record.unfit_read, record.unnamed = values.changed(), unfit, start.unnamed
+            record.changed_argument, record.unfit_read, record.unnamed = given.changed(), unfit, start.unnamed
             found = self._find(record, roots, unsettled)
             record.after = record.numbers.state(found.reach, found.structure.walk, found.leaves)
             record.argument_places = argument_places(start.state, record.after, arguments.tensors)
@@ -592,6 +599,7 @@ class Captured(Generic[P, R]):
     def _run_recorded(
         self,
         recorder: FloatRecorder,
+        given: Given,
         last: RecordedCall | None,
         context: DeviceContext,
         body: Body,
@@ -617,6 +625,7 @@ class Captured(Generic[P, R]):
             recorder.close()
             raise
         finally:
+            given.end()
             recorder.restore()
 
     def _bind(

@@ -40,7 +40,7 @@ from lazy_backend.replay.plain_values import is_plain, value_key
 from lazy_backend.replay.reachable import Attribute, Reachable
 from lazy_backend.replay.replayed_call import Arguments
 from lazy_backend.replay.state_places import PlacedState, PlaceNumbers
-from lazy_backend.replay.structure import Root, Structure
+from lazy_backend.replay.structure import Root, Structure, marks_of
 from lazy_backend.replay.unseen_reads import CodeThatRan
 from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
@@ -137,7 +137,7 @@ class RecordedCall:
     random_states: tuple[Callable[[], Any], ...] = ()  # of the random generators of the host that it reaches
     drew_unseen: str = ""  # why a replay would not draw the random numbers that the body drew
     other_devices: tuple[str, ...] = ()  # that the body computed on besides
-    changed_argument: str = ""  # the type of an argument that the body wrote to, which is no tensor
+    changed_argument: str = ""  # why what the body did with its arguments keeps it from being replayed
     unfit_read: str = ""  # why what the body read keeps it from being replayed
     changed_settings: set[str] = field(default_factory=set)  # names of entries of groups, changed unseen
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
@@ -196,17 +196,44 @@ def unflatten_result(leaves: Sequence[Any], spec: trees.TreeSpec | None) -> Any:
 # ----- what a body finds
 
 
-class Values:
-    """Arguments that are compared by value and that the body could write to: arrays, dataclasses and the like."""
+class Given:
+    """The arguments of a body that it may change besides writing to tensors, and whether a backward leaves by one.
+
+    Of arrays, dataclasses and the like the values, of tensors the attributes, the hooks and whether they require
+    gradients. A backward that goes on through the graph of an argument does what that graph was made of.
+    """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         others = [leaf for leaf in leaves if not is_a(leaf, torch.Tensor) and not is_plain(leaf)]
         self._before = [(leaf, value_key(leaf)) for leaf in others]
+        self._tensors = [(leaf, marks_of(leaf)) for leaf in leaves if is_a(leaf, LazyTensor)]
+        self._was_left = False
+        nodes = {leaf.grad_fn: None for leaf, _ in self._tensors if leaf.grad_fn is not None}
+        self._hooks = [node.register_prehook(self._leave) for node in nodes]
+
+    def _leave(self, grads: Any) -> None:
+        self._was_left = True
+
+    def end(self) -> None:
+        """Watch backwards no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def changed(self) -> str:
-        """The type of an argument that was changed since; empty if none was."""
+        """Why what the body did with arguments would not be done by a replay; empty if it would."""
         changed = [name_of(type(leaf)) for leaf, key in self._before if value_key(leaf) != key]
-        return changed[0] if changed else ""
+        if changed:
+            return f"it changes an argument, of type {changed[0]}, which a replay would not do"
+        if any(marks_of(leaf) != marks for leaf, marks in self._tensors):
+            return (
+                "it gives an argument an attribute or a hook, or lets it require gradients, which a replay would not do"
+            )
+        if self._was_left:
+            return (
+                "its backward goes on through the graph of an argument, which may be another one in each call\n"
+                "  pass what the argument is computed from, and compute it inside"
+            )
+        return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -290,7 +317,7 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
             "  capture one function per device"
         )
     if record.changed_argument:
-        raise NotReplayable(f"it changes an argument, of type {record.changed_argument}, which a replay would not do")
+        raise NotReplayable(record.changed_argument)
     if record.structure_change:
         raise NotReplayable(
             f"its own code changes a value: {record.structure_change}\n"

@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -51,7 +51,7 @@ from lazy_backend.ports.hooks import REGISTRIES, UNREAD
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.replay.plain_values import is_plain, is_process_wide, plain_key, same_plain, text_of
-from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # What is looked at: a dict stands for the module whose attributes it holds, which is not kept alive then.
 Root = torch.nn.Module | torch.optim.Optimizer | dict[str, Any]
@@ -82,6 +82,21 @@ def hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         if hooks:
             found += hooks.values()
     return tuple(found)
+
+
+def same_containers(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """For each list and dict among arguments, which one it is; empty if each is another one."""
+    given = [id(one) for one in chain(args, kwargs.values()) if is_a(one, list | dict)]
+    first: dict[int, int] = {}
+    places = tuple([first.setdefault(number, place) for place, number in enumerate(given)])
+    return places if len(first) < len(given) else ()
+
+
+def marks_of(tensor: LazyTensor) -> tuple[Any, ...]:
+    """What code may do to a tensor that it is given, besides writing to it and giving it a gradient."""
+    hooks = hooks_of(tensor) if tensor.requires_grad else ()
+    own = [(name, id(value)) for name, value in own_attributes(tensor).items()]
+    return tensor.requires_grad, tensor.retains_grad, own, list(map(id, hooks))
 
 
 class _Tensor:

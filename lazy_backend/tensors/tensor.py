@@ -297,6 +297,11 @@ def own_attributes(tensor: LazyTensor) -> dict[str, Any]:
     return {name: value for name, value in dict.items(attributes) if name not in _NOT_OF_USERS}
 
 
+def is_parameter(tensor: LazyTensor) -> bool:
+    """As `isinstance(tensor, torch.nn.Parameter)`, in a tenth of the time."""
+    return "_is_param" in tensor.__dict__
+
+
 def wrapper_arguments(context: DeviceContext, meta: TensorMeta) -> tuple[Any, ...]:
     """The positional arguments of `make` after the class: parsing keywords would cost 0.1 µs per tensor."""
     return (meta.shape, meta.stride, meta.storage_offset, None, meta.dtype, torch.strided, context.device)

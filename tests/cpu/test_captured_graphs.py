@@ -1,0 +1,395 @@
+"""What captured code does with graphs, gradients and state that are there besides it: each call equals the plain one's.
+
+Backwards that leave a function through an argument, or change what they read; gradients that a body clears; results
+that are cached beside modules; one argument given twice, or differentiated by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import lazy_backend
+from lazy_backend import capture, captures
+
+pytestmark = pytest.mark.filterwarnings("ignore::lazy_backend.CaptureWarning")
+
+CALLS, CHANGES_AT = 12, 6
+
+Capture = Callable[[Any], Any]
+Program = Callable[[str, Capture], list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> None:
+    lazy_backend.config.compile = "off"
+
+
+def _as_written(one: Any) -> Any:
+    return one
+
+
+def compare(program: Program, tolerance: float = 0.0) -> None:
+    found = []
+    for device, captured in (("cpu", _as_written), ("lazy", capture)):
+        torch.manual_seed(0)
+        found.append(program(device, captured))
+    assert found[1] == (pytest.approx(found[0], rel=tolerance) if tolerance else found[0])
+
+
+# ----- functions
+
+
+def _penalized(device: str, captured: Capture) -> list[Any]:
+    weight = nn.Parameter(torch.ones(2).to(device))
+    optimizer = torch.optim.SGD([weight], lr=0.125)
+
+    @captured
+    def train(x: Tensor, penalty: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).sum() + penalty
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found = []
+    for number in range(CALLS):
+        factor = 0.5 if number < CHANGES_AT else 1.5
+        train(torch.zeros(2).to(device), factor * weight.square().sum())
+        found.append(weight.tolist())
+    return found
+
+
+def _differentiated(device: str, captured: Capture) -> list[Any]:
+    weight = nn.Parameter(torch.ones(2).to(device))
+    slope = captured(lambda hidden: torch.autograd.grad(hidden.sum(), weight)[0])
+    return [slope(weight * (2.0 if number < CHANGES_AT else 10.0)).tolist() for number in range(CALLS)]
+
+
+def _called(
+    body: Callable[..., Tensor], make: Callable[[int, str], tuple[Any, ...]], device: str, captured: Capture
+) -> list[Any]:
+    function = captured(body)
+    found = []
+    for number in range(CALLS):
+        given = make(number, device)
+        result = function(*given).tolist()
+        found.append((result, *[(one.requires_grad, hasattr(one, "tag")) for one in given if isinstance(one, Tensor)]))
+    return found
+
+
+def _scaled(asks: Callable[..., bool]) -> Callable[..., Tensor]:
+    def body(x: Any, *others: Any) -> Tensor:
+        data: Tensor = (x if isinstance(x, Tensor) else x[0]).detach()
+        return data * (2 if asks(x, *others) else 3)
+
+    return body
+
+
+def _ones(number: int, device: str) -> tuple[Tensor]:
+    return (torch.ones(2).to(device),)
+
+
+def _with_grad_later(number: int, device: str) -> tuple[Tensor]:
+    x = torch.ones(2).to(device).requires_grad_()
+    if number >= CHANGES_AT:
+        x.grad = torch.ones(2).to(device)
+    return (x,)
+
+
+def _parameter_later(number: int, device: str) -> tuple[Tensor]:
+    (x,) = _ones(number, device)
+    return (x if number < CHANGES_AT else nn.Parameter(x, requires_grad=False),)
+
+
+def _view_later(number: int, device: str) -> tuple[Tensor]:
+    (x,) = _ones(number, device)
+    return (x if number < CHANGES_AT else x[:],)
+
+
+def _computed_later(number: int, device: str) -> tuple[Tensor]:
+    x = torch.ones(2).to(device).requires_grad_()
+    return (x if number < CHANGES_AT else x * 1,)
+
+
+def _same_list_at_first(number: int, device: str) -> tuple[Any, ...]:
+    given = [*_ones(number, device)]
+    return given, given if number < CHANGES_AT else list(given)
+
+
+def _marked(x: Tensor) -> Tensor:
+    x.tag = 1  # type: ignore[attr-defined]
+    return x * 2
+
+
+CALLED: dict[str, tuple[Callable[..., Tensor], Callable[[int, str], tuple[Any, ...]]]] = {
+    "a gradient": (_scaled(lambda x: x.grad is None), _with_grad_later),
+    "a parameter": (_scaled(lambda x: isinstance(x, nn.Parameter)), _parameter_later),
+    "a view": (_scaled(lambda x: x._base is None), _view_later),
+    "a leaf": (_scaled(lambda x: x.is_leaf), _computed_later),
+    "one list twice": (_scaled(lambda x, y: x is y), _same_list_at_first),
+    "requires_grad_": (lambda x: (x.requires_grad_() * 2).detach(), _ones),
+    "an attribute": (_marked, _ones),
+}
+
+
+@pytest.mark.parametrize("program", [_penalized, _differentiated])
+def test_a_backward_that_leaves_a_function_through_an_argument(program: Program) -> None:
+    compare(program)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_function_is_given_more_than_values(name: str) -> None:
+    body, make = CALLED[name]
+    compare(lambda device, captured: _called(body, make, device, captured))
+
+
+def test_a_function_replays_if_its_backward_ends_at_an_argument_with_a_graph() -> None:
+    @capture
+    def slope_at(hidden: Tensor) -> Tensor:
+        return torch.autograd.grad(hidden.square().sum(), hidden)[0]
+
+    weight = nn.Parameter(torch.ones(2, device="lazy"))
+    for number in range(CALLS):
+        assert slope_at(weight * number).tolist() == [2.0 * number] * 2
+    (row,) = (row for row in captures() if row["name"].endswith("slope_at"))
+    assert row["replays"] >= CALLS - 4, row
+
+
+# ----- modules
+
+
+class Scaling(nn.Module):
+    """Multiplies by its weight. `before` is called with it at each call, `after` with its result."""
+
+    def __init__(
+        self,
+        before: Callable[[Scaling], object] = lambda _: None,
+        after: Callable[[Scaling, Tensor], Tensor] = lambda _, y: y,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.before, self.after, self.flag = before, after, False
+        self.inner = torch.optim.SGD([self.weight], lr=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before(self)
+        return self.after(self, self.weight * x)
+
+
+class State:
+    flag = False
+    values = [1.0, 2.0, 4.0]
+    cached: Any = None
+
+
+def _flip() -> float:
+    State.flag = not State.flag
+    return 1.0 if State.flag else -1.0
+
+
+def _flip_own(module: Scaling) -> float:
+    module.flag = not module.flag
+    return 1.0 if module.flag else -1.0
+
+
+def _rotate() -> float:
+    State.values.append(State.values.pop(0))
+    return State.values[0]
+
+
+def _hooked(by: Callable[[Scaling], float]) -> Callable[[Scaling, Tensor], Tensor]:
+    def after(module: Scaling, y: Tensor) -> Tensor:
+        y.register_hook(lambda grad: grad * by(module))
+        return y * 1
+
+    return after
+
+
+def _clearing(module: Scaling, y: Tensor) -> Tensor:
+    y.register_hook(lambda _: module.zero_grad())
+    return y * 1
+
+
+def _trained(make: Callable[[], Scaling]) -> Program:
+    """Trains a module that has gradients from before in the later calls."""
+
+    def program(device: str, captured: Capture) -> list[Any]:
+        State.flag, State.values = False, [1.0, 2.0, 4.0]
+        module = captured(make().to(device))
+        found = []
+        for number in range(CALLS):
+            if number < CHANGES_AT:
+                module.weight.grad = None
+            module(torch.ones(2).to(device)).sum().backward()
+            found += [module.weight.tolist(), module.weight.grad.tolist()]
+        return found
+
+    return program
+
+
+TRAINED: dict[str, Callable[[], Scaling]] = {
+    "a backward that flips what it reads": lambda: Scaling(after=_hooked(lambda _: _flip())),
+    "a backward that flips an attribute": lambda: Scaling(after=_hooked(_flip_own)),
+    "a backward that rotates a list": lambda: Scaling(after=_hooked(lambda _: _rotate())),
+    "a backward that clears gradients": lambda: Scaling(after=_clearing),
+    "zero_grad": lambda: Scaling(lambda module: module.zero_grad()),
+    "a step": lambda: Scaling(lambda module: module.inner.step()),
+    "clipping": lambda: Scaling(
+        lambda module: module.weight.grad is not None and nn.utils.clip_grad_value_(module.parameters(), 0.25)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_module_that_changes_gradients_or_what_its_backward_reads(name: str) -> None:
+    compare(_trained(TRAINED[name]))
+
+
+class Physics(nn.Module):
+    """A loss of a field and of its derivative by what an argument is made from."""
+
+    def __init__(self, options: dict[str, bool]) -> None:
+        super().__init__()
+        self.field = nn.Linear(2, 1)
+        self.options = options
+
+    def forward(self, places: Tensor, x: Tensor) -> Tensor:
+        field = self.field(places).tanh()
+        (slope,) = torch.autograd.grad(field.sum(), x, create_graph=True, **self.options)
+        return ((0 if slope is None else slope) - field).square().mean()
+
+
+@pytest.mark.parametrize("related_from", [0, CHANGES_AT])
+def test_one_argument_is_differentiated_by_another(related_from: int) -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        module = captured(Physics({"allow_unused": True}).to(device))
+        found = []
+        for number in range(CALLS):
+            x = torch.ones(3, 1).to(device).requires_grad_()
+            of = x if number >= related_from else x.detach()
+            places = torch.cat([of, x.detach()], 1)
+            loss = module(places if places.requires_grad else places.requires_grad_(), x)
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    compare(program, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [parametrizations.spectral_norm, parametrizations.weight_norm])
+@pytest.mark.parametrize("whole", [True, False], ids=["function", "module"])
+def test_parametrizations_are_cached_for_a_block(kind: Callable[..., nn.Module], whole: bool) -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        module = kind(nn.Linear(4, 4)).to(device)
+        if not whole:
+            captured(module)
+
+        def loss(x: Tensor) -> Tensor:
+            return (module(x) * module(x + 1)).sum()
+
+        step = captured(loss) if whole else loss
+        found = []
+        for number in range(CALLS):
+            module.zero_grad()
+            with parametrize.cached() if number >= CHANGES_AT else contextlib.nullcontext():
+                result = step(torch.ones(1, 4).to(device))
+            if not whole:
+                result.backward()
+            found.append(result.item())
+        return found
+
+    compare(program, 1e-6)
+
+
+def test_two_calls_share_a_graph_that_the_first_made() -> None:
+    class Cached(Scaling):
+        def forward(self, x: Tensor) -> Tensor:
+            if State.cached is None:
+                State.cached = self.weight * self.weight
+            return x * State.cached
+
+    def program(device: str, captured: Capture) -> list[Any]:
+        module = captured(Cached().to(device))
+        x, found = torch.ones(2).to(device), []
+        for _ in range(CALLS):
+            State.cached = None
+            module.zero_grad()
+            (module(x) * module(x)).sum().backward()
+            found.append(module.weight.grad.tolist())
+        State.cached = None
+        return found
+
+    compare(program)
+
+
+def test_an_argument_is_compared_with_a_tensor_that_code_can_name() -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        constant = torch.ones(2).to(device)
+        module = captured(Scaling().to(device))
+        module.forward = lambda x: module.weight * x * (2 if x is constant else 3)
+        given = [constant if number < CHANGES_AT else constant * 1 for number in range(CALLS)]
+        return [module(x).tolist() for x in given]
+
+    compare(program)
+
+
+def test_a_gradient_is_added_to_a_sparse_one() -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        table = nn.Embedding(3, 2, sparse=True).to(device)
+        module = captured(Scaling().to(device))
+        module.weight = table.weight
+        found = []
+        for number in range(CALLS):
+            table.weight.grad = None
+            if number >= CHANGES_AT:
+                table(torch.tensor([1]).to(device)).sum().backward()
+            module(torch.ones(2).to(device)).sum().backward()
+            assert table.weight.grad is not None
+            found.append(table.weight.grad.tolist())
+        return found
+
+    compare(program)
+
+
+def test_a_child_may_have_the_name_of_a_place_in_a_graph() -> None:
+    class Based(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._base = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._base(x)  # type: ignore[no-any-return]
+
+    module = capture(Based().to("lazy"))
+    for _ in range(CALLS):
+        module(torch.ones(2, device="lazy")).sum().backward()
+        lazy_backend.mark_step()
+    (row,) = (row for row in captures() if row["name"] == "Based")
+    assert row["replays"] >= CALLS - 4, row
+
+
+def test_a_step_keeps_gradients_as_state() -> None:
+    class Remembering(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["before"] = parameter.grad
+
+    def program(device: str, captured: Capture) -> list[Any]:
+        weight = nn.Parameter(torch.ones(2).to(device))
+        optimizer = captured(Remembering([weight], lr=0.125))
+        for _ in range(CALLS):
+            optimizer.zero_grad(set_to_none=False)
+            weight.square().sum().backward()
+            optimizer.step()
+        return weight.tolist()
+
+    compare(program)
