@@ -64,10 +64,14 @@ def compile_request(request: CompileRequest) -> bytes:
     # many threads as the process that *runs* it has, but its array of partial sums has one element for each thread of
     # this process, which compiles it
     own = num_threads_for(request.stored.get(), None if request.shares_threads else available_cores())
-    threads: dict[str, Any] = {"cpp.threads": own or torch.get_num_threads()}
+    settings: dict[str, Any] = {"cpp.threads": own or torch.get_num_threads()}
     if own is None and request.shares_threads:
-        threads["cpp.dynamic_threads"] = True
-    with inductor.settings().patch(threads):
+        settings["cpp.dynamic_threads"] = True
+    if request.stored.device.type == "cpu":
+        # inductor would have convolutions compute channels last, whatever the tensors are: without weights that are
+        # packed for it once, as only frozen ones are, the copies to and fro take a fifth of a ResNet's step
+        settings["layout_optimization"] = False
+    with inductor.settings().patch(settings):
         if blocks is not None:
             with contextlib.suppress(inductor.cpp_error()):  # then the whole graph may do without such C++
                 return _compile_blocks(request, blocks)
