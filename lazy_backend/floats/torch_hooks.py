@@ -6,7 +6,7 @@ no choice that PyTorch makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -57,6 +57,15 @@ class FloatSeer(TorchFunctionMode):
     def see_made(self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], made: torch.Tensor) -> None:
         """Note a CPU tensor that a function made which function modes do not see."""
         raise NotImplementedError
+
+    # called with the results and the inputs of a backward, by `torch.autograd`
+    on_backward: Callable[[Sequence[torch.Tensor], Sequence[Any]], None] = staticmethod(lambda results, inputs: None)
+
+    def see_backward(
+        self, results: Sequence[torch.Tensor], grads: Any, keeps: Any, creates: Any, inputs: Sequence[Any], *_: Any
+    ) -> None:
+        """Note a backward that is about to run: what `torch.autograd` gives its engine."""
+        self.on_backward(results, inputs)
 
     def see_schedule(self) -> None:
         """Note that a learning-rate schedule was stepped."""
@@ -113,6 +122,8 @@ class TorchHooks:
     def _run_backward_recorded(self, *args: Any, **kwargs: Any) -> Any:
         """Backward runs with no function mode, as it is itself a call that a mode sees; its hooks are to be seen."""
         recorder = self._recorder()
+        if recorder is not None:
+            recorder.see_backward(*args)
         if recorder is None or function_depth():
             return self._run_backward(*args, **kwargs)
         return recorder.show(self._run_backward, *args, **kwargs)

@@ -6,7 +6,7 @@ In: `torch._C`, `torch.autograd`. Out: the same under public names. A name that 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -37,6 +37,20 @@ accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulat
 # Nodes are numbered on each thread as they are made, but for those of leaves: the largest number.
 next_node_number: Callable[[], int] = optional("torch._C._autograd._get_sequence_nr")
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graph of `tensors`, each once."""
+    seen = set()
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending += [following for following, _ in node.next_functions]
+
+
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

@@ -37,6 +37,7 @@ is_view: Callable[[torch.Tensor], bool] = methodcaller(IS_VIEW)
 # What tells a tensor of a graph of autograd's from one with the same data that begins or ends a graph.
 PLACE_IN_GRAPH = frozenset((
     "is_leaf", "grad_fn", "retains_grad", "output_nr", "get_gradient_edge", IS_VIEW, "_base", "_backward_hooks",
+    "_version",
 ))  # fmt: skip
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")  # references from C++
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_indices")

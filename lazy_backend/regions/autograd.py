@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -43,6 +43,7 @@ from lazy_backend.ports.autograd_engine import (
     call_at_the_end,
     keeps_graph,
     node_number,
+    nodes_of,
     plain_apply,
     will_execute,
 )
@@ -131,29 +132,18 @@ def leaves_of(results: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, 
     After `leaf.set_(...)` the leaf has another edge, and this graph still leads to this one.
     """
     # only the nodes that add to the gradients of leaves have a variable
-    found = [(node.variable, GradientEdge(node, 0)) for node in _nodes_of(results) if hasattr(node, "variable")]
+    found = [(node.variable, GradientEdge(node, 0)) for node in nodes_of(results) if hasattr(node, "variable")]
     return {id(leaf): (leaf, edge) for leaf, edge in found}
-
-
-def _nodes_of(results: Sequence[torch.Tensor]) -> Iterator[Any]:
-    seen = set()
-    pending: list[Any] = [result.grad_fn for result in results]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            pending += [following for following, _ in node.next_functions]
 
 
 def leads_to_older(results: Sequence[torch.Tensor], number: int) -> bool:
     """Whether the graph of `results` has nodes that were made before `number`. See `next_node_number`."""
-    return any(node_number(node) < number for node in _nodes_of(results))
+    return any(node_number(node) < number for node in nodes_of(results))
 
 
 def checkpoints_reentrantly(results: Sequence[torch.Tensor]) -> bool:
     """Whether the graph of `results` holds a reentrant checkpoint, which `torch.autograd.grad` refuses to run."""
-    return any(node.name() == "CheckpointFunctionBackward" for node in _nodes_of(results))
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(results))
 
 
 # ----- a call whose body ran

@@ -22,7 +22,7 @@ from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain
 from lazy_backend.replay.structure import marks_of, same_containers
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
-from lazy_backend.tensors.tensor import LazyTensor, own_attributes
+from lazy_backend.tensors.tensor import LazyTensor, is_parameter, own_attributes
 from lazy_backend.tensors.thread_state import describe_autocast
 
 
@@ -52,7 +52,7 @@ class CallArguments:
 
     def marks(self) -> list[Any]:
         """What a body may do to tensors that it is given, besides writing them."""
-        return [(id(one.grad) if one.is_leaf else 0, *marks_of(one)) for one in self.tensors]
+        return list(map(marks_of, self.tensors))
 
     def replaced(self, inner: Mapping[int, torch.Tensor]) -> CallArguments:
         """The same arguments with other tensors, by the id of those in their place."""
@@ -68,6 +68,7 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
     """The arguments of a call, or why it runs as written."""
     leaves: Sequence[Any] = args
     spec = None
+    shared: tuple[int, ...] = ()
     if kwargs or not all(type(arg) is LazyTensor or _is_leaf(arg) for arg in args):
         if any(map(_has_odd_key, chain(args, kwargs.values()))):
             return "it got a dict whose keys define how they are found"
@@ -77,9 +78,10 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
             return f"it got an argument that cannot be looked into: {name_of(type(error))}"
         if any(type(arg) is dict and not all(map(_is_string, arg)) for arg in args):
             return "it got a dict whose keys are not strings"
-        if same_containers(args, kwargs):
+        shared = same_containers(args, kwargs)
+        if shared and any(is_a(leaf, LazyTensor) and leaf.requires_grad for leaf in leaves):
             return "it got one list or dict as several arguments"
-    key: list[Any] = [spec, switches(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    key: list[Any] = [spec, shared, switches(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     tensors: list[LazyTensor] = []
     context: DeviceContext | None = None
     first: dict[int, int] = {}
@@ -93,10 +95,10 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
             # the same tensor twice is one operand; views of one memory have alias groups in the jump's key
             place = first.setdefault(id(data), len(tensors))
             if place == len(tensors):
-                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, place))
+                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, is_parameter(leaf), place))
             else:  # for autograd, another tensor for the same data has a gradient of its own
                 same = next((number for number, one in enumerate(tensors) if one is leaf), -1)
-                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, place, same))
+                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, is_parameter(leaf), place, same))
             tensors.append(leaf)
             if given := own_attributes(leaf):
                 key.append(value_key(given))

@@ -10,7 +10,6 @@ import torch
 from lazy_backend.execution.sync import executor
 from lazy_backend.ports.autograd_engine import forward_level, hooks_of_saved
 from lazy_backend.ports.hooks import HOOKS_OF_ALL_MODULES
-from lazy_backend.ports.thread_modes import caches_parametrizations
 from lazy_backend.settings import config
 from lazy_backend.tensors.thread_state import has_python_modes
 
@@ -30,8 +29,6 @@ def why_as_written() -> str | None:
         return "autograd's anomaly detection is on"
     if forward_level() >= 0:
         return "forward-mode differentiation is on"
-    if caches_parametrizations():
-        return "parametrize.cached() is on"
     if any(HOOKS_OF_ALL_MODULES):
         return "hooks of all modules are registered"
     return None

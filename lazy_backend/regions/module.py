@@ -35,7 +35,6 @@ from lazy_backend.ports.hooks import (
     BUFFERS,
     CALL_HOOKS,
     PARAMETERS,
-    REGISTRIES,
     call_of,
     called_from,
     entry_of,
@@ -76,7 +75,7 @@ from lazy_backend.regions.results import (
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, NotReplayable
 from lazy_backend.replay.recorded_call import RandomState
-from lazy_backend.replay.unseen_reads import CodeThatRan, watching_reads, why_written
+from lazy_backend.replay.unseen_reads import DIFFERENTIATES, CodeThatRan, watching_reads, why_written
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -245,6 +244,10 @@ class CapturedModule:
         self._states = [made, *[state for state in states if state.refers_only_to(made)]][:_MAX_STATES]
         return made, change
 
+    def _state_of(self, signature: AlikeCalls) -> ModuleState | None:
+        """Not kept by what a graph holds: a state refers to the module's attributes, which may hold the graph."""
+        return next((state for state in self._states if signature in state.signatures()), None)
+
     def _holds(self, state: ModuleState) -> bool:
         module = self._reference()
         return module is not None and state.holds(module)
@@ -395,7 +398,7 @@ class CapturedModule:
             self._check_arguments(followed, is_changed, is_marked)
             self._check_result(leaves, kept)
         unfit = why_not_made_anew(leaves, structure, kept) or unfit_read
-        unfit = unfit or self._why_unfit(module, named, arguments, leaves, is_changed, is_marked)
+        unfit = unfit or self._why_unfit(named, arguments, leaves, is_changed, is_marked)
         lesson: tuple[Known, Stretch, Program] | None = None
         try:
             if unfit:
@@ -416,7 +419,7 @@ class CapturedModule:
             self._give_up(signature, str(reason))
         if not has_node:
             return unflatten_result(leaves, structure) if kept is None else original
-        return self._with_node(state, signature, arguments, given, leaves, structure, lesson, number)
+        return self._with_node(signature, arguments, given, leaves, structure, lesson, number)
 
     def _learn(
         self,
@@ -454,7 +457,6 @@ class CapturedModule:
 
     def _why_unfit(
         self,
-        module: torch.nn.Module,
         named: NamedByCode,
         arguments: CallArguments,
         leaves: Sequence[Any],
@@ -467,13 +469,12 @@ class CapturedModule:
         if is_marked or any(is_a(leaf, torch.Tensor) and leaf.retains_grad for leaf in leaves):
             return _MARKS
         # from the next call on, the body gets other tensors in place of those that require gradients
-        asked = self._ran.names & PLACE_IN_GRAPH if arguments.tensors else frozenset()
-        if asked := asked and asked - _attributes_within(module):
+        if arguments.tensors and (asked := self._ran.names & PLACE_IN_GRAPH):
             return f"its code asks for {min(asked)}, which a replay would not do again"
         wanting = {id(one): one for one in arguments.tensors if one.requires_grad}
         if not wanting.keys().isdisjoint(number for _, number in named.those_of(arguments.tensors)):
             return "it got a tensor that its code can name, too, and may compare with that"
-        if len(wanting) > 1 and "grad" in self._ran.names and not all(one.is_leaf for one in wanting.values()):
+        if len(wanting) > 1 and DIFFERENTIATES in self._ran.about and not all(one.is_leaf for one in wanting.values()):
             return "it may differentiate one argument by another, whose graphs are separate while it is learned"
         return ""
 
@@ -530,7 +531,6 @@ class CapturedModule:
 
     def _with_node(
         self,
-        state: ModuleState,
         signature: AlikeCalls,
         arguments: CallArguments,
         given: CallArguments,
@@ -556,17 +556,18 @@ class CapturedModule:
             elif signature.is_alike:
                 signature.failures = 0
 
-        named = signature.named
-        assert named is not None  # by the body
-
         def see(run: Callable[[], Grads]) -> tuple[Grads, str]:
+            named, state = signature.named, self._state_of(signature)
+            if named is None or state is None:  # the module is gone
+                return run(), "its module is gone"
             before, grads, holds = named.changed(), named.grads(), self._holds(state)
             found, read, ran = watching_reads(run)
+            ran.about.discard(DIFFERENTIATES)  # that is how it is run
             after, reads_more = named.changed(), named.add(ran)
             if holds and not self._holds(state):
                 read = read or f"it changes what the module is made of: {state.why()}"
             if after.read != before.read or not after.parts <= before.parts:
-                read = read or why_written(after.read or "a container")
+                read = read or why_written(after.read or "a value")
             if named.grads() != grads:
                 read = read or "it sets the gradients of parameters"
             return found, read or ("it ran code that no call before it did" if reads_more else "")
@@ -633,16 +634,6 @@ def _run_again(module: torch.nn.Module, arguments: CallArguments) -> tuple[list[
     with torch.enable_grad(), autocast_as(arguments.autocast):
         leaves, _ = flatten_result(call_of(module)(*given.args, **given.kwargs))
     return leaves, {id(own): one for own, one in zip(arguments.tensors, given.tensors, strict=True)}
-
-
-def _attributes_within(module: torch.nn.Module) -> set[str]:
-    """The names of the attributes, children and tensors of a module and of those within."""
-    found: set[str] = set()
-    for _, one in modules_within(module):
-        attributes = attributes_of(one)
-        found |= attributes.keys()
-        found = found.union(*(dict.get(attributes, name) or () for name in REGISTRIES))
-    return found
 
 
 def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.Tensor | None]:

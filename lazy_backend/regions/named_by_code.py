@@ -17,13 +17,9 @@ from lazy_backend.ports.cpython import attributes_of, is_a, name_of
 from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tensors
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
-from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, why_unseen, why_written
+from lazy_backend.replay.unseen_reads import ASKS_FOR_GRADS, CodeThatRan, Ran, why_unseen, why_written
 from lazy_backend.replay.value_guard import Changed, ValueGuard
 
-# By these names code calls functions of PyTorch's that go by whether a parameter has a `.grad`.
-_ASK_FOR_GRADS = (
-    "zero_grad", "step", "unscale_", "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_",
-)  # fmt: skip
 # Of a container that code names, more values are not searched for sources of random numbers.
 _LARGEST_CONTAINER = 100
 
@@ -52,8 +48,7 @@ class NamedByCode:
         optimizers: list[Any] = [one for one in others if is_a(one, torch.optim.Optimizer)]
         self._others = StructureGuard(tuple(modules), optimizers) if others else None
         modules += [one for one in parts if is_a(one, torch.nn.Module)]
-        asks_for_grads = reach.reads("grad") or any(map(reach.reads_or_calls, _ASK_FOR_GRADS))
-        self._grads = _GradGuard(modules if asks_for_grads else ())
+        self._grads = _GradGuard(modules if reach.reads("grad") or ASKS_FOR_GRADS in ran.about else ())
         of_others = () if self._others is None else self._others.tensors
         of_parts = chain.from_iterable(map(registered_tensors, parts))
         self._all = {id(one): weakref.ref(one) for one in (*reach.tensors.values(), *of_others, *of_parts)}
@@ -91,7 +86,7 @@ class NamedByCode:
 
     def changed(self) -> Changed:
         """What has changed of what is compared by value."""
-        return self._guard.changed() or Changed(frozenset(), "")
+        return self._guard.changed() or Changed(frozenset(), "", False)
 
     def grads(self) -> list[int]:
         """Which `.grad` each parameter has, if code may ask for that."""
@@ -108,6 +103,8 @@ class NamedByCode:
             made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)
         if changed is not None and changed.read:
             return made, why_written(changed.read)
+        if changed is not None and changed.stores_tensor:
+            return made, "it stores a tensor where code can name it, which a replay would not do\n  return it instead"
         unseen = made._guard.unseen
         return made, read or (why_unseen(unseen) if unseen else "")
 

@@ -17,6 +17,7 @@ from lazy_backend.floats.formula_program import FormulaProgram, NotFollowed, fol
 from lazy_backend.lowering.checks.rounding import are_equal
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
+from lazy_backend.ports.cpython import is_a
 from lazy_backend.precision.grad_scaler import UnsettledStep
 from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.captured_state import ClearedGrad, GradsAtStart, Holder, TensorHolder
@@ -283,15 +284,17 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequence[Source]) -> None:
     """Raise `NotReplayable` for an argument that is part of the state, or that the body made stand for other data."""
     given = {tensor._data.storage for tensor in arguments.tensors}
+    grads: list[Any] = [tensor.grad for tensor in arguments.tensors if tensor.is_leaf]
+    of_grads = {grad._data.storage for grad in grads if is_a(grad, LazyTensor)}
     for place, source in enumerate(sources):
         data = record.inputs[place]()
+        if not isinstance(source, Argument) and data is not None and data.storage in of_grads:
+            raise NotReplayable("it uses the .grad of an argument\n  pass it as an argument, too")
         if not isinstance(source, Argument) and data is not None and data.storage in given:
             raise NotReplayable(f"an argument shares memory with a tensor that it uses at {record.entered(place).site}")
     for tensor, before in zip(arguments.tensors, record.argument_data, strict=True):
         if tensor._data is not before():
             raise NotReplayable("it gives an argument other data\n  return the new tensor instead")
-        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-            raise NotReplayable("it leaves a .grad on an argument\n  return torch.autograd.grad instead")
 
 
 # ----- floats

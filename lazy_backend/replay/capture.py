@@ -40,7 +40,7 @@ from lazy_backend.floats.formula_program import Stale
 from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.table import REPLAYS
-from lazy_backend.ports.tensor_types import base_of, device_of
+from lazy_backend.ports.tensor_types import PLACE_IN_GRAPH, base_of, device_of
 from lazy_backend.ports.thread_modes import active_transform
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, Attempts, NotReplayable
@@ -512,7 +512,7 @@ class Captured(Generic[P, R]):
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats, self._counts)
                 leaves, spec, read, ran = self._run_recorded(recorder, given, last, context, body, args, kwargs)
-            unfit = self._look_at_reads(start, roots, read, ran)
+            unfit = self._look_at_reads(start, roots, read, ran, any(one.requires_grad for one in arguments.tensors))
             watch.recorder = None
             # what the body made to compute into is no upload, and may be gone
             uploads[:] = [storage for storage in uploads if storage.tensor is not None]
@@ -568,11 +568,11 @@ class Captured(Generic[P, R]):
         if len(used) == 1 and not record.calls():
             (signature.context,) = used.values()
 
-    def _look_at_reads(self, start: Start, roots: Sequence[Any], read: str, ran: Ran) -> str:
+    def _look_at_reads(self, start: Start, roots: Sequence[Any], read: str, ran: Ran, asks: bool) -> str:
         """Why what the body, which just ran, has read keeps it from being replayed; "" if nothing does.
 
         What it wrote is not what it goes by: then `start` has a guard of what it left. `read`, `ran`: see
-        `watching_reads`.
+        `watching_reads`. `asks`: whether what it may ask of an argument's graph is no part of the key.
         """
         changed = start.values.changed()
         if changed is not None:
@@ -584,6 +584,8 @@ class Captured(Generic[P, R]):
             return read
         if start.values.unseen:
             return why_unseen(start.values.unseen)
+        if asks and (asked := self._ran.names & PLACE_IN_GRAPH):
+            return f"its code asks for {min(asked)} of a tensor, which may be another one in each call"
         return "code of it ran that none of its earlier calls did" if reads_more else ""
 
     def _find(self, record: RecordedCall, roots: Sequence[Any], unsettled: Sequence[UnsettledStep]) -> Found:
@@ -611,6 +613,7 @@ class Captured(Generic[P, R]):
         Returns the leaves of its result, with plain floats, their structure, why its reads keep it from being replayed,
         and what ran.
         """
+        recorder.on_backward = given.see_backward
         try:
             for guard in last.guards if last is not None else ():
                 recorder.install(guard.optimizer)

@@ -25,6 +25,7 @@ from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
+from lazy_backend.ports.autograd_engine import nodes_of
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.replay.accounts import NotReplayable
@@ -208,14 +209,23 @@ class Given:
         self._before = [(leaf, value_key(leaf)) for leaf in others]
         self._tensors = [(leaf, marks_of(leaf)) for leaf in leaves if is_a(leaf, LazyTensor)]
         self._was_left = False
-        nodes = {leaf.grad_fn: None for leaf, _ in self._tensors if leaf.grad_fn is not None}
-        self._hooks = [node.register_prehook(self._leave) for node in nodes]
+        self._nodes: set[Any] = {leaf.grad_fn for leaf, _ in self._tensors if leaf.grad_fn is not None}
+        self._hooks = [node.register_prehook(self._leave) for node in self._nodes]
 
     def _leave(self, grads: Any) -> None:
         self._was_left = True
 
+    def see_backward(self, results: Sequence[torch.Tensor], inputs: Sequence[Any]) -> None:
+        """Note whether a backward for some inputs alone would go on through an argument, if that had another graph."""
+        if not inputs or not self._nodes:
+            return
+        own = {id(leaf) for leaf, _ in self._tensors}
+        ends = {one.grad_fn for one in inputs if is_a(one, torch.Tensor)} if own.issuperset(map(id, inputs)) else set()
+        self._was_left = self._was_left or any(node in self._nodes - ends for node in nodes_of(results))
+
     def end(self) -> None:
         """Watch backwards no longer."""
+        self._nodes.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -226,7 +236,8 @@ class Given:
             return f"it changes an argument, of type {changed[0]}, which a replay would not do"
         if any(marks_of(leaf) != marks for leaf, marks in self._tensors):
             return (
-                "it gives an argument an attribute or a hook, or lets it require gradients, which a replay would not do"
+                "it changes the attributes, the hooks or the .grad of an argument, or whether that requires gradients\n"
+                "  return torch.autograd.grad instead of leaving a .grad"
             )
         if self._was_left:
             return (

@@ -29,6 +29,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -50,7 +51,7 @@ from lazy_backend.ports.cpython import (
 from lazy_backend.ports.hooks import REGISTRIES, UNREAD
 from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.ports.thread_modes import WithoutSubclasses
-from lazy_backend.replay.plain_values import is_plain, is_process_wide, plain_key, same_plain, text_of
+from lazy_backend.replay.plain_values import is_plain, is_process_wide, plain_key, same_plain, text_of, value_key
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # What is looked at: a dict stands for the module whose attributes it holds, which is not kept alive then.
@@ -93,10 +94,22 @@ def same_containers(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[int
 
 
 def marks_of(tensor: LazyTensor) -> tuple[Any, ...]:
-    """What code may do to a tensor that it is given, besides writing to it and giving it a gradient."""
+    """What code may do to a tensor that it is given, besides writing to it. Keeps no tensor alive."""
     hooks = hooks_of(tensor) if tensor.requires_grad else ()
-    own = [(name, id(value)) for name, value in own_attributes(tensor).items()]
-    return tensor.requires_grad, tensor.retains_grad, own, list(map(id, hooks))
+    own = [(name, _mark_of(value)) for name, value in own_attributes(tensor).items()]
+    grad = tensor.grad if tensor.is_leaf else None
+    return tensor.requires_grad, tensor.retains_grad, own, list(map(id, hooks)), None if grad is None else ref(grad)
+
+
+def _mark_of(value: Any) -> Any:
+    """What a value is told by: a reference if another one may have its id, once it is gone."""
+    key = value_key(value)
+    if key is not None:
+        return key
+    try:
+        return ref(value)
+    except TypeError:
+        return id(value), str(type(value))
 
 
 class _Tensor:

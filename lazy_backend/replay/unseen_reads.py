@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import os
 import random
@@ -65,6 +66,16 @@ _IN_PYTHON |= {random.Random.getstate.__code__: "random.getstate()"}
 _IN_PYTORCH = {getattr(torch, name).__code__: f"torch.{name}()" for name in ("initial_seed", "get_rng_state", "load")}
 # Both, by id: code is hashed anew each time, 0.5 µs.
 _BY_CODE = {id(code): text for code, text in (_IN_PYTHON | _IN_PYTORCH).items()}
+# What those of PyTorch's functions have to do with that look at gradients or make them, by the id of their code.
+DIFFERENTIATES, ASKS_FOR_GRADS = "differentiates", "asks for gradients"
+_ABOUT_GRADIENTS = {id(one.__code__): DIFFERENTIATES for one in (torch.autograd.grad, torch.autograd.backward)} | {
+    id(inspect.unwrap(one).__code__): ASKS_FOR_GRADS
+    for one in (
+        torch.nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, torch.amp.GradScaler.unscale_,
+        torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_,
+    )
+}  # fmt: skip
+_ABOUT_GRADIENTS |= {id(torch.optim.SGD.step.__code__): ASKS_FOR_GRADS}  # what calls the steps of all optimizers
 _OF_GENERATORS = frozenset(("get_state", "initial_seed", "graphsafe_get_state", "clone_state", "get_offset"))
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -94,10 +105,12 @@ class CodeThatRan:
     ones that are read. `reads_all`: whether some code may read attributes that it does not name; `user_reads_all`:
     whether code does that is no package's. `version`: how often more names came. `left_out`: attributes of objects that
     it does not name, and that have changed between two calls that recorded the same: they are not compared any more.
+    `about`: see `Ran`.
     """
 
     def __init__(self) -> None:
         self.left_out: frozenset[Any] = frozenset()
+        self.about: frozenset[str] = frozenset()
         self.names: frozenset[str] = frozenset()
         self.attributes: frozenset[str] = frozenset()
         self.reads_all = self.user_reads_all = False
@@ -111,7 +124,8 @@ class CodeThatRan:
 
     def add(self, ran: Ran, known: Container[int]) -> bool:
         """Add what ran. Returns whether more came than was known. `known`: ids of functions that a guard follows."""
-        has_more = self._add_roots(ran, known)
+        has_more = self._add_roots(ran, known) or not ran.about <= self.about
+        self.about |= ran.about
         new = set(ran.codes.values()) - self._codes
         if not new:
             self.version += has_more
@@ -177,12 +191,14 @@ class MethodsOf(_Root):
 class Ran:
     """What ran while a body was recorded. `codes`: all. `functions`: the user's, each with the class it is a method of.
 
-    All by id. It keeps neither functions nor classes: they would hold what they close over.
+    Both by id. It keeps neither functions nor classes: they would hold what they close over. `about`: what functions of
+    PyTorch's did with gradients.
     """
 
-    __slots__ = ("codes", "functions")
+    __slots__ = ("codes", "functions", "about")
 
     def __init__(self) -> None:
+        self.about: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.functions: dict[tuple[int, int], tuple[_Root, MethodsOf | None]] = {}
 
@@ -206,6 +222,7 @@ class Ran:
     def add(self, other: Ran) -> None:
         self.codes.update(other.codes)
         self.functions.update(other.functions)
+        self.about |= other.about
 
 
 @functools.lru_cache(maxsize=4096)
@@ -245,6 +262,8 @@ class _Watch(Watcher):
             read = _name_of_c(function)
         elif event == "call":
             code = frame.f_code
+            if about := _ABOUT_GRADIENTS.get(id(code)):
+                self.ran.about.add(about)
             if id(code) in self.ran.codes or (_is_of_body(frame) and not _is_importing(frame)):
                 self.ran.note(frame)
             read = _BY_CODE.get(id(code), "")

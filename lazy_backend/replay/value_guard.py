@@ -95,6 +95,7 @@ _LARGEST_CACHE = 100
 # Not for `issubclass`: an abstract base class remembers each class that it is asked about.
 _WEAK = (weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
 _BUILT_IN = (dict, list, set, deque)
+_HOLDING = (list, set, deque)
 _code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__")
 
 
@@ -129,11 +130,16 @@ class ValueGuard:
         """What the body, which just ran, has changed; None if nothing."""
         places = [place for group in self._groups.values() for place in group.all_changed()]
         facts = zip(self._reads, self._facts, strict=True)
-        parts: set[Hashable] = {(read, id(one)) for (read, one), fact in facts if read(one) != fact}
+        changed = [(read, one) for (read, one), fact in facts if read(one) != fact]
+        parts: set[Hashable] = {(read, id(one)) for read, one in changed}
+        held: list[Any] = [place.get() for place, _ in places]
+        held += chain.from_iterable(items_of(one) for _, one in changed if is_a(one, _HOLDING))
+        stores_tensor = any(is_a(one, LazyTensor) for one in held)
         parts |= self._shapes.all_changed()
         read = [place for place, is_plain in places if is_plain and self._is_read(place)]
         parts |= {place.where for place, _ in places}.difference(place.where for place in read)
-        return Changed(frozenset(parts), next(map(_text_of, read), "")) if parts or read else None
+        name = next(map(_text_of, read), "")
+        return Changed(frozenset(parts), name, stores_tensor) if parts or read else None
 
     def _is_read(self, place: StatePlace) -> bool:
         """Whether code reads what is at a place that it writes, and does not only count it."""
@@ -162,11 +168,13 @@ class Changed:
     """What a body changed of what a guard looks at, which is not what it goes by.
 
     `read`: the name of a plain value besides that code reads, too; "" if there is none. Entries of containers count if
-    code has their keys as constants.
+    code has their keys as constants. `stores_tensor`: whether a lazy tensor is at one of the places, or in one of the
+    containers.
     """
 
     parts: frozenset[Hashable]
     read: str
+    stores_tensor: bool
 
 
 _Fact = Callable[[Any], Any]

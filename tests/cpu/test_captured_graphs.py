@@ -139,7 +139,30 @@ CALLED: dict[str, tuple[Callable[..., Tensor], Callable[[int, str], tuple[Any, .
 }
 
 
-@pytest.mark.parametrize("program", [_penalized, _differentiated])
+def _led_to_later(device: str, captured: Capture) -> list[Any]:
+    weight, other = (nn.Parameter(torch.ones(2).to(device)) for _ in range(2))
+    slope = captured(lambda hidden: torch.autograd.grad((weight * 3 + hidden).sum(), weight)[0])
+    return [slope((other if number < CHANGES_AT else weight) * 2.0).tolist() for number in range(CALLS)]
+
+
+def _limited(device: str, captured: Capture) -> list[Any]:
+    weight, other = (nn.Parameter(torch.ones(2).to(device)) for _ in range(2))
+
+    @captured
+    def train(target: Tensor) -> None:
+        weight.grad = None
+        (weight - target).square().sum().backward(inputs=[weight])
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.125)
+
+    found = []
+    for number in range(CALLS):
+        train((other if number < CHANGES_AT else weight) * 2.0)
+        found.append(weight.tolist())
+    return found
+
+
+@pytest.mark.parametrize("program", [_penalized, _differentiated, _led_to_later, _limited])
 def test_a_backward_that_leaves_a_function_through_an_argument(program: Program) -> None:
     compare(program)
 
@@ -148,6 +171,37 @@ def test_a_backward_that_leaves_a_function_through_an_argument(program: Program)
 def test_a_function_is_given_more_than_values(name: str) -> None:
     body, make = CALLED[name]
     compare(lambda device, captured: _called(body, make, device, captured))
+
+
+def test_a_function_replays_if_an_argument_has_a_gradient_at_times() -> None:
+    @capture
+    def slope_of(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.autograd.grad((x * weight).sum(), weight)[0]
+
+    weight = nn.Parameter(torch.ones(2, device="lazy"))
+    for number in range(2 * CALLS):
+        weight.grad = None if number % 2 else torch.ones_like(weight)
+        assert slope_of(torch.full((2,), number + 1.0, device="lazy"), weight).tolist() == [number + 1.0] * 2
+    (row,) = (row for row in captures() if row["name"].endswith("slope_of"))
+    assert row["replays"] >= 2 * CALLS - 6, row
+
+
+def test_a_function_that_uses_the_gradient_of_an_argument() -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        @captured
+        def add(weight: Tensor) -> Tensor:
+            (weight * weight).sum().backward()
+            assert weight.grad is not None
+            return weight.grad * 2
+
+        weight, found = nn.Parameter(torch.ones(2).to(device)), []
+        for number in range(CALLS):
+            if number % 3 == 0:
+                weight.grad = torch.full((2,), float(number)).to(device)
+            found.append((add(weight).tolist(), weight.grad.tolist()))
+        return found
+
+    compare(program)
 
 
 def test_a_function_replays_if_its_backward_ends_at_an_argument_with_a_graph() -> None:
@@ -234,12 +288,19 @@ def _trained(make: Callable[[], Scaling]) -> Program:
     return program
 
 
+def _stepped(module: Scaling) -> None:
+    for function in (module.inner.step,):
+        function()
+
+
 TRAINED: dict[str, Callable[[], Scaling]] = {
     "a backward that flips what it reads": lambda: Scaling(after=_hooked(lambda _: _flip())),
     "a backward that flips an attribute": lambda: Scaling(after=_hooked(_flip_own)),
     "a backward that rotates a list": lambda: Scaling(after=_hooked(lambda _: _rotate())),
     "a backward that clears gradients": lambda: Scaling(after=_clearing),
     "zero_grad": lambda: Scaling(lambda module: module.zero_grad()),
+    "zero_grad by another name": lambda: Scaling(nn.Module.zero_grad),
+    "a step by another name": lambda: Scaling(_stepped),
     "a step": lambda: Scaling(lambda module: module.inner.step()),
     "clipping": lambda: Scaling(
         lambda module: module.weight.grad is not None and nn.utils.clip_grad_value_(module.parameters(), 0.25)
@@ -358,20 +419,49 @@ def test_a_gradient_is_added_to_a_sparse_one() -> None:
     compare(program)
 
 
-def test_a_child_may_have_the_name_of_a_place_in_a_graph() -> None:
-    class Based(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self._base = nn.Linear(2, 2)
+class Auxiliary(Scaling):
+    """Leaves a loss of its own where the loop finds it."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self._base(x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        State.cached = (x + self.weight).sum()
+        return self.weight * x
 
-    module = capture(Based().to("lazy"))
+
+def test_a_module_leaves_a_loss_in_a_global() -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        first, module = nn.Linear(2, 2).to(device), captured(Auxiliary().to(device))
+        found = []
+        for _ in range(CALLS):
+            first.zero_grad()
+            loss = module(first(torch.ones(2).to(device))).sum()
+            (loss + State.cached).backward()
+            found.append(first.bias.grad.tolist())
+        State.cached = None
+        return found
+
+    compare(program)
+
+
+def test_a_module_asks_whether_an_argument_is_a_parameter() -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        module = captured(Scaling().to(device))
+        module.forward = lambda x: module.weight * x * (2 if isinstance(x, nn.Parameter) else 3)
+        given = [torch.ones(2).to(device).requires_grad_() for _ in range(CALLS)]
+        return [module(x if number < CHANGES_AT else nn.Parameter(x)).tolist() for number, x in enumerate(given)]
+
+    compare(program)
+
+
+def test_a_module_in_a_block_of_cached_parametrizations_is_replayed() -> None:
+    class Unparametrized(Scaling):
+        pass
+
+    module = capture(Unparametrized().to("lazy"))
     for _ in range(CALLS):
-        module(torch.ones(2, device="lazy")).sum().backward()
+        with parametrize.cached():
+            module(torch.ones(2, device="lazy")).sum().backward()
         lazy_backend.mark_step()
-    (row,) = (row for row in captures() if row["name"] == "Based")
+    (row,) = (row for row in captures() if row["name"] == "Unparametrized")
     assert row["replays"] >= CALLS - 4, row
 
 
