@@ -26,7 +26,7 @@ TABLES = {
         ("recording", "overlap", "cold", "compile-time", "blocks", "trainers", "unmarked", "ranks", "wild"),
         "benchmarks.md",
     ),
-    **dict.fromkeys(("wild-2.14.1", "diagnostics", "cuda-compile", "gpu-check"), "benchmarks.md"),
+    **dict.fromkeys(("diagnostics", "cuda-compile", "gpu-check"), "benchmarks.md"),
     "simulated-ranks": "scaling.md",
     "ground": "compatibility.md",
 }
