@@ -28,6 +28,8 @@ _TRACED_MATH += [(function, of_kept(function.original)) for function in hooks.ot
 class FloatSeer(TorchFunctionMode):
     """What sees the floats and CPU tensors of a body: a `FloatRecorder`."""
 
+    # takes the results and the inputs of a backward that is about to run; no inputs: all that its graph leads to
+    on_backward: Callable[[Sequence[torch.Tensor], Sequence[Any]], None] = staticmethod(lambda results, inputs: None)
     hidden_by = 0  # the frame of the compiled function that is running, by id: Dynamo must not see a recorder
 
     def show(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,15 +59,6 @@ class FloatSeer(TorchFunctionMode):
     def see_made(self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], made: torch.Tensor) -> None:
         """Note a CPU tensor that a function made which function modes do not see."""
         raise NotImplementedError
-
-    # called with the results and the inputs of a backward, by `torch.autograd`
-    on_backward: Callable[[Sequence[torch.Tensor], Sequence[Any]], None] = staticmethod(lambda results, inputs: None)
-
-    def see_backward(
-        self, results: Sequence[torch.Tensor], grads: Any, keeps: Any, creates: Any, inputs: Sequence[Any], *_: Any
-    ) -> None:
-        """Note a backward that is about to run: what `torch.autograd` gives its engine."""
-        self.on_backward(results, inputs)
 
     def see_schedule(self) -> None:
         """Note that a learning-rate schedule was stepped."""
@@ -123,7 +116,7 @@ class TorchHooks:
         """Backward runs with no function mode, as it is itself a call that a mode sees; its hooks are to be seen."""
         recorder = self._recorder()
         if recorder is not None:
-            recorder.see_backward(*args)
+            recorder.on_backward(args[0], args[4] if len(args) > 4 else ())  # as `torch.autograd` calls it
         if recorder is None or function_depth():
             return self._run_backward(*args, **kwargs)
         return recorder.show(self._run_backward, *args, **kwargs)

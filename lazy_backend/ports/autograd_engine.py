@@ -34,6 +34,7 @@ hooks_of_saved: Callable[[bool], Any] = optional("torch._C._autograd._top_saved_
 keep_versions: Any = optional("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 backward_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Nodes are numbered on each thread as they are made, but for those of leaves: the largest number.
 next_node_number: Callable[[], int] = optional("torch._C._autograd._get_sequence_nr")
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
@@ -49,9 +50,6 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             seen.add(node)
             yield node
             pending += [following for following, _ in node.next_functions]
-
-
-TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 # The innermost level of `torch.autograd.forward_ad` that is entered, or -1.

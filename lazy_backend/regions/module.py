@@ -558,8 +558,8 @@ class CapturedModule:
 
         def see(run: Callable[[], Grads]) -> tuple[Grads, str]:
             named, state = signature.named, self._state_of(signature)
-            if named is None or state is None:  # the module is gone
-                return run(), "its module is gone"
+            if named is None or state is None:
+                return run(), "the module was changed after the forward, or is gone"
             before, grads, holds = named.changed(), named.grads(), self._holds(state)
             found, read, ran = watching_reads(run)
             ran.about.discard(DIFFERENTIATES)  # that is how it is run
