@@ -125,7 +125,8 @@ class _Describer:
     def _entries(self, value: Any) -> list[tuple[str, Any]] | None:
         match value:
             case dict() | types.MappingProxyType():
-                return [(f"[{label(key)}]", inner) for key, inner in list(value.items()) if not _is_address(key)]
+                entries = [(key, inner) for key, inner in list(value.items()) if not _is_address(key)]
+                return [(f"[{label(key)}]", inner) for key, inner in entries if not _counts_filters(value, key)]
             case tuple():
                 return [(f"[{index}]", inner) for index, inner in enumerate(value)]
             case list() | set() | frozenset():
@@ -140,6 +141,11 @@ class _Describer:
         if isinstance(value, tuple | list):
             return f"({', '.join(self._short(inner) for inner in value)})"
         return label(value)
+
+
+def _counts_filters(value: Mapping[Any, Any], key: Any) -> bool:
+    """How often the process changed its filters until a module warned: more often where bytecode was not kept yet."""
+    return key == "version" and all(isinstance(other, tuple) for other in value if other != key)
 
 
 def _is_address(key: Any) -> bool:
