@@ -299,7 +299,7 @@ def test_a_fork_during_a_run(tmp_path: Path) -> None:
 child = os.fork()
 step()
 who = "child" if child == 0 else "parent"
-os.write(1, f"{who} {round(state[0, 0].item(), 3)}\n".encode())  # in one piece: the other process writes here, too
+os.write(1, f"{who} {round(state[0, 0].item(), 3)}\\n".encode())  # in one piece: the other process writes here, too
 if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

@@ -43,6 +43,8 @@ _MACHINERY = ("__all__", "__builtins__", "__cached__", "__file__", "__loader__",
 _CHANGING = re.compile(
     r"0x[0-9a-f]{6,}|[0-9a-f]{8}([_-])[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}|-?\b\d{9,}\b|/tmp/[^ '\"]*"
 )
+# how often warnings' filters had changed when a module warned: more often in the first process, which compiles bytecode
+_COUNT_OF_FILTERS = ".__warningregistry__['version']"
 _LIBRARIES = Path(torch.__file__).resolve().parent.parent
 
 
@@ -120,13 +122,13 @@ class _Describer:
         self.found[name] = label(value)
         if depth:
             for entry, inner in entries:
-                self.add(f"{name}{entry}", inner, depth - 1)
+                if not f"{name}{entry}".endswith(_COUNT_OF_FILTERS):
+                    self.add(f"{name}{entry}", inner, depth - 1)
 
     def _entries(self, value: Any) -> list[tuple[str, Any]] | None:
         match value:
             case dict() | types.MappingProxyType():
-                entries = [(key, inner) for key, inner in list(value.items()) if not _is_address(key)]
-                return [(f"[{label(key)}]", inner) for key, inner in entries if not _counts_filters(value, key)]
+                return [(f"[{label(key)}]", inner) for key, inner in list(value.items()) if not _is_address(key)]
             case tuple():
                 return [(f"[{index}]", inner) for index, inner in enumerate(value)]
             case list() | set() | frozenset():
@@ -141,11 +143,6 @@ class _Describer:
         if isinstance(value, tuple | list):
             return f"({', '.join(self._short(inner) for inner in value)})"
         return label(value)
-
-
-def _counts_filters(value: Mapping[Any, Any], key: Any) -> bool:
-    """How often the process changed its filters until a module warned: more often where bytecode was not kept yet."""
-    return key == "version" and all(isinstance(other, tuple) for other in value if other != key)
 
 
 def _is_address(key: Any) -> bool:
