@@ -24,7 +24,7 @@ class SteppingAside:
     def __init__(self, rules: Rules) -> None:
         self.told: Callable[[], object] | None = None  # of each stretch of a program that ended
         self._rules = rules
-        self._is_captured = False  # whether the program has captured something
+        self._is_captured = False  # whether the user has captured something
 
     def reset(self) -> None:
         """As after the import."""
@@ -32,6 +32,10 @@ class SteppingAside:
         for context in contexts.get_active_devices():
             context.aside = Aside()
             context.follow_aside()
+
+    def is_on(self) -> bool:
+        """Whether the calls of some device run at once."""
+        return any(context.aside.is_on for context in contexts.get_active_devices())
 
     def end_stretch(self, context: DeviceContext, cause: str, is_step: bool = False) -> None:
         """End a stretch of the program. The next one is recorded, or its calls run at once, whichever pays."""
@@ -47,7 +51,7 @@ class SteppingAside:
             context.follow_aside()
 
     def record_always(self) -> None:
-        """Never step aside: something is captured, and expects to be recorded."""
+        """Never step aside: the user has captured something, and expects it to be recorded."""
         if not self._is_captured:
             self._is_captured = True
             self.record_again()

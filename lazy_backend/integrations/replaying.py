@@ -42,7 +42,7 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # which are not called
 def replay_steps(optimizer: torch.optim.Optimizer) -> None:
     """Capture `optimizer` if its class is PyTorch's."""
     if type(optimizer).__module__.startswith("torch.optim."):
-        capture_optimizer(optimizer, warns=False)
+        capture_optimizer(optimizer, is_asked=False)
 
 
 def replay_known_parts(module: torch.nn.Module) -> None:
@@ -61,7 +61,7 @@ class _KnownParts:
             return
         if self._knows(module) and not isinstance(module, _LISTS):
             if _num_layers(module) >= _MIN_LAYERS:
-                capture_module(module, warns=False, knows_hook=_is_known_hook)
+                capture_module(module, is_asked=False, knows_hook=_is_known_hook)
             return
         for part in module.children():
             self.visit(part)

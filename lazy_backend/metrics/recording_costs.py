@@ -18,7 +18,9 @@ says that the program has settled: it is recorded from then on.
 
 First steps and programs whose compile is under way are so given time: unseen stretches count half, and all count an
 eighth while a compile is. Never aside: where C++ does not run calls, on a GPU, with several devices or ranks, with
-captured functions, modules or optimizers, in strict mode, under `debug` or a profiler, and while nothing may run.
+functions, modules or optimizers that the user has captured, in strict mode, under `debug` or a profiler, and while
+nothing may run. The models and optimizers that trainers capture run as written while a device is aside; a call that a
+jump stands for counts as recorded.
 """
 
 from __future__ import annotations
@@ -142,7 +144,7 @@ class Aside:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.cuts = self.unseen = 0  # of this stretch
+        self.cuts = self.unseen = self.jumped = 0  # of this stretch; calls that jumps stood for
         self.stretches = self.calls = 0  # that ran at once, in all
         self.accounts: dict[str, StretchCosts] = {}
         self._account = StretchCosts()
@@ -157,7 +159,7 @@ class Aside:
     def end(self, cause: str, is_step: bool, is_compiling: Callable[[], bool], may_be_on: Callable[[], bool]) -> None:
         """End a stretch, for `cause`, and decide how the next one runs."""
         now, counted = perf_counter(), (0, 0) if Aside.count is None else Aside.count()
-        calls, reads = counted[0] - self._counted[0], counted[1] - self._counted[1]
+        calls, reads = counted[0] - self._counted[0] + self.jumped, counted[1] - self._counted[1]
         seconds = now - self._begin
         if is_step:
             self._most = max(_SHORT, 4 * max(self.cuts, reads))
@@ -172,7 +174,7 @@ class Aside:
                 self._account.note_recorded(seconds, calls, self.cuts, self.unseen, is_judged and is_compiling())
         self._account = self.accounts.get(cause) or self.accounts.setdefault(cause, StretchCosts())
         self.is_on = self._account.is_on and Aside.count is not None and may_be_on()
-        self.cuts = self.unseen = 0
+        self.cuts = self.unseen = self.jumped = 0
         self._begin, self._counted = perf_counter(), counted
 
     def describe(self) -> str:

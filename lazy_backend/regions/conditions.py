@@ -14,9 +14,15 @@ from lazy_backend.settings import config
 from lazy_backend.tensors.thread_state import has_python_modes
 
 
-def why_as_written() -> str | None:
-    """Why a captured module or optimizer runs as written in the current state of the thread, or None."""
-    executor.aside.record_always()
+def why_as_written(is_asked: bool) -> str | None:
+    """Why a captured module or optimizer runs as written in the current state of the thread, or None.
+
+    `is_asked`: whether the user captured it. A trainer's may run at once. See Note [Stepping aside].
+    """
+    if is_asked:
+        executor.aside.record_always()
+    elif executor.aside.is_on():
+        return "calls run at once, as recording them takes longer"
     if executor.rules.is_refusing():
         return "it is called in a captured function, whose program it is part of"
     if config.eager:

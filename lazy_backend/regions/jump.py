@@ -285,6 +285,7 @@ def take_jump(
                 trace.bundles.append(saved)
                 saved.random = before
             metrics.observe_together(_COUNTED)
+            context.aside.jumped += jump.end.depth - cursor.depth
             return known, made, saved
     except BaseException:
         trace.roll_back()

@@ -99,7 +99,7 @@ def _knows_none(hook: Any) -> bool:
 
 
 def capture_module(
-    module: torch.nn.Module, verify: bool = True, warns: bool = True, knows_hook: KnowsHook = _knows_none
+    module: torch.nn.Module, verify: bool = True, is_asked: bool = True, knows_hook: KnowsHook = _knows_none
 ) -> torch.nn.Module:
     """Let `module` replay its calls. Returns it; its parameters, its `state_dict` and its class stay as they are."""
     if not REGIONS.fits():
@@ -111,7 +111,7 @@ def capture_module(
             "  capture it instead: what it records is compiled as part of its step"
         )
     # where `Module.compile` puts its function: copies and pickles of the module leave it out
-    set_entry(module, _ModuleEntry(CapturedModule(module, verify, warns, knows_hook)))
+    set_entry(module, _ModuleEntry(CapturedModule(module, verify, is_asked, knows_hook)))
     return module
 
 
@@ -164,7 +164,7 @@ class CapturedModule:
         "__weakref__",
     )
 
-    def __init__(self, module: torch.nn.Module, verify: bool, warns: bool, knows_hook: KnowsHook) -> None:
+    def __init__(self, module: torch.nn.Module, verify: bool, is_asked: bool, knows_hook: KnowsHook) -> None:
         forget = weakref.WeakMethod(self._forget)
         # states refer to the module's attributes, and these to us: that cycle ends with the module
         self._reference = weakref.ref(module, lambda _: (method := forget()) and method())
@@ -176,7 +176,7 @@ class CapturedModule:
         self._failures = 0  # calls, one after another, that changed the module itself
         self._changes = 0  # calls, one after another, before which it was changed, or what it reads
         self._waiting = 0  # traces with calls of any kind, and without a backward
-        self.account = Account(self._name, "module", warns)
+        self.account = Account(self._name, "module", is_asked)
 
     def _forget(self) -> None:
         self._states.clear()
@@ -191,7 +191,7 @@ class CapturedModule:
         begin = perf_counter()
         account = self.account
         account.calls += 1
-        reason = why_as_written()
+        reason = why_as_written(account.is_asked)
         arguments = describe(args, kwargs) if reason is None else reason
         if isinstance(arguments, str):
             account.ran_as_written(arguments)

@@ -188,13 +188,13 @@ class _StepState(Attempts):
 
 
 def capture_optimizer(
-    optimizer: torch.optim.Optimizer, verify: bool = True, warns: bool = True
+    optimizer: torch.optim.Optimizer, verify: bool = True, is_asked: bool = True
 ) -> torch.optim.Optimizer:
     """Let `optimizer` replay its steps. Returns it; its state, its groups and its `state_dict` stay as they are."""
     if isinstance(optimizer.__dict__.get("step"), _StepEntry) or not REGIONS.fits():
         return optimizer
     before = optimizer.step
-    optimizer.step = _StepEntry(CapturedOptimizer(optimizer, verify, warns))  # type: ignore[method-assign, assignment]
+    optimizer.step = _StepEntry(CapturedOptimizer(optimizer, verify, is_asked))  # type: ignore[method-assign, assignment]
     pass_on_schedule(before, optimizer.step)  # a scheduler warns unless it sees that its wrapper is called
     if getattr(optimizer.zero_grad, "__func__", None) is _ZERO_GRAD:
         optimizer.zero_grad = _ZeroGradEntry(optimizer)  # type: ignore[method-assign, assignment]
@@ -283,7 +283,7 @@ class CapturedOptimizer:
         "__weakref__",
     )
 
-    def __init__(self, optimizer: torch.optim.Optimizer, verify: bool, warns: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, verify: bool, is_asked: bool) -> None:
         forget = weakref.WeakMethod(self._forget)
         # states refer to the optimizer's attributes, and these to us: that cycle ends with the optimizer
         self._reference = weakref.ref(optimizer, lambda _: (method := forget()) and method())
@@ -293,7 +293,7 @@ class CapturedOptimizer:
         self._states: dict[tuple[Any, ...], _StepState] = {}
         self._counts: frozenset[str] = frozenset()  # names of numbers in groups and in the state that steps change
         self._ran = CodeThatRan()
-        self.account = Account(self._name, "optimizer", warns)
+        self.account = Account(self._name, "optimizer", is_asked)
         self.is_off = False  # it is captured no longer, and called by who holds it, as a scheduler's wrapper
 
     def _forget(self) -> None:
@@ -342,7 +342,7 @@ class CapturedOptimizer:
         is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
             optimizer, torch.optim.LBFGS
         )
-        if not is_known or why_as_written() or self._why_as_written(optimizer, (), {}):
+        if not is_known or why_as_written(self.account.is_asked) or self._why_as_written(optimizer, (), {}):
             return None
         return given[0]
 
@@ -350,7 +350,7 @@ class CapturedOptimizer:
         begin = perf_counter()
         account = self.account
         account.calls += 1
-        reason = why_as_written() or self._why_as_written(optimizer, args, kwargs)
+        reason = why_as_written(account.is_asked) or self._why_as_written(optimizer, args, kwargs)
         if reason is not None:
             account.ran_as_written(reason)
             return self._run(optimizer, args, kwargs)

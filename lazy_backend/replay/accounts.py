@@ -32,12 +32,12 @@ class NotReplayable(Exception):
 class Account:
     """The calls of one captured object. `seconds`: in replays of a module's or an optimizer's calls, without backwards.
 
-    `warns`: whether the user asked for the capture, and is warned of calls that cannot be replayed.
+    `is_asked`: whether the user asked for the capture, and is warned of calls that cannot be replayed.
     """
 
-    __slots__ = ("name", "kind", "site", "calls", "replays", "seconds", "reasons", "_warned", "__weakref__")
+    __slots__ = ("name", "kind", "site", "calls", "replays", "seconds", "reasons", "is_asked", "_warned", "__weakref__")
 
-    def __init__(self, name: str, kind: str, warns: bool = True) -> None:
+    def __init__(self, name: str, kind: str, is_asked: bool = True) -> None:
         self.name = name
         self.kind = kind
         self.site = user_site()
@@ -45,7 +45,8 @@ class Account:
         self.replays = 0
         self.seconds = 0.0
         self.reasons: Counter[str] = Counter()  # why calls ran as written
-        self._warned = not warns
+        self.is_asked = is_asked
+        self._warned = not is_asked
         _accounts[id(self)] = self
 
     def ran_as_written(self, reason: str) -> None:

@@ -19,6 +19,7 @@ from lazy_backend import metrics
 from lazy_backend.diagnostics.findings import find
 from lazy_backend.diagnostics.run_log import collect
 from lazy_backend.execution.sync import executor
+from lazy_backend.integrations.replaying import replay_known_parts, replay_steps
 from lazy_backend.metrics.recording_costs import Aside, StretchCosts
 from lazy_backend.recording.native import native_recorder
 from lazy_backend.tensors.contexts import contexts
@@ -348,6 +349,69 @@ def test_who_wants_calls_recorded_gets_them_recorded() -> None:
         if hasattr(left, "__exit__"):
             left.__exit__(None, None, None)
     lazy_backend.metrics.reset()
+
+
+def _steps(device: str, captures: bool, between: Callable[[int], object]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Losses and state of a training whose model and optimizer a trainer may have captured; rows of these, by kind."""
+    torch.manual_seed(1)
+    parts = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*parts, torch.nn.Linear(8, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    if captures:
+        replay_known_parts(model)
+        replay_steps(optimizer)
+    found = []
+    for number in range(24):
+        inputs = torch.linspace(0, 1 + number, 20).view(5, 4).to(device)
+        results = model(inputs)
+        between(3 * number)
+        loss = results.square().mean()
+        loss.backward()
+        between(3 * number + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        between(3 * number + 2)
+        found.append(loss.detach())
+    state = [*[p.detach() for p in model.parameters()], *model.buffers()]
+    return [*found, *state], {row["kind"]: row for row in lazy_backend.captures()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_trainers_capture_runs_as_written_while_aside(seed: int) -> None:
+    """Wherever the device steps aside, between a forward and its backward too."""
+    expected, _ = _steps("cpu", False, lambda _: None)
+    choices = random.Random(seed)
+
+    def between(place: int) -> None:
+        if place > 12 and choices.random() < 0.4:
+            _toggle(choices.random() < 0.5)
+        elif place % 3 == 2:
+            lazy_backend.mark_step()
+
+    _toggle(False)
+    before = metrics.counter_value("RegionJump")
+    found, rows = _steps("lazy", True, between)
+    _toggle(False)
+    assert_same([one.cpu() for one in found], expected)
+    assert metrics.counter_value("RegionJump") > before
+    for kind in ("module", "optimizer"):
+        assert rows[kind]["as_written"]["calls run at once, as recording them takes longer"] > 0
+        assert rows[kind]["replays"] > 0
+
+
+def test_calls_that_a_jump_stands_for_count_as_recorded() -> None:
+    seen = []
+
+    def between(place: int) -> None:
+        if place % 3 == 2:
+            seen.append(_context().aside.jumped)
+            lazy_backend.mark_step()
+
+    _toggle(False)
+    _steps("lazy", True, between)
+    assert seen[0] == 0
+    assert seen[-1] > 20  # calls of a forward, a backward and a step
+    assert _context().aside.jumped == 0
 
 
 def test_nothing_runs_at_once_where_nothing_may_run() -> None:
