@@ -27,7 +27,7 @@ from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
 from lazy_backend.ports.autograd_engine import nodes_of
 from lazy_backend.ports.cpython import is_a, name_of
-from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.tensor_types import base_of, version_of
 from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.captured_state import (
     GradHolder,
@@ -197,11 +197,17 @@ def unflatten_result(leaves: Sequence[Any], spec: trees.TreeSpec | None) -> Any:
 # ----- what a body finds
 
 
+def graph_of(tensor: torch.Tensor) -> Any:
+    """The node that made a tensor, or its base: autograd makes that of a view anew when the base was written."""
+    base = base_of(tensor)
+    return (tensor if base is None else base).grad_fn
+
+
 class Given:
     """The arguments of a body that it may change besides writing to tensors, and whether a backward leaves by one.
 
-    Of arrays, dataclasses and the like the values, of tensors the attributes, the hooks and whether they require
-    gradients. A backward that goes on through the graph of an argument does what that graph was made of.
+    Of arrays, dataclasses and the like the values, of tensors the attributes, the hooks, the graph and whether they
+    require gradients. A backward that goes on through the graph of an argument does what that graph was made of.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
@@ -209,6 +215,8 @@ class Given:
         self._before = [(leaf, value_key(leaf)) for leaf in others]
         self._tensors = [(leaf, marks_of(leaf)) for leaf in leaves if is_a(leaf, LazyTensor)]
         self._was_left = False
+        self._graphs = [graph_of(leaf) for leaf, _ in self._tensors]
+        self._has_other_graph = False
         self._nodes: set[Any] = {leaf.grad_fn for leaf, _ in self._tensors if leaf.grad_fn is not None}
         self._hooks = [node.register_prehook(self._leave) for node in self._nodes]
 
@@ -224,7 +232,10 @@ class Given:
         self._was_left = self._was_left or any(node in self._nodes - ends for node in nodes_of(results))
 
     def end(self) -> None:
-        """Watch backwards no longer."""
+        """Watch backwards no longer, and keep no graph."""
+        before = zip(self._graphs, self._tensors, strict=True)
+        self._has_other_graph = any(graph_of(leaf) is not graph for graph, (leaf, _) in before)
+        self._graphs.clear()
         self._nodes.clear()
         for hook in self._hooks:
             hook.remove()
@@ -238,6 +249,11 @@ class Given:
             return (
                 "it changes the attributes, the hooks or the .grad of an argument, or whether that requires gradients\n"
                 "  return torch.autograd.grad instead of leaving a .grad"
+            )
+        if self._has_other_graph:
+            return (
+                "it writes to an argument that then has another graph, which a replay would not do\n"
+                "  return the new tensor instead, and differentiate inside"
             )
         if self._was_left:
             return (

@@ -216,6 +216,43 @@ def test_a_function_replays_if_its_backward_ends_at_an_argument_with_a_graph() -
     assert row["replays"] >= CALLS - 4, row
 
 
+def _add_to_a_row(h: Tensor, scale: Tensor) -> None:
+    h[0] += scale
+
+
+def _double_the_rest(h: Tensor, scale: Tensor) -> None:
+    h[1:].mul_(2)
+
+
+def _add_to_a_flat_view(h: Tensor, scale: Tensor) -> None:
+    h.view(-1)[:3].add_(scale)
+
+
+def _add_at_an_index(h: Tensor, scale: Tensor) -> None:
+    h.index_add_(0, torch.tensor([0], device=h.device), scale[None])
+
+
+@pytest.mark.parametrize("write", [_add_to_a_row, _double_the_rest, _add_to_a_flat_view, _add_at_an_index])
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_function_writes_to_an_argument_that_is_differentiated_later(
+    write: Callable[[Tensor, Tensor], None], is_view: bool
+) -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        scale, encode = nn.Parameter(torch.full((3,), 2.0).to(device)), nn.Linear(3, 3).to(device)
+        step = captured(lambda h: write(h, scale))
+        found = []
+        for number in range(CALLS):
+            encode.zero_grad()
+            scale.grad = None
+            h = encode((torch.ones(4, 3) * number).to(device))
+            step(h.view(4, 3) if is_view else h)
+            h.square().sum().backward()
+            found.append([None if one.grad is None else one.grad.tolist() for one in (scale, encode.bias)])
+        return found
+
+    compare(program)
+
+
 # ----- modules
 
 
