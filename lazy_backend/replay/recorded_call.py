@@ -46,7 +46,7 @@ from lazy_backend.replay.unseen_reads import CodeThatRan
 from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData
 from lazy_backend.tensors.tensor import LazyTensor
-from lazy_backend.tensors.thread_state import run_clean
+from lazy_backend.tensors.thread_state import ModesBefore, run_clean
 
 
 class ReadsUnseen(NotReplayable):
@@ -141,6 +141,7 @@ class RecordedCall:
     changed_argument: str = ""  # why what the body did with its arguments keeps it from being replayed
     unfit_read: str = ""  # why what the body read keeps it from being replayed
     changed_settings: set[str] = field(default_factory=set)  # names of entries of groups, changed unseen
+    left_modes: str = ""  # why a replay would leave the thread's modes otherwise
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
     unnamed: dict[Attribute, list[Hashable]] = field(default_factory=dict)  # as the call began
 
@@ -278,6 +279,7 @@ class Start:
     state: PlacedState = field(kw_only=True)
     values: ValueGuard = field(kw_only=True)
     unnamed: dict[Attribute, list[Hashable]] = field(kw_only=True)  # see `Reachable.left_unnamed`
+    modes: ModesBefore = field(default_factory=ModesBefore)
 
 
 def start_of_call(
@@ -328,6 +330,7 @@ def _host_generators(others: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
 
 def note_changes(start: Start, record: RecordedCall, last: RecordedCall | None, counts: frozenset[str]) -> None:
     """Note what the body changed besides tensors, right after it ran. `counts`: entries of groups that it followed."""
+    record.left_modes = start.modes.change()
     record.drew_unseen = start.random.change(record.generators)
     for guard, before in zip(start.guards, start.settings, strict=True):
         record.changed_settings |= changed_numbers(before, numbers_in(guard.optimizer)) - counts
@@ -345,6 +348,8 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
         )
     if record.changed_argument:
         raise NotReplayable(record.changed_argument)
+    if record.left_modes:
+        raise NotReplayable(record.left_modes)
     if record.structure_change:
         raise NotReplayable(
             f"its own code changes a value: {record.structure_change}\n"

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.lowering.devices.registration import backing_devices
 from lazy_backend.ports.cpython import is_a
 from lazy_backend.ports.dispatcher import BelowViewTracking
@@ -85,6 +86,30 @@ def describe_autocast() -> tuple[Any, ...] | None:
         return None
     kinds = [kind for kind in ("lazy", *backing_devices) if torch.is_autocast_enabled(kind)]
     return torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+class ModesBefore:
+    """The modes of the thread and the switches of the process before a body runs. 4 µs.
+
+    A body may set them for whoever called it, as `torch.set_grad_enabled` does outside of `with`.
+    """
+
+    __slots__ = ("_modes", "_switches")
+
+    def __init__(self) -> None:
+        self._modes, self._switches = describe_modes(), switches()
+
+    def change(self) -> str:
+        """Why a replay would leave them otherwise than the body did; empty if they are as before."""
+        modes = describe_modes()
+        if modes == self._modes and switches() == self._switches:
+            return ""
+        names = ("the grad mode", "inference mode", "the default dtype")
+        changed = [name for name, now, before in zip(names, modes, self._modes, strict=False) if now is not before]
+        return (
+            f"it changes {(*changed, 'autocast, another mode or a switch of PyTorch')[0]} for the code after it, "
+            "which a replay would not do\n  set it outside, or in a `with` block"
+        )
 
 
 def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

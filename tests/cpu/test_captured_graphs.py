@@ -253,6 +253,52 @@ def test_a_function_writes_to_an_argument_that_is_differentiated_later(
     compare(program)
 
 
+def _without_gradients() -> None:
+    torch.set_grad_enabled(False)
+
+
+def _with_gradients() -> None:
+    torch.set_grad_enabled(True)
+
+
+def _in_autocast() -> None:
+    torch.set_autocast_enabled("cpu", True)
+
+
+def _warning_always() -> None:
+    torch.set_warn_always(True)
+
+
+SWITCHED: dict[Callable[[], None], tuple[Callable[[], Any], Callable[[], None]]] = {
+    _without_gradients: (torch.is_grad_enabled, _with_gradients),
+    _in_autocast: (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.set_autocast_enabled("cpu", False)),
+    _warning_always: (torch.is_warn_always_enabled, lambda: torch.set_warn_always(False)),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHED)
+def test_a_function_switches_a_mode_for_the_code_after_it(switch: Callable[[], None]) -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        read, restore = SWITCHED[switch]
+
+        @captured
+        def double(x: Tensor) -> Tensor:
+            made = x * 2
+            switch()
+            return made
+
+        found = []
+        for number in range(CALLS):
+            try:
+                result = double(torch.full((2,), float(number)).to(device))
+                found.append((read(), result.tolist()))
+            finally:
+                restore()
+        return found
+
+    compare(program)
+
+
 # ----- modules
 
 
