@@ -28,8 +28,9 @@ _TRACED_MATH += [(function, of_kept(function.original)) for function in hooks.ot
 class FloatSeer(TorchFunctionMode):
     """What sees the floats and CPU tensors of a body: a `FloatRecorder`."""
 
-    # takes the results and the inputs of a backward that is about to run; no inputs: all that its graph leads to
-    on_backward: Callable[[Sequence[torch.Tensor], Sequence[Any]], None] = staticmethod(lambda results, inputs: None)
+    # Each takes the results and the inputs of a backward that is about to run, and whether its graph is kept. Without
+    # inputs it runs through all that the graph leads to.
+    on_backward: Sequence[Callable[[Sequence[torch.Tensor], Sequence[Any], bool], None]] = ()
     hidden_by = 0  # the frame of the compiled function that is running, by id: Dynamo must not see a recorder
 
     def show(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,7 +117,8 @@ class TorchHooks:
         """Backward runs with no function mode, as it is itself a call that a mode sees; its hooks are to be seen."""
         recorder = self._recorder()
         if recorder is not None:
-            recorder.on_backward(args[0], args[4] if len(args) > 4 else ())  # as `torch.autograd` calls it
+            for see_backward in recorder.on_backward:  # as `torch.autograd` calls it
+                see_backward(args[0], args[4] if len(args) > 4 else (), args[2])
         if recorder is None or function_depth():
             return self._run_backward(*args, **kwargs)
         return recorder.show(self._run_backward, *args, **kwargs)

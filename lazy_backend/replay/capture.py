@@ -511,7 +511,7 @@ class Captured(Generic[P, R]):
         with young_objects_stay_young():
             with watches.shown_to(watch), context.registry.watching() as uploads:
                 recorder = watch.recorder = FloatRecorder(context, uploads, arguments.floats, self._counts)
-                leaves, spec, read, ran = self._run_recorded(recorder, given, last, context, body, args, kwargs)
+                leaves, spec, read, ran = self._run_recorded(recorder, given, start, last, context, body, args, kwargs)
             unfit = self._look_at_reads(start, roots, read, ran, any(one.requires_grad for one in arguments.tensors))
             watch.recorder = None
             # what the body made to compute into is no upload, and may be gone
@@ -531,7 +531,7 @@ class Captured(Generic[P, R]):
             signature.left_alone.add(moved)
             self._note_devices(signature, record, body)
             record.changed_argument, record.unfit_read, record.unnamed = given.changed(), unfit, start.unnamed
-            found = self._find(record, roots, unsettled)
+            found = self._find(start, record, roots, unsettled)
             record.after = record.numbers.state(found.reach, found.structure.walk, found.leaves)
             record.argument_places = argument_places(start.state, record.after, arguments.tensors)
             returned = [leaf for leaf in leaves if is_a(leaf, LazyTensor)]
@@ -588,12 +588,15 @@ class Captured(Generic[P, R]):
             return f"its code asks for {min(asked)} of a tensor, which may be another one in each call"
         return "code of it ran that none of its earlier calls did" if reads_more else ""
 
-    def _find(self, record: RecordedCall, roots: Sequence[Any], unsettled: Sequence[UnsettledStep]) -> Found:
+    def _find(
+        self, start: Start, record: RecordedCall, roots: Sequence[Any], unsettled: Sequence[UnsettledStep]
+    ) -> Found:
         """What the function reaches and used, after a call."""
         watch = record.watch
         used = (*watch.leaves(), *(step.flag for step in unsettled))
         found = Found(Reachable(roots), watch.modules, watch.optimizers, used)
         record.roots = found.roots
+        record.left_graph = start.graphs.place_in(record.numbers, found)
         record.reached_generators = tuple(found.reach.generators)
         record.random_states = tuple(found.reach.random_states)
         return found
@@ -602,6 +605,7 @@ class Captured(Generic[P, R]):
         self,
         recorder: FloatRecorder,
         given: Given,
+        start: Start,
         last: RecordedCall | None,
         context: DeviceContext,
         body: Body,
@@ -613,7 +617,7 @@ class Captured(Generic[P, R]):
         Returns the leaves of its result, with plain floats, their structure, why its reads keep it from being replayed,
         and what ran.
         """
-        recorder.on_backward = given.see_backward
+        recorder.on_backward = (given.see_backward, start.graphs.see_backward)
         try:
             for guard in last.guards if last is not None else ():
                 recorder.install(guard.optimizer)

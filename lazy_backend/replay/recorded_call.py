@@ -25,7 +25,7 @@ from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
-from lazy_backend.ports.autograd_engine import nodes_of
+from lazy_backend.ports.autograd_engine import next_node_number, node_number, nodes_of
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.tensor_types import base_of, version_of
 from lazy_backend.replay.accounts import NotReplayable
@@ -40,6 +40,7 @@ from lazy_backend.replay.captured_state import (
 from lazy_backend.replay.plain_values import is_plain, value_key
 from lazy_backend.replay.reachable import Attribute, Reachable
 from lazy_backend.replay.replayed_call import Arguments
+from lazy_backend.replay.state_guard import Found
 from lazy_backend.replay.state_places import PlacedState, PlaceNumbers
 from lazy_backend.replay.structure import Root, Structure, marks_of
 from lazy_backend.replay.unseen_reads import CodeThatRan
@@ -142,6 +143,7 @@ class RecordedCall:
     unfit_read: str = ""  # why what the body read keeps it from being replayed
     changed_settings: set[str] = field(default_factory=set)  # names of entries of groups, changed unseen
     left_modes: str = ""  # why a replay would leave the thread's modes otherwise
+    left_graph: str = ""  # where the body left a graph of its own that can be differentiated
     structure_change: str = ""  # what the body changed in modules and optimizers besides tensors
     unnamed: dict[Attribute, list[Hashable]] = field(default_factory=dict)  # as the call began
 
@@ -224,7 +226,7 @@ class Given:
     def _leave(self, grads: Any) -> None:
         self._was_left = True
 
-    def see_backward(self, results: Sequence[torch.Tensor], inputs: Sequence[Any]) -> None:
+    def see_backward(self, results: Sequence[torch.Tensor], inputs: Sequence[Any], keeps_graph: bool) -> None:
         """Note whether a backward for some inputs alone would go on through an argument, if that had another graph."""
         if not inputs or not self._nodes:
             return
@@ -264,6 +266,37 @@ class Given:
         return ""
 
 
+class MadeGraphs:
+    """The graphs that a body makes, and which of their nodes its own backwards have used up.
+
+    A replay makes no graph: a tensor that the body leaves in the state keeps the graph of the recorded call.
+    """
+
+    def __init__(self) -> None:
+        self._first = next_node_number()
+        self._used_up: set[tuple[int, str]] = set()  # by number and name: a node would keep its graph
+
+    def see_backward(self, results: Sequence[torch.Tensor], inputs: Sequence[Any], keeps_graph: bool) -> None:
+        """Note the nodes that a backward is about to use up: for some inputs alone, it may leave others."""
+        if not keeps_graph and not inputs:
+            self._used_up.update((node_number(node), node.name()) for node in nodes_of(results))
+
+    def _is_left_by(self, tensor: torch.Tensor) -> bool:
+        """Whether the graph of a tensor, or of its `.grad`, is one of these, and can be differentiated."""
+        holder = tensor.grad if tensor.is_leaf else tensor
+        node = None if holder is None else graph_of(holder)
+        if node is None or node_number(node) < self._first:
+            return False
+        return (node_number(node), node.name()) not in self._used_up
+
+    def place_in(self, numbers: PlaceNumbers, found: Found) -> str:
+        """Where the body left such a tensor; empty if nowhere."""
+        left = {number for number, tensor in found.tensors.items() if self._is_left_by(tensor)}
+        places = numbers.tensors(found.reach, found.structure.walk) if left else ()
+        names = (numbers.name(place) for tensor, place in places if id(tensor) in left)
+        return next(names, "its state" if left else "")
+
+
 @dataclass(slots=True, eq=False)
 class Start:
     """The state that a body starts from, as far as the previous call shows where to look for it."""
@@ -280,6 +313,7 @@ class Start:
     values: ValueGuard = field(kw_only=True)
     unnamed: dict[Attribute, list[Hashable]] = field(kw_only=True)  # see `Reachable.left_unnamed`
     modes: ModesBefore = field(default_factory=ModesBefore)
+    graphs: MadeGraphs = field(default_factory=MadeGraphs)
 
 
 def start_of_call(
@@ -350,6 +384,11 @@ def check_side_effects(start: Start, record: RecordedCall) -> None:
         raise NotReplayable(record.changed_argument)
     if record.left_modes:
         raise NotReplayable(record.left_modes)
+    if record.left_graph:
+        raise NotReplayable(
+            f"it leaves a tensor with a graph in {record.left_graph}, which a replay would not make anew\n"
+            "  leave x.detach(), or return what is to be differentiated from a captured module"
+        )
     if record.structure_change:
         raise NotReplayable(
             f"its own code changes a value: {record.structure_change}\n"

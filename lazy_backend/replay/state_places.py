@@ -68,7 +68,7 @@ class PlaceNumbers:
         """What is where now."""
         found = PlacedState()
         seen: set[int] = set()
-        for tensor, place in self._tensors(reach, structure):
+        for tensor, place in self.tensors(reach, structure):
             seen.add(id(tensor))
             self._note(found, found.reached, place, tensor)
         for leaf in leaves:
@@ -124,7 +124,7 @@ class PlaceNumbers:
         """The number of the place that `step` leads to from the place `owner`; 0 is where all ways begin."""
         return self._numbers.setdefault((owner, step), len(self._numbers) + 1)
 
-    def _tensors(self, reach: Reachable, structure: Structure) -> Iterator[tuple[LazyTensor, int]]:
+    def tensors(self, reach: Reachable, structure: Structure) -> Iterator[tuple[LazyTensor, int]]:
         """The lazy tensors with their places."""
         places, anchors = self._reached(reach)
         for value, ways in reach.ways():

@@ -253,6 +253,83 @@ def test_a_function_writes_to_an_argument_that_is_differentiated_later(
     compare(program)
 
 
+def _regularize(model: nn.Module, x: Tensor, factor: float) -> Tensor:
+    model.reg = factor * model.weight.square().sum()
+    return model(x)
+
+
+def _keep_results(model: nn.Module, x: Tensor, factor: float) -> Tensor:
+    y: Tensor = model(x)
+    model.kept = {"reg": (y * factor).square().mean()}
+    return y.detach()
+
+
+def _write_to_a_buffer(model: nn.Module, x: Tensor, factor: float) -> None:
+    model.reg = torch.zeros(3, device=x.device)
+    model.reg += model.weight.square().sum(0) * factor
+
+
+def _keep_beside_a_backward(model: nn.Module, x: Tensor, factor: float) -> None:
+    model.reg = factor * model.weight.square().sum()
+    model(x).square().sum().backward()
+
+
+def _keep_a_graph_with_the_gradient(model: nn.Module, x: Tensor, factor: float) -> None:
+    (slope,) = torch.autograd.grad(model(x).square().sum(), model.weight, create_graph=True)
+    model.reg = slope.square().sum() * factor
+
+
+LEAVES = [_regularize, _keep_results, _write_to_a_buffer, _keep_beside_a_backward, _keep_a_graph_with_the_gradient]
+
+
+@pytest.mark.parametrize("body", LEAVES)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_function_leaves_a_graph_in_its_state(body: Callable[..., Any], keeps: bool) -> None:
+    def program(device: str, captured: Capture) -> list[Any]:
+        model, found = nn.Linear(3, 3).to(device), []
+        step = captured(lambda x, factor: body(model, x, factor))
+        for number in range(CALLS):
+            model.zero_grad()
+            step((torch.ones(4, 3) * number / CALLS).to(device), number / CALLS)
+            left: Any = model.kept["reg"] if hasattr(model, "kept") else model.reg
+            left.sum().backward(retain_graph=keeps)
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.tolist())
+            with torch.no_grad():
+                model.weight.sub_(model.weight.grad, alpha=0.0625)
+        return found
+
+    compare(program)
+
+
+def test_a_function_replays_that_leaves_a_graph_which_its_backward_used_up() -> None:
+    """And a view of a weight, which autograd makes a new node for once the weight was written."""
+
+    def program(device: str, captured: Capture) -> list[Any]:
+        model = nn.Linear(3, 3).to(device)
+        turned = model.weight.t()
+
+        @captured
+        def train(x: Tensor) -> None:
+            model.zero_grad()
+            model.hidden = torch.tanh(model(x))  # type: ignore[assignment]
+            (model.hidden @ turned).square().sum().backward()
+            with torch.no_grad():
+                assert model.weight.grad is not None
+                model.weight.sub_(model.weight.grad, alpha=0.125)
+
+        found = []
+        for number in range(CALLS):
+            train((torch.ones(4, 3) * number).to(device))
+            found.append([model.hidden.tolist(), turned.tolist()])
+        rows.extend(row for row in captures() if row["name"].endswith("train"))
+        return found
+
+    rows: list[Any] = []
+    compare(program)
+    assert rows[-1]["replays"] >= CALLS - 4, rows
+
+
 def _without_gradients() -> None:
     torch.set_grad_enabled(False)
 
