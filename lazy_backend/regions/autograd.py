@@ -12,6 +12,9 @@ calls of the known backward are recorded again one by one. A backward of another
 the body's graph: the body runs again, with the random numbers of the call, and leaves its buffers as they are. If it
 uses what it writes there, or draws from a generator of its own, there is a `CaptureError`.
 
+Results whose graphs share nothing, as those of an actor and a critic, may get their gradients in backwards of their own,
+as in eager. Each frees its part, and jumps are taken once a backward of each part is known that ever came.
+
 Note [Gradients written directly]
 The engine adds a gradient to a leaf's `.grad` in a node of its own, which detaches it first: 14 µs for each parameter
 of this device. So a jump gives `.grad` its value itself, where the engine would have done nothing else: the leaf's node
@@ -64,6 +67,7 @@ from lazy_backend.regions.programs import (
 )
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import NotReplayable
+from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.tensors.state import DeviceContext, TensorData, Trace
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 
@@ -74,10 +78,22 @@ _DIFFERENTIATED_AGAIN = "its gradients are differentiated again"
 
 
 class RegionCall:
-    """One call that autograd follows, from its forward to its backward."""
+    """One call that autograd follows, from its forward to its backward.
 
-    def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
-        """The gradients of the inputs of the call's node, whose context is `ctx`."""
+    `parts`: results whose graphs share nothing, by their places; none if all share. `freed`: whose graphs are gone.
+    """
+
+    parts: Sequence[frozenset[int]] = ()
+    freed: frozenset[int] = frozenset()
+
+    def freed_by(self, grads: Grads) -> frozenset[int]:
+        """The results whose graphs are gone after a backward for `grads` that keeps nothing."""
+        given = {place for place, grad in enumerate(grads) if grad is not None}
+        parts = [part for part in self.parts if not part.isdisjoint(given)]
+        return self.freed.union(*parts) if self.parts else frozenset(range(len(grads)))
+
+    def backward(self, ctx: Any, grads: Grads, freed: frozenset[int]) -> Grads:
+        """The gradients of the inputs of the call's node, whose context is `ctx`. `freed`: as it is from then on."""
         raise NotImplementedError
 
 
@@ -96,16 +112,18 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @hide_internals
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        call = ctx.call
-        if call is None:
+        call: RegionCall | None = ctx.call
+        if call is None or any(grads[place] is not None for place in call.freed):
             raise RuntimeError(
                 "Trying to backward through a captured module a second time. Its intermediate values are freed when "
                 "you call .backward() or autograd.grad(). Specify retain_graph=True if you need to backward through "
                 "it a second time."
             )
         is_kept = keeps_graph()  # AOTAutograd asks the same way
-        found = call.backward(ctx, grads, is_kept)
-        if not is_kept:
+        freed = call.freed if is_kept else call.freed_by(grads)
+        found = call.backward(ctx, grads, freed)
+        call.freed = freed
+        if len(freed) == len(grads):
             ctx.call = None
         return (None, None, None, *found)
 
@@ -141,6 +159,17 @@ def leads_to_older(results: Sequence[torch.Tensor], number: int) -> bool:
     return any(node_number(node) < number for node in nodes_of(results))
 
 
+def parts_of(results: Sequence[torch.Tensor], number: int) -> list[frozenset[int]]:
+    """The places of `results` whose graphs share no node made since `number`; none if all share. Walks the graphs."""
+    parts: list[tuple[frozenset[int], set[Any]]] = []
+    for place, result in enumerate(results if len(results) > 1 else ()):
+        nodes = {node for node in nodes_of([result]) if node_number(node) >= number and not hasattr(node, "variable")}
+        sharing = [part for part in parts if not part[1].isdisjoint(nodes)]
+        places = frozenset([place]).union(*[part[0] for part in sharing])
+        parts = [part for part in parts if part not in sharing] + [(places, nodes.union(*[one[1] for one in sharing]))]
+    return [places for places, _ in parts] if len(parts) > 1 else []
+
+
 def checkpoints_reentrantly(results: Sequence[torch.Tensor]) -> bool:
     """Whether the graph of `results` holds a reentrant checkpoint, which `torch.autograd.grad` refuses to run."""
     return any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(results))
@@ -174,36 +203,41 @@ class WrittenCall(RegionCall):
         self._outer = outer
         self._see = see  # runs the backward, and says why what it ran, read and wrote keeps it from being replayed
         self._finish = finish  # takes why the backward cannot be replayed, or None
-        self._inner: list[GradientEdge] | None = inner
+        self._inner: list[GradientEdge | None] | None = [*inner]
         self._inputs = inputs
         self._edges = edges
         self._reaches_back = reaches_back
         self._refuse = refuse
         self.lesson: Lesson | None = None
+        self.generators: Sequence[torch.Generator] = ()  # of the user's own
+        self.states: Sequence[Callable[[], Any]] = ()
 
-    def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
+    def backward(self, ctx: Any, grads: Grads, freed: frozenset[int]) -> Grads:
         assert self._inner is not None
+        keeps_graph = freed == self.freed
         lesson, self.lesson = self.lesson, None
         if torch.is_grad_enabled():
             self._refuse(_DIFFERENTIATED_AGAIN)
             return differentiable_gradients(self._inner, self._inputs, self._outer, grads, keeps_graph)
         with self._context.lock:
-            start = StretchStart(self._context)
+            start = StretchStart(self._context, RandomState(self.generators, self.states))
         # not by a variable: it would keep what the check below must find gone
         found, unfit = self._see(
             partial(_run_engine, self._inner, self._inputs, grads, keeps_graph or self._reaches_back, self._edges)
         )
         # what a retained graph keeps alive cannot be told from what the body keeps
         if not keeps_graph:
-            self._inner = None
+            is_over = len(freed) == len(grads)
+            self._inner = None if is_over else [None if n in freed else end for n, end in enumerate(self._inner)]
             if lesson is not None and all(grad is None or type(grad) is LazyTensor for grad in grads):
                 try:
                     self._check_not_frozen()
                     if unfit:
                         raise NotReplayable(unfit)
-                    program = lesson.learn(self._context, start, grads, found)
+                    program = lesson.learn(self._context, start, grads, found, freed)
                     lesson.watch_leaves(program, self._outer, found)
                     self._finish(None)
+                    self.lesson = None if is_over else lesson
                 except NotReplayable as reason:
                     self._finish(f"in its backward, {reason}")
         return found
@@ -316,23 +350,32 @@ class Lesson:
         self._operands = operands  # for each input of the node, its place among the operands of the program
         self._results = results  # tokens of the differentiable results
 
-    def learn(self, context: DeviceContext, start: StretchStart, grads: Grads, found: Grads) -> BackwardProgram:
-        """Learn the backward that was recorded since `start`. Raises `NotReplayable`."""
+    def learn(
+        self, context: DeviceContext, start: StretchStart, grads: Grads, found: Grads, freed: frozenset[int]
+    ) -> BackwardProgram:
+        """Learn the backward that was recorded since `start`. Raises `NotReplayable`.
+
+        `freed`: the results whose graphs are gone. Those of others keep what they need.
+        """
         forward, trace = self._stretch, start.trace
         is_cut = trace.epoch is not forward.epoch
         if is_cut:
             context.locker.wait_idle()  # a run under way holds what the forward made
         stretch = Stretch(context, start, may_be_empty=True)  # where gradients are passed on
         check = forward.check_nothing_kept_after if is_cut else forward.check_nothing_kept
-        check(trace, self._known.tokens)  # the loop may hold all results
+        left = [] if len(freed) == len(grads) else forward.apart_from([self._results[place] for place in freed])
+        check(trace, [*self._known.tokens, *left])  # the loop may hold all results
         program = self._program(stretch, self._sources(trace), grads, found)
         stretch.check_nothing_kept(start.trace, program.made)
         pattern = pattern_of(grads), is_cut
         before: BackwardProgram | None = self._known.backwards.get(pattern)
         if before is not None and before.fits(program):
             program.confirm(before)
-            self._known.has_backward = True
         self._known.backwards[pattern] = program
+        given = {n for one in self._known.backwards.values() if one.is_confirmed for n in one.given}
+        # results that share nothing may wait for backwards of their own, each of which is known then
+        is_part = bool(self._known.parts)
+        self._known.has_backward = bool(given) and not (is_part and given < self._known.ever_given())
         save(self._known, forward, program.saved, self._results)
         if program.folds and not is_cut:
             learn_jump(stretch, (program.name, self._known), program.made, implied=set(program.saved))
@@ -408,6 +451,7 @@ class Lesson:
             results=results,
             constants=stretch.constants,
             folds=all(stretch.root(token) in stretch.places for token in made),
+            given=frozenset(place for place, grad in enumerate(grads) if grad is not None),
             shape=(stretch.shape(), tuple(map(list(stretch.made).index, made))),
             uses=frozenset(self._operand_of(sources[token]) for token in stretch.operands) - {-1},
         )
@@ -450,14 +494,17 @@ class JumpedCall(RegionCall):
         self._rebuild = rebuild
         self._refuse = refuse
         self._writes = True  # gradients, see Note [Gradients written directly]
+        self.parts = saved.known.parts
 
-    def backward(self, ctx: Any, grads: Grads, keeps_graph: bool) -> Grads:
+    def backward(self, ctx: Any, grads: Grads, freed: frozenset[int]) -> Grads:
         if any(grad is not None and grad.__class__ is not LazyTensor for grad in grads):  # several at once, by vmap
             return self._differentiate(grads)
         if torch.is_anomaly_enabled():  # it looks at what nodes return
             self._writes = False
-        if ctx.saved_results:
-            _ = ctx.saved_tensors  # raises if the user has written to a result that the backward uses
+        if ctx.saved_results and not self.freed:
+            saved_results = ctx.saved_tensors  # raises if the user has written to a result that the backward uses
+            if freed and len(freed) < len(grads):  # the engine frees them
+                self._others += [(tensor, version_of(tensor)) for tensor in saved_results]
         for tensor, version in self._others:
             _check_version(tensor, version)
         assert self._saved is not None
@@ -467,7 +514,7 @@ class JumpedCall(RegionCall):
         for place in program.uses:
             _check_version(self._operands[place], self._versions[place])
         made = self._made(program, self._saved, grads)
-        if not keeps_graph:
+        if len(freed) == len(grads):
             self._saved = None
         with WithoutSubclasses():  # 70 ns for each attribute of a tensor instead of 150
             return self._deliver(ctx, program, made, grads)

@@ -46,17 +46,20 @@ class CallArguments:
         leaves, spec = trees.tree_flatten((self.args, self.kwargs))
         return spec != self.spec or not all(map(operator.is_, leaves, self.leaves))
 
-    def detached(self) -> CallArguments:
-        """The same arguments; tensors that require gradients are leaves over the same data."""
-        return self.replaced({id(tensor): _detached(tensor) for tensor in self.tensors if tensor.requires_grad})
+    def detached(self, copies: bool = False) -> CallArguments:
+        """The same arguments; tensors that require gradients are leaves over the same data.
+
+        `copies`: in lists and dicts of their own, as the user's may have changed since the call.
+        """
+        return self.replaced({id(one): _detached(one) for one in self.tensors if one.requires_grad}, copies)
 
     def marks(self) -> list[Any]:
         """What a body may do to tensors that it is given, besides writing them."""
         return list(map(marks_of, self.tensors))
 
-    def replaced(self, inner: Mapping[int, torch.Tensor]) -> CallArguments:
+    def replaced(self, inner: Mapping[int, torch.Tensor], copies: bool = False) -> CallArguments:
         """The same arguments with other tensors, by the id of those in their place."""
-        if not inner:
+        if not inner and not copies:
             return self
         leaves = tuple(inner.get(id(leaf), leaf) for leaf in self.leaves)
         args, kwargs = (leaves, {}) if self.spec is None else trees.tree_unflatten(leaves, self.spec)

@@ -120,6 +120,11 @@ class Known:
     has_backward: bool = False  # whether one of `backwards` is confirmed
     saved_results: list[int] = field(default_factory=list)  # differentiable results that a backward uses
     saved_others: tuple[int, ...] = ()  # places in `tokens` of the other results whose memory a backward uses
+    parts: tuple[frozenset[int], ...] = ()  # differentiable results whose graphs share nothing; none if all share
+
+    def ever_given(self) -> frozenset[int]:
+        """The differentiable results that got gradients in some backward."""
+        return frozenset().union(*[one.given for one in self.backwards.values()])
 
 
 def key_of(stretch: Stretch, name: Hashable, implied: Container[Token] = ()) -> Hashable:

@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lazy_backend import metrics
 from lazy_backend.errors import CaptureError
@@ -55,6 +55,7 @@ from lazy_backend.regions.autograd import (
     checkpoints_reentrantly,
     leads_to_older,
     leaves_of,
+    parts_of,
     with_node,
 )
 from lazy_backend.regions.call_arguments import CallArguments, describe
@@ -394,6 +395,7 @@ class CapturedModule:
         original = held.pop() if kept is not None else None
         del held
         is_changed, is_marked = given.has_changed(), given.marks() != marks
+        ends = leaves_of(_differentiable(leaves)) if has_node else None
         if has_node:
             self._check_arguments(followed, is_changed, is_marked)
             self._check_result(leaves, kept)
@@ -407,7 +409,7 @@ class CapturedModule:
             if not all(map(operator.is_, grads, _grads_of(members))):
                 raise NotReplayable("it sets the gradients of its parameters")
             stretch = Stretch(context, start)
-            program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, structure)
+            program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, structure, ends)
             if not program.is_differentiable:
                 stretch.check_nothing_kept(start.trace, tokens)
             elif not has_node and checkpoints_reentrantly(_differentiable(leaves)):
@@ -417,9 +419,9 @@ class CapturedModule:
             lesson = self._learn(state, signature, start, stretch, program, tokens, is_check)
         except NotReplayable as reason:
             self._give_up(signature, str(reason))
-        if not has_node:
+        if ends is None:
             return unflatten_result(leaves, structure) if kept is None else original
-        return self._with_node(signature, arguments, given, leaves, structure, lesson, number)
+        return self._with_node(signature, arguments, given, leaves, structure, ends, lesson, number)
 
     def _learn(
         self,
@@ -434,6 +436,7 @@ class CapturedModule:
         """Learn the jump over what a call recorded. Raises `CaptureError` if a replay would have done otherwise."""
         before, difference = signature.program, None
         if before is not None and before.fits(program):
+            before.reach(program.reached or before.reached)
             program = before
             difference = self._difference(start, stretch, program)
         elif is_check:
@@ -536,6 +539,7 @@ class CapturedModule:
         given: CallArguments,
         leaves: list[Any],
         structure: ResultStructure | None,
+        ends_of_leaves: Mapping[int, tuple[torch.Tensor, GradientEdge]],
         lesson: tuple[Known, Stretch, Program] | None,
         number: int,
     ) -> Any:
@@ -544,8 +548,7 @@ class CapturedModule:
         outer.update((id(inner), own) for inner, own in zip(given.tensors, arguments.tensors, strict=True))
         inner = _differentiable(leaves)
         # each once: a tensor that is given twice has one gradient
-        detached = list({id(one): one for one in given.tensors if one.requires_grad}.values())
-        ends_of_leaves = leaves_of(inner)
+        detached = list({id(one): one for one in given.tensors if id(one) in ends_of_leaves}.values())
         others = [leaf for leaf, _ in ends_of_leaves.values() if id(leaf) not in outer]
         inputs = [outer[id(one)] for one in detached] + others
 
@@ -578,8 +581,12 @@ class CapturedModule:
         call = WrittenCall(
             arguments.context, ends, [*detached, *others], edges, inputs, reaches_back, self._refuse, see, finish
         )
+        call.parts = parts_of(inner, number)
+        if signature.named is not None:
+            call.generators, call.states = signature.named.generators, signature.named.states
         if lesson is not None:
             known, stretch, program = lesson
+            known.parts = tuple(call.parts)
             operands = program.operands(arguments.tensors) or []
             places = {id(operand): place for place, operand in enumerate(operands)}
             tokens = [one._data.token for one in inner]  # type: ignore[attr-defined]
@@ -630,7 +637,7 @@ def _run_body(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _run_again(module: torch.nn.Module, arguments: CallArguments) -> tuple[list[Any], dict[int, Any]]:
     """The leaves of what the body returns, and the arguments that it was given, detached, by the id of the caller's."""
-    given = arguments.detached()
+    given = arguments.detached(copies=True)
     with torch.enable_grad(), autocast_as(arguments.autocast):
         leaves, _ = flatten_result(call_of(module)(*given.args, **given.kwargs))
     return leaves, {id(own): one for own, one in zip(arguments.tensors, given.tensors, strict=True)}

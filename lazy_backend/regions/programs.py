@@ -6,7 +6,7 @@ with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,8 @@ class Program:
 
     `places`: for each operand, in the order of first use, the number of a tensor argument or a member. `flags`: which
     operands require gradients. `written`: the operands that a call writes; `versioned`: those of them whose version
-    counters it raises. `name`: identifies the program's jumps.
+    counters it raises. `reached`: which operands the graph of the results leads to; None until it is known.
+    `name`: identifies the program's jumps.
     """
 
     places: tuple[int | MemberPlace, ...]
@@ -74,19 +75,25 @@ class Program:
     versioned: tuple[int, ...]
     leaves: tuple[Leaf, ...]
     structure: ResultStructure | None
+    reached: list[bool] | None
     can_run_again: bool = True  # whether what it writes is only written: then it gives the same once more
     name: object = field(default_factory=object)
     inputs: list[int] = field(init=False)  # the operands whose gradients a backward may compute
     differentiable: list[int] = field(init=False)  # the places of differentiable results among what a jump makes
 
     def __post_init__(self) -> None:
-        self.inputs = [place for place, flag in enumerate(self.flags) if flag]
+        self.reach(self.reached)
         made = [leaf for leaf in self.leaves if isinstance(leaf, MadeLeaf)]
         self.differentiable = [leaf.place for leaf in made if leaf.requires_grad]
+
+    def reach(self, reached: list[bool] | None) -> None:
+        self.reached = reached
+        self.inputs = [place for place, flag in enumerate(self.flags if reached is None else reached) if flag]
 
     def fits(self, other: Program) -> bool:
         return (
             len(self.places) == len(other.places)
+            and (self.reached == other.reached or self.reached is None or other.reached is None)
             and all(map(_same_place, self.places, other.places))
             and (self.flags, self.written, self.leaves, self.structure)
             == (other.flags, other.written, other.leaves, other.structure)
@@ -119,8 +126,12 @@ def learn_program(
     members: Sequence[tuple[MemberPlace, LazyTensor]],
     result: Sequence[Any],
     structure: ResultStructure | None,
+    ends: Container[int] | None = None,
 ) -> tuple[Program, list[Token]]:
-    """The program of one call, and the tokens of the tensors that its jump makes. Raises `NotReplayable`."""
+    """The program of one call, and the tokens of the tensors that its jump makes. Raises `NotReplayable`.
+
+    `ends`: the ids of tensors where the graph of the results ends, if that is known.
+    """
     places, flags = _places(stretch, arguments, argument_data, members)
     written = [number for number, token in enumerate(stretch.operands) if token in stretch.mutates]
     for number in written:
@@ -134,7 +145,10 @@ def learn_program(
     _check_separate(stretch, result, tokens)
     again, raised = _only_updates(stretch), _raised_versions(stretch)
     versioned = [number for number in written if stretch.operands[number] in raised]
-    return Program(tuple(places), flags, tuple(written), tuple(versioned), tuple(leaves), structure, again), tokens
+    operands = [arguments[place] if isinstance(place, int) else place.container[place.key] for place in places]
+    reached = None if ends is None else [id(tensor) in ends for tensor in operands]
+    made = Program(tuple(places), flags, tuple(written), tuple(versioned), tuple(leaves), structure, reached, again)
+    return made, tokens
 
 
 def _raised_versions(stretch: Stretch) -> set[Token]:
@@ -264,6 +278,7 @@ class BackwardProgram:
     results: dict[int, int | Source]
     constants: tuple[float, ...]
     folds: bool  # whether the calls make all of `made` themselves: no view of what enters is among them
+    given: frozenset[int]  # the results that got gradients, by their places
     shape: Hashable
     is_confirmed: bool = False
     saved: tuple[Token, ...] = field(init=False)  # the sources that the forward made
