@@ -88,9 +88,10 @@ class RegionCall:
 
     def freed_by(self, grads: Grads) -> frozenset[int]:
         """The results whose graphs are gone after a backward for `grads` that keeps nothing."""
+        if not self.parts:
+            return frozenset(range(len(grads)))
         given = {place for place, grad in enumerate(grads) if grad is not None}
-        parts = [part for part in self.parts if not part.isdisjoint(given)]
-        return self.freed.union(*parts) if self.parts else frozenset(range(len(grads)))
+        return self.freed.union(*[part for part in self.parts if not part.isdisjoint(given)])
 
     def backward(self, ctx: Any, grads: Grads, freed: frozenset[int]) -> Grads:
         """The gradients of the inputs of the call's node, whose context is `ctx`. `freed`: as it is from then on."""
@@ -113,7 +114,7 @@ class _Node(torch.autograd.Function):
     @hide_internals
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: RegionCall | None = ctx.call
-        if call is None or any(grads[place] is not None for place in call.freed):
+        if call is None or (call.freed and any(grads[place] is not None for place in call.freed)):
             raise RuntimeError(
                 "Trying to backward through a captured module a second time. Its intermediate values are freed when "
                 "you call .backward() or autograd.grad(). Specify retain_graph=True if you need to backward through "
