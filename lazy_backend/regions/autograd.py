@@ -12,8 +12,8 @@ calls of the known backward are recorded again one by one. A backward of another
 the body's graph: the body runs again, with the random numbers of the call, and leaves its buffers as they are. If it
 uses what it writes there, or draws from a generator of its own, there is a `CaptureError`.
 
-Results whose graphs share nothing, as those of an actor and a critic, may get their gradients in backwards of their own,
-as in eager. Each frees its part, and jumps are taken once a backward of each part is known that ever came.
+Results whose graphs share nothing, as those of an actor and a critic, may get their gradients in backwards of their
+own, as in eager. Each frees its part, and jumps are taken once a backward is known of each part that ever had one.
 
 Note [Gradients written directly]
 The engine adds a gradient to a leaf's `.grad` in a node of its own, which detaches it first: 14 µs for each parameter

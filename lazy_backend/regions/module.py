@@ -79,6 +79,7 @@ from lazy_backend.replay.recorded_call import RandomState
 from lazy_backend.replay.unseen_reads import DIFFERENTIATES, CodeThatRan, watching_reads, why_written
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
+from lazy_backend.tensors.thread_state import ModesBefore
 
 # Traces, one after another, with calls but without a backward: gradients may be accumulated over so many.
 _MAX_WAITING = 16
@@ -385,7 +386,7 @@ class CapturedModule:
         named = self._named(module, state, signature)
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
-        number = next_node_number()
+        number, modes = next_node_number(), ModesBefore()
         result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
@@ -399,7 +400,7 @@ class CapturedModule:
         if has_node:
             self._check_arguments(followed, is_changed, is_marked)
             self._check_result(leaves, kept)
-        unfit = why_not_made_anew(leaves, structure, kept) or unfit_read
+        unfit = why_not_made_anew(leaves, structure, kept) or unfit_read or modes.change()
         unfit = unfit or self._why_unfit(named, arguments, leaves, is_changed, is_marked)
         lesson: tuple[Known, Stretch, Program] | None = None
         try:

@@ -293,6 +293,32 @@ def test_a_backward_draws_from_a_generator_of_the_users(name: str) -> None:
     compare(program)
 
 
+@pytest.mark.parametrize("sets", [torch.set_grad_enabled, lambda trains: torch.set_default_dtype(torch.float64)])
+def test_a_body_sets_a_mode_for_the_code_after_it(sets: Callable[[bool], Any]) -> None:
+    class Setting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            sets(self.training)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    def program(device: str, captured: Any) -> list[Any]:
+        model, found = captured(Setting().to(device)), []
+        for number in range(2 * CALLS):
+            model.train(number % 12 < 8)
+            try:
+                made = model(batch(number, device))
+                found.append((made.tolist(), torch.is_grad_enabled(), torch.get_default_dtype()))
+            finally:
+                torch.set_grad_enabled(True)
+                torch.set_default_dtype(torch.float32)
+        return found
+
+    compare(program)
+
+
 def test_a_list_changes_before_the_body_runs_again() -> None:
     class Frames(nn.Module):
         def __init__(self) -> None:
