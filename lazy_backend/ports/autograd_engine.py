@@ -42,14 +42,24 @@ node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
     """The nodes of the graph of `tensors`, each once."""
+    return nodes_before(*[tensor.grad_fn for tensor in tensors])
+
+
+def nodes_before(*ends: Any) -> Iterator[Any]:
+    """The nodes of the graph that ends at these, each once."""
     seen = set()
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    pending = [*ends]
     while pending:
         node = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
             yield node
             pending += [following for following, _ in node.next_functions]
+
+
+def saves_tensors(node: Any) -> bool:
+    """Whether a backward uses the node up: it has tensors for it, which it gives back then."""
+    return any(name.startswith("_raw_saved_") for name in dir(node))
 
 
 # The innermost level of `torch.autograd.forward_ad` that is entered, or -1.

@@ -48,6 +48,7 @@ from lazy_backend.ports.autograd_engine import (
     node_number,
     nodes_of,
     plain_apply,
+    saves_tensors,
     will_execute,
 )
 from lazy_backend.ports.tensor_types import version_of
@@ -113,6 +114,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @hide_internals
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if not any(grad is not None for grad in grads):  # somebody else differentiates what this call was given to
+            return (None,) * (3 + len(ctx.needs_input_grad[3:]))
         call: RegionCall | None = ctx.call
         if call is None or (call.freed and any(grads[place] is not None for place in call.freed)):
             raise RuntimeError(
@@ -161,10 +164,13 @@ def leads_to_older(results: Sequence[torch.Tensor], number: int) -> bool:
 
 
 def parts_of(results: Sequence[torch.Tensor], number: int) -> list[frozenset[int]]:
-    """The places of `results` whose graphs share no node made since `number`; none if all share. Walks the graphs."""
+    """The places of `results` whose graphs share no node made since `number` that a backward uses up; none if all do.
+
+    Walks the graphs.
+    """
     parts: list[tuple[frozenset[int], set[Any]]] = []
     for place, result in enumerate(results if len(results) > 1 else ()):
-        nodes = {node for node in nodes_of([result]) if node_number(node) >= number and not hasattr(node, "variable")}
+        nodes = {node for node in nodes_of([result]) if node_number(node) >= number and saves_tensors(node)}
         sharing = [part for part in parts if not part[1].isdisjoint(nodes)]
         places = frozenset([place]).union(*[part[0] for part in sharing])
         parts = [part for part in parts if part not in sharing] + [(places, nodes.union(*[one[1] for one in sharing]))]
@@ -364,7 +370,7 @@ class Lesson:
             context.locker.wait_idle()  # a run under way holds what the forward made
         stretch = Stretch(context, start, may_be_empty=True)  # where gradients are passed on
         check = forward.check_nothing_kept_after if is_cut else forward.check_nothing_kept
-        left = [] if len(freed) == len(grads) else forward.apart_from([self._results[place] for place in freed])
+        left = forward.needed_for(token for place, token in enumerate(self._results) if place not in freed)
         check(trace, [*self._known.tokens, *left])  # the loop may hold all results
         program = self._program(stretch, self._sources(trace), grads, found)
         stretch.check_nothing_kept(start.trace, program.made)
@@ -496,16 +502,19 @@ class JumpedCall(RegionCall):
         self._refuse = refuse
         self._writes = True  # gradients, see Note [Gradients written directly]
         self.parts = saved.known.parts
+        # results that the backwards of some parts use, with their places and versions
+        self.saved_results: list[tuple[int, torch.Tensor, int]] = []
 
     def backward(self, ctx: Any, grads: Grads, freed: frozenset[int]) -> Grads:
         if any(grad is not None and grad.__class__ is not LazyTensor for grad in grads):  # several at once, by vmap
             return self._differentiate(grads)
         if torch.is_anomaly_enabled():  # it looks at what nodes return
             self._writes = False
-        if ctx.saved_results and not self.freed:
-            saved_results = ctx.saved_tensors  # raises if the user has written to a result that the backward uses
-            if freed and len(freed) < len(grads):  # the engine frees them
-                self._others += [(tensor, version_of(tensor)) for tensor in saved_results]
+        if ctx.saved_results:
+            _ = ctx.saved_tensors  # raises if the user has written to a result that the backward uses
+        for place, result, version in self.saved_results:
+            if place in self.freed_by(grads) - self.freed:
+                _check_version(result, version)
         for tensor, version in self._others:
             _check_version(tensor, version)
         assert self._saved is not None
@@ -601,6 +610,8 @@ class JumpedCall(RegionCall):
         if not self._program.can_run_again:
             raise cannot_run_again("writes to its buffers")
         results, inputs = self._rebuild()
+        for place in self._program.written:  # which puts the old values back
+            self._versions[place] = version_of(self._operands[place])
         outer = [self._operands[place] for place in self._inputs]
         return differentiable_gradients(results, inputs, outer, grads, True)
 

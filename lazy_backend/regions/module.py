@@ -297,7 +297,11 @@ class CapturedModule:
                 self._refuse,
                 [*others.values()],
             )
-            results = list(with_node(call, results, [operands[n] for n in program.inputs], known.saved_results))
+            used = known.saved_results
+            if call.parts:  # the node would check all of them in each backward, and the engine frees them after one
+                call.saved_results = [(n, own := results[n].detach(), version_of(own)) for n in used]
+                used = []
+            results = list(with_node(call, results, [operands[n] for n in program.inputs], used))
         return (self._result(program, arguments.tensors, made, results, others),)
 
     def _result(

@@ -95,15 +95,15 @@ class Stretch:
             made = self.made.get(token)
         return token
 
-    def apart_from(self, tokens: Iterable[Token]) -> list[Token]:
-        """What the calls made that was not made by those which made `tokens`, or what these needed."""
+    def needed_for(self, tokens: Iterable[Token]) -> list[Token]:
+        """What the calls made that made `tokens`, or what these needed."""
         needed = set(map(self.root, tokens))
         for call in reversed(self.calls):
             made = {self.root(one.token) for one in call.results if isinstance(one, Fresh | View)}
             made |= set(map(self.root, call.mutates))
             if not made.isdisjoint(needed):
                 needed |= made | set(map(self.root, tokens_of(call)))
-        return [token for token in self.made if self.root(token) not in needed]
+        return [token for token in self.made if self.root(token) in needed]
 
     def check_nothing_kept(self, trace: Trace, tokens: Sequence[Token]) -> None:
         """Raise `NotReplayable` if something holds what the stretch made, besides the tensors `tokens` and `trace`."""

@@ -25,7 +25,7 @@ from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.lowering.ir.program import Call, Cut
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
-from lazy_backend.ports.autograd_engine import next_node_number, node_number, nodes_of
+from lazy_backend.ports.autograd_engine import next_node_number, node_number, nodes_before, nodes_of, saves_tensors
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.tensor_types import base_of, version_of
 from lazy_backend.replay.accounts import NotReplayable
@@ -279,7 +279,7 @@ class MadeGraphs:
     def see_backward(self, results: Sequence[torch.Tensor], inputs: Sequence[Any], keeps_graph: bool) -> None:
         """Note the nodes that a backward is about to use up: for some inputs alone, it may leave others."""
         if not keeps_graph and not inputs:
-            self._used_up.update((node_number(node), node.name()) for node in nodes_of(results))
+            self._used_up.update((node_number(node), node.name()) for node in nodes_of(results) if saves_tensors(node))
 
     def _is_left_by(self, tensor: torch.Tensor) -> bool:
         """Whether the graph of a tensor, or of its `.grad`, is one of these, and can be differentiated."""
@@ -287,7 +287,7 @@ class MadeGraphs:
         node = None if holder is None else graph_of(holder)
         if node is None or node_number(node) < self._first:
             return False
-        return (node_number(node), node.name()) not in self._used_up
+        return not any((node_number(one), one.name()) in self._used_up for one in nodes_before(node))
 
     def place_in(self, numbers: PlaceNumbers, found: Found) -> str:
         """Where the body left such a tensor; empty if nowhere."""

@@ -88,21 +88,26 @@ def describe_autocast() -> tuple[Any, ...] | None:
     return torch.is_autocast_cache_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
+def _anomalies() -> tuple[bool, bool]:
+    """Which anomalies autograd detects."""
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
 class ModesBefore:
     """The modes of the thread and the switches of the process before a body runs. 4 µs.
 
     A body may set them for whoever called it, as `torch.set_grad_enabled` does outside of `with`.
     """
 
-    __slots__ = ("_modes", "_switches")
+    __slots__ = ("_modes", "_switches", "_anomalies")
 
     def __init__(self) -> None:
-        self._modes, self._switches = describe_modes(), switches()
+        self._modes, self._switches, self._anomalies = describe_modes(), switches(), _anomalies()
 
     def change(self) -> str:
         """Why a replay would leave them otherwise than the body did; empty if they are as before."""
         modes = describe_modes()
-        if modes == self._modes and switches() == self._switches:
+        if (modes, switches(), _anomalies()) == (self._modes, self._switches, self._anomalies):
             return ""
         names = ("the grad mode", "inference mode", "the default dtype")
         changed = [name for name, now, before in zip(names, modes, self._modes, strict=False) if now is not before]

@@ -189,6 +189,60 @@ def test_an_actor_and_a_critic_have_backwards_of_their_own(makes: Any, order: st
     assert compare(program) >= CALLS // 2
 
 
+class Shared(nn.Module):
+    """An actor and a critic, over what both are computed from."""
+
+    def __init__(self, shares: str) -> None:
+        super().__init__()
+        self.trunk, self.norm, self.shares = nn.Linear(3, 4), nn.BatchNorm1d(3), shares
+        self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.trunk(x / 2).tanh()
+        if self.shares == "a trunk for one":
+            return self.actor(features), self.critic(features.detach()).tanh()
+        with torch.no_grad():
+            features = self.trunk(self.norm(x)).tanh()
+        return self.actor(features + 1).tanh(), self.critic(features + 1)
+
+
+@pytest.mark.parametrize("shares", ["a trunk for one", "frozen features"])
+@pytest.mark.parametrize("wanted", [(0, 1), (1, 0), (0,), (1,)])
+def test_parts_are_computed_from_the_same_tensors(shares: str, wanted: tuple[int, ...]) -> None:
+    def program(device: str, captured: Any) -> list[Any]:
+        model = captured(Shared(shares).to(device))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found = []
+        for number in range(CALLS):
+            results = model(batch(number, device))
+            optimizer.zero_grad()
+            for place in wanted:
+                results[place].square().mean().backward()
+                with torch.no_grad():
+                    results[place].clamp_(-0.1, 0.1)  # of no concern to the other part
+            optimizer.step()
+            found.append([p.tolist() for p in model.parameters()])
+        return found
+
+    assert compare(program) >= CALLS // 2
+
+
+def test_backwards_that_do_not_concern_a_module_free_nothing() -> None:
+    def program(device: str, captured: Any) -> list[Any]:
+        blocks = [captured(ActorCritic().to(device)) for _ in range(2)]
+        found = []
+        for number in range(CALLS):
+            actions, values = blocks[0](batch(number, device))
+            other, _ = blocks[1](torch.cat([actions, values], 1).detach() + values)
+            values.square().mean().backward(retain_graph=True)
+            other.square().mean().backward()
+            actions.sum().backward()
+            found.append([None if p.grad is None else p.grad.tolist() for b in blocks for p in b.parameters()])
+        return found
+
+    assert compare(program) > 0
+
+
 def test_a_second_backward_of_the_same_result_is_refused_as_in_eager() -> None:
     def program(device: str, captured: Any) -> list[Any]:
         model = captured(ActorCritic().to(device))
