@@ -20,6 +20,7 @@ import functools
 import gc
 import re
 import sys
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import methodcaller
@@ -101,8 +102,16 @@ def young_objects(others: Container[int] = ()) -> list[Any]:
 
 
 def make_old() -> None:
-    """Let nothing be in the youngest generation but what is made from now on."""
-    gc.collect(0)
+    """Let nothing be in the youngest generation but what is made from now on.
+
+    The collector does nothing while it runs in another thread, which may wait for a finalizer: tried for 10 ms then.
+    """
+    mark: list[Any] = []
+    for _ in range(10):
+        gc.collect(0)
+        if not any(one is mark for one in gc.get_objects(generation=0)):
+            return
+        time.sleep(0.001)
 
 
 def referents_of(value: Any) -> list[Any]:

@@ -85,7 +85,7 @@ def watching_kept(
             for made in _bodies.made:
                 made |= young
         make_old()
-        earlier = set(map(id, young_objects()))  # none, unless the collector runs in another thread
+        earlier = set(map(id, young_objects()))  # none, unless the collector is running already
         before = _python_counts(given)
         _bodies.made.append(set())
         try:
