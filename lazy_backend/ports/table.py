@@ -405,8 +405,11 @@ REGIONS = Port(
     "torch.nn.utils.parametrize._cache_enabled",
     "torch.Tensor._backward_hooks",
     "torch.Tensor._post_accumulate_grad_hooks",
+    "torch.Tensor._use_count",
     Probe("modules have the attributes that they had", hooks.has_known_attributes_of_modules),
     Probe("optimizers have the attributes that they had", hooks.has_known_attributes_of_optimizers),
+    Probe("the garbage collector's youngest generation has what was just made", cpython.sees_young_objects),
+    Probe("reference counts count every holder", cpython.counts_holders),
     without="capture(module) and capture(optimizer) change nothing: they are recorded as they are written",
 )
 REPLAYS = Port(
