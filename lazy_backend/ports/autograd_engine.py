@@ -62,6 +62,13 @@ def saves_tensors(node: Any) -> bool:
     return any(name.startswith("_raw_saved_") for name in dir(node))
 
 
+def tells_saved_tensors() -> bool:
+    """Whether nodes tell so: that of a product saves its factors, and that of a sum nothing."""
+    with torch.enable_grad():
+        one = torch.ones(1, requires_grad=True)
+        return saves_tensors((one * one).grad_fn) and not saves_tensors((one + one).grad_fn)
+
+
 # The innermost level of `torch.autograd.forward_ad` that is entered, or -1.
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), _forward_ad)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend.ports import cpython, hooks, native_code, process_groups
+from lazy_backend.ports import autograd_engine, cpython, hooks, native_code, process_groups
 from lazy_backend.ports.port import KnownSource, Port, Probe, ports
 
 # ----- what is replaced, by subsystem (`replacements`)
@@ -410,6 +410,7 @@ REGIONS = Port(
     Probe("optimizers have the attributes that they had", hooks.has_known_attributes_of_optimizers),
     Probe("the garbage collector's youngest generation has what was just made", cpython.sees_young_objects),
     Probe("reference counts count every holder", cpython.counts_holders),
+    Probe("nodes of autograd tell which tensors they saved", autograd_engine.tells_saved_tensors),
     without="capture(module) and capture(optimizer) change nothing: they are recorded as they are written",
 )
 REPLAYS = Port(
@@ -426,6 +427,7 @@ REPLAYS = Port(
     Probe("optimizers have the attributes that they had", hooks.has_known_attributes_of_optimizers),
     Probe("the garbage collector's youngest generation has what was just made", cpython.sees_young_objects),
     Probe("reference counts count every holder", cpython.counts_holders),
+    Probe("nodes of autograd tell which tensors they saved", autograd_engine.tells_saved_tensors),
     Probe("instructions tell which names they read", cpython.reads_names),
     Probe("frames tell which function runs", cpython.frames_tell_functions),
     Probe("abstract classes tell which classes were registered", cpython.sees_registrations),

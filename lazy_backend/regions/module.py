@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -578,23 +579,7 @@ class CapturedModule:
             elif signature.is_alike:
                 signature.failures = 0
 
-        def see(run: Callable[[], Grads]) -> tuple[Grads, str]:
-            named, state = signature.named, self._state_of(signature)
-            if named is None or state is None:
-                return run(), "the module was changed after the forward, or is gone"
-            before, grads, holds = named.changed(), named.grads(), self._holds(state)
-            found, read, ran = watching_reads(run)
-            ran.about.discard(DIFFERENTIATES)  # that is how it is run
-            after, reads_more = named.changed(), named.add(ran)
-            if holds and not self._holds(state):
-                read = read or f"it changes what the module is made of: {state.why()}"
-            if after.read != before.read or not after.parts <= before.parts:
-                read = read or why_written(after.read or "a value")
-            if named.grads() != grads:
-                read = read or "it sets the gradients of parameters"
-            return found, read or ("it ran code that no call before it did" if reads_more else "")
-
-        ends = list(map(get_gradient_edge, inner))
+        ends, see = list(map(get_gradient_edge, inner)), partial(self._see_backward, signature)
         edges = {number: edge for number, (_, edge) in ends_of_leaves.items()}
         reaches_back = leads_to_older(inner, number)
         call = WrittenCall(
@@ -615,6 +600,23 @@ class CapturedModule:
         outer |= {id(one): result for one, result in zip(inner, made, strict=True)}
         leaves = [outer.get(id(leaf), leaf) for leaf in leaves]
         return unflatten_result(leaves, structure)
+
+    def _see_backward(self, signature: AlikeCalls, run: Callable[[], Grads]) -> tuple[Grads, str]:
+        """The gradients that `run` computes, and why what it ran, read and wrote keeps it from being replayed."""
+        named, state = signature.named, self._state_of(signature)
+        if named is None or state is None:
+            return run(), "the module was changed after the forward, or is gone"
+        before, grads, holds = named.changed(), named.grads(), self._holds(state)
+        found, read, ran = watching_reads(run)
+        ran.about.discard(DIFFERENTIATES)  # that is how it is run
+        after, reads_more = named.changed(), named.add(ran)
+        if holds and not self._holds(state):
+            read = read or f"it changes what the module is made of: {state.why()}"
+        if after.read != before.read or not after.parts <= before.parts:
+            read = read or why_written(after.read or "a value")
+        if named.grads() != grads:
+            read = read or "it sets the gradients of parameters"
+        return found, read or ("it ran code that no call before it did" if reads_more else "")
 
     # ----- what cannot be replayed
 

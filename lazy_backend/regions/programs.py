@@ -87,6 +87,7 @@ class Program:
         self.differentiable = [leaf.place for leaf in made if leaf.requires_grad]
 
     def reach(self, reached: list[bool] | None) -> None:
+        """Note which operands the graph of the results leads to: those alone are inputs of a call's node."""
         self.reached = reached
         self.inputs = [place for place, flag in enumerate(self.flags if reached is None else reached) if flag]
 
