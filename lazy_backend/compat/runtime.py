@@ -139,7 +139,6 @@ PARTS: tuple[Part, ...] = (
     Part("floats.formulas", ("traced_integer",), Life.FACTS, "the class of integers that are followed"),
     Part("recording.native", ("native_recorder", "_SOURCE"), Life.PROCESS, "the recorder in C++"),
     Part("recording.sparse_operators", ("_handlers",), Life.PROCESS, "who handles operators on sparse tensors"),
-    Part("regions.kept_tensors", ("_bodies",), Life.THREAD, "what bodies made that are watched, one within another"),
     Part("replay.accounts", ("_accounts",), Life.USERS, "what replays of captured functions gain"),
     Part("replay.captured_state", ("watches",), Life.THREAD, "what watches the bodies that run as written"),
     Part("tensors.bodies", ("running",), Life.THREAD, "bodies of captured functions that run as written"),

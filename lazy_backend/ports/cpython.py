@@ -20,9 +20,8 @@ import functools
 import gc
 import re
 import sys
-import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import methodcaller
 from sys import getrefcount
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
@@ -92,41 +91,9 @@ def counts_holders() -> bool:
     return counts_of([value])[0] - UNHELD == 2 and counts_of(other)[0] - UNHELD == 1
 
 
-def young_objects(others: Container[int] = ()) -> list[Any]:
-    """What was made since the garbage collector last ran: its youngest generation. And what has the ids `others`."""
-    young = gc.get_objects(generation=0)
-    if others:
-        numbers = set(map(id, young))
-        young += [one for one in gc.get_objects() if id(one) in others and id(one) not in numbers]
-    return young
-
-
-def make_old() -> None:
-    """Let nothing be in the youngest generation but what is made from now on.
-
-    The collector does nothing while it runs in another thread, which may wait for a finalizer: tried for 10 ms then.
-    """
-    mark: list[Any] = []
-    for _ in range(10):
-        gc.collect(0)
-        if not any(one is mark for one in gc.get_objects(generation=0)):
-            return
-        time.sleep(0.001)
-
-
-def referents_of(value: Any) -> list[Any]:
-    """The objects that an object refers to, as far as its class tells the garbage collector."""
-    return gc.get_referents(value)
-
-
-def referrers_of(objects: Sequence[Any]) -> list[Any]:
-    """The objects of the whole process that refer to `objects`, but for those that were frozen."""
-    return gc.get_referrers(*objects)
-
-
-def has_frozen() -> bool:
-    """Whether objects were hidden from the garbage collector, as by `gc.freeze`."""
-    return gc.get_freeze_count() > 0
+def young_objects() -> list[Any]:
+    """What was made since the garbage collector last ran: its youngest generation."""
+    return gc.get_objects(generation=0)
 
 
 def sees_young_objects() -> bool:

@@ -405,11 +405,8 @@ REGIONS = Port(
     "torch.nn.utils.parametrize._cache_enabled",
     "torch.Tensor._backward_hooks",
     "torch.Tensor._post_accumulate_grad_hooks",
-    "torch.Tensor._use_count",
     Probe("modules have the attributes that they had", hooks.has_known_attributes_of_modules),
     Probe("optimizers have the attributes that they had", hooks.has_known_attributes_of_optimizers),
-    Probe("the garbage collector's youngest generation has what was just made", cpython.sees_young_objects),
-    Probe("reference counts count every holder", cpython.counts_holders),
     Probe("nodes of autograd tell which tensors they saved", autograd_engine.tells_saved_tensors),
     without="capture(module) and capture(optimizer) change nothing: they are recorded as they are written",
 )

@@ -62,7 +62,6 @@ from lazy_backend.regions.autograd import (
 from lazy_backend.regions.call_arguments import CallArguments, describe
 from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, Saved, key_of, learn_jump, make_jump, take_jump
-from lazy_backend.regions.kept_tensors import Kept, watching_kept
 from lazy_backend.regions.members import MemberPlace, members_of
 from lazy_backend.regions.module_state import AlikeCalls, ModuleState
 from lazy_backend.regions.named_by_code import NamedByCode
@@ -393,9 +392,9 @@ class CapturedModule:
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
         number, modes = next_node_number(), ModesBefore()
-        held, read, ran, left = watching_kept(
-            given.tensors, lambda: watching_reads(lambda: _run_body(module, given.args, given.kwargs))
-        )
+        result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
+        held = [result]
+        del result
         signature.named, unfit_read = state.named_after(module, named, ran, read)
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
@@ -419,8 +418,7 @@ class CapturedModule:
             program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, structure, ends)
             if not program.is_differentiable:
                 stretch.check_nothing_kept(start.trace, tokens)
-            self._check_kept(left, stretch, has_node)
-            if program.is_differentiable and not has_node and checkpoints_reentrantly(_differentiable(leaves)):
+            elif not has_node and checkpoints_reentrantly(_differentiable(leaves)):
                 raise NotReplayable(
                     "it uses reentrant checkpointing\n  give torch.utils.checkpoint use_reentrant=False"
                 )
@@ -515,18 +513,6 @@ class CapturedModule:
                 f"the captured {self._name} returned a {holder}, which may hold tensors, and did not do so before\n"
                 f"  at {user_site()}\n  return its tensors, or do not capture this module"
             )
-
-    def _check_kept(self, left: Sequence[Kept], stretch: Stretch, has_node: bool) -> None:
-        """Raise `NotReplayable` if tensors are kept; `CaptureError` if the graph of one ends at this call's node."""
-        for one in left:
-            why = one.why(stretch)
-            if why and has_node and one.requires_grad:
-                raise CaptureError(
-                    f"after a call of the captured {self._name}, {why}\n  it did not do so before, and gradients would "
-                    f"be lost\n  at {user_site()}"
-                )
-            if why:
-                raise NotReplayable(why)
 
     def _check_module(self, module: torch.nn.Module, state: ModuleState, named: NamedByCode) -> None:
         change = state.why() if not state.holds(module) else named.change_of_others()
