@@ -22,6 +22,7 @@ import re
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, starmap
 from operator import methodcaller
 from sys import getrefcount
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
@@ -92,14 +93,29 @@ def counts_holders() -> bool:
 
 
 def young_objects() -> list[Any]:
-    """What was made since the garbage collector last ran: its youngest generation."""
+    """What was made since the garbage collector last ran: its youngest generation.
+
+    May hold a tuple that another thread is filling from a generator. Growing such a tuple fails in that thread while
+    the list refers to it, so where ids will do, take `young_ids`.
+    """
     return gc.get_objects(generation=0)
 
 
+def young_ids() -> set[int]:
+    """The ids of `young_objects`. Taken within calls of C, so that no other thread runs while a list refers to them."""
+    return set(map(id, chain.from_iterable(starmap(gc.get_objects, ((0,),)))))
+
+
 def sees_young_objects() -> bool:
-    """Whether `young_objects` has an object that was just made."""
-    made: list[Any] = []
-    return any(one is made for one in young_objects())
+    """Whether `young_objects` and `young_ids` have an object that was just made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        made: list[Any] = []
+        return any(one is made for one in young_objects()) and id(made) in young_ids()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ----- objects, see Note [No code of the user's]

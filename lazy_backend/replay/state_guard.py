@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lazy_backend.floats.hyperparameters import GROUPS, SettingsGuard
-from lazy_backend.ports.cpython import young_objects
+from lazy_backend.ports.cpython import young_ids
 from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable, StatePlace
 from lazy_backend.replay.structure import Root, StructureGuard, hooks_of
@@ -63,7 +63,7 @@ class Found:
         self.reach = reach
         self.leaves = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
         # made during the call, as the garbage collector has not run since; by id
-        self.young = set(map(id, young_objects()))
+        self.young = young_ids()
         all_modules = {id(module): module for module in (*modules, *reach.modules)}.values()
         all_optimizers = {id(one): one for one in (*optimizers, *reach.optimizers)}.values()
         self.roots: tuple[Root, ...] = (*all_modules, *all_optimizers)
