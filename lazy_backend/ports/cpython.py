@@ -183,8 +183,8 @@ _ATTRIBUTES = {
 
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
-# What reads attributes by their names as strings.
-_BY_STRING = frozenset(("getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"))
+# What reads or writes attributes by their names as strings.
+_BY_STRING = frozenset(("getattr", "hasattr", "setattr", "vars", "attrgetter", "__dict__", "__getattribute__"))
 _WITH_NAME = frozenset(("getattr", "hasattr"))
 # What reads attributes that no code names; a pattern of a class names them elsewhere, or in none but `__match_args__`.
 _ALL = frozenset(("vars", "dir", "attrgetter", "methodcaller", "__dict__", "__getattribute__", "asdict", "astuple"))
@@ -195,8 +195,9 @@ class NamesRead(NamedTuple):
     """The names by which code reads. What it only counts, as in `self.calls += 1`, it does not read.
 
     `globals`: that it reads. `attributes`: that it reads without calling them. `modules`: that it imports. `strings`:
-    of attributes, as it gives them to `getattr` and `hasattr`. `reads_all`: whether it may read attributes that it
-    does not name. `variables`: of enclosing functions. `keys`: constants that may be keys of entries that it reads.
+    of attributes, as it gives them to `getattr`, `hasattr` and `setattr`. `reads_all`: whether it may read attributes
+    that it does not name. `variables`: of enclosing functions. `keys`: constants that may be keys of entries that it
+    reads. `written`: globals, and variables of enclosing functions, that it writes.
     """
 
     globals: frozenset[str]
@@ -206,12 +207,13 @@ class NamesRead(NamedTuple):
     reads_all: bool
     variables: frozenset[str]
     keys: frozenset[str | int]
+    written: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
 def names_read(code: CodeType) -> NamesRead:
     """The names by which code reads. Of code that reads attributes by strings, all strings are taken for such names."""
-    global_names, attributes, modules, variables, keys = set(), set(), set(), set(), set()
+    global_names, attributes, modules, variables, keys, written = set(), set(), set(), set(), set(), set()
     matches = False
     instructions = _instructions_of(code)
     for place, (op, argument) in enumerate(instructions):
@@ -227,6 +229,10 @@ def names_read(code: CodeType) -> NamesRead:
         elif op == _CONSTANT:
             if type(key := code.co_consts[argument]) in (str, int) and instructions[place + 1 : place + 3] != _COUNTED:
                 keys.add(key)
+        elif op == _WRITE_GLOBAL:
+            written.add(code.co_names[argument])
+        elif op == _WRITE_VARIABLE:
+            written.add(code._varname_from_oparg(argument))  # type: ignore[attr-defined]
         elif op == _IMPORT:
             modules.add(code.co_names[argument])
         elif op == _MATCH:
@@ -246,6 +252,7 @@ def names_read(code: CodeType) -> NamesRead:
         reads_all,
         frozenset(variables),
         frozenset(keys),
+        frozenset(written.difference(code.co_cellvars)),
     )
 
 
@@ -289,6 +296,7 @@ _CONSTANT = dis.opmap["LOAD_CONST"]
 _COUNTED = [(dis.opmap["COPY"], 2)] * 2  # the entry with this key is changed in place, as in `counts["a"] += 1`
 _BINARY, _SWAP = dis.opmap["BINARY_OP"], dis.opmap["SWAP"]
 _FIRST_IN_PLACE = 13  # of the arguments of BINARY_OP: +=
+_WRITE_GLOBAL, _WRITE_VARIABLE = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"]
 _STORES = frozenset(_opcodes("STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "STORE_DEREF"))
 
 
@@ -324,10 +332,11 @@ def reads_names() -> bool:
     none: frozenset[str] = frozenset()
     named, literal = frozenset(("len", "sys", "getattr")), frozenset(("literal",))
     attributes = frozenset(("path", "flags", "literal"))
+    variables, counted = frozenset(("read_too",)), frozenset(("counted",))
     read, more = names_read(_reader.__code__), names_read(_make_reader().__code__)
     return (
-        read == NamesRead(named, attributes, frozenset(("math",)), literal, False, none, read.keys)
-        and more == NamesRead(frozenset(("getattr",)), none, none, none, True, frozenset(("read_too",)), more.keys)
+        read == NamesRead(named, attributes, frozenset(("math",)), literal, False, none, read.keys, none)
+        and more == NamesRead(frozenset(("getattr",)), none, none, none, True, variables, more.keys, counted)
         and "literal" in read.keys
         and 7 not in more.keys
     )

@@ -77,7 +77,7 @@ from lazy_backend.regions.results import (
 from lazy_backend.regions.stretch import Stretch, StretchStart
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, NotReplayable
 from lazy_backend.replay.recorded_call import RandomState
-from lazy_backend.replay.unseen_reads import DIFFERENTIATES, CodeThatRan, watching_reads, why_written
+from lazy_backend.replay.unseen_reads import DIFFERENTIATES, LEAVES_TENSOR, CodeThatRan, watching_reads, why_written
 from lazy_backend.tensors.state import DeviceContext, TensorData
 from lazy_backend.tensors.tensor import LazyTensor, wrap, wrap_with
 from lazy_backend.tensors.thread_state import ModesBefore
@@ -404,7 +404,7 @@ class CapturedModule:
         ends = leaves_of(_differentiable(leaves)) if has_node else None
         if has_node:
             self._check_arguments(followed, is_changed, is_marked)
-            self._check_result(leaves, kept)
+            self._check_result(leaves, kept, unfit_read)
         unfit = why_not_made_anew(leaves, structure, kept) or unfit_read or modes.change()
         unfit = unfit or self._why_unfit(named, arguments, leaves, is_changed, is_marked)
         lesson: tuple[Known, Stretch, Program] | None = None
@@ -500,8 +500,11 @@ class CapturedModule:
                 "  do not capture a module that does this only in some calls"
             )
 
-    def _check_result(self, leaves: Sequence[Any], kept: str | None) -> None:
-        """Raise `CaptureError` if tensors may be where no node can be put between them and the body's graph."""
+    def _check_result(self, leaves: Sequence[Any], kept: str | None, unfit: str) -> None:
+        """Raise `CaptureError` if tensors may be where no node can be put between them and the body's graph.
+
+        `unfit`: see `NamedByCode.after_body`.
+        """
         holder = opaque_in(leaves)
         if kept is not None:
             raise CaptureError(
@@ -512,6 +515,11 @@ class CapturedModule:
             raise CaptureError(
                 f"the captured {self._name} returned a {holder}, which may hold tensors, and did not do so before\n"
                 f"  at {user_site()}\n  return its tensors, or do not capture this module"
+            )
+        if unfit == LEAVES_TENSOR:
+            raise CaptureError(
+                f"the captured {self._name} left a tensor outside of itself, where code can come to it, and did not do "
+                f"so before\n  at {user_site()}\n  return it instead, or do not capture this module"
             )
 
     def _check_module(self, module: torch.nn.Module, state: ModuleState, named: NamedByCode) -> None:

@@ -17,7 +17,14 @@ from lazy_backend.ports.cpython import attributes_of, is_a, name_of
 from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tensors
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
-from lazy_backend.replay.unseen_reads import ASKS_FOR_GRADS, CodeThatRan, Ran, why_unseen, why_written
+from lazy_backend.replay.unseen_reads import (
+    ASKS_FOR_GRADS,
+    LEAVES_TENSOR,
+    CodeThatRan,
+    Ran,
+    why_unseen,
+    why_written,
+)
 from lazy_backend.replay.value_guard import Changed, ValueGuard
 
 # Of a container that code names, more values are not searched for sources of random numbers.
@@ -97,14 +104,14 @@ class NamedByCode:
 
         And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.
         """
-        changed, reads_more = self._guard.changed(), self.add(ran)
+        changed, reads_more, leaves_tensor = self._guard.changed(), self.add(ran), ran.leaves_tensor()
         made = self
         if changed is not None or reads_more:
             made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)
         if changed is not None and changed.read:
             return made, why_written(changed.read)
-        if changed is not None and changed.stores_tensor:
-            return made, "it stores a tensor where code can name it, which a replay would not do\n  return it instead"
+        if leaves_tensor or (changed is not None and changed.stores_tensor):
+            return made, LEAVES_TENSOR
         unseen = made._guard.unseen
         return made, read or (why_unseen(unseen) if unseen else "")
 

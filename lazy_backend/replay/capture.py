@@ -66,7 +66,7 @@ from lazy_backend.replay.replayed_call import Arguments, CapturedProgram, Prepar
 from lazy_backend.replay.state_guard import Found, LeftAlone
 from lazy_backend.replay.state_places import argument_places
 from lazy_backend.replay.structure import StructureGuard, hooks_of, same_containers
-from lazy_backend.replay.unseen_reads import CodeThatRan, Ran, watching_reads, why_unseen, why_written
+from lazy_backend.replay.unseen_reads import LEAVES_TENSOR, CodeThatRan, Ran, watching_reads, why_unseen, why_written
 from lazy_backend.replay.value_guard import ValueGuard
 from lazy_backend.settings import config
 from lazy_backend.tensors.bodies import (
@@ -577,9 +577,11 @@ class Captured(Generic[P, R]):
         changed = start.values.changed()
         if changed is not None:
             start.values = ValueGuard(Reachable(roots, self._ran), changed.parts)
-        reads_more = self._ran.add(ran, start.values.functions)
+        reads_more, leaves_tensor = self._ran.add(ran, start.values.functions), ran.leaves_in_context()
         if changed is not None and changed.read:
             return why_written(changed.read)
+        if leaves_tensor:
+            return LEAVES_TENSOR
         if read:
             return read
         if start.values.unseen:

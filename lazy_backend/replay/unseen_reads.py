@@ -1,7 +1,7 @@
 """Reads that no guard can follow, seen as they happen: the environment, files, clocks, states of generators, `eval`.
 
-In: a body that is recorded, as it runs on this thread. Out: why its reads keep it from being replayed, or ""; and the
-code that ran, `Ran`, which `CodeThatRan` collects.
+In: a body that is recorded, as it runs on this thread. Out: why its reads keep it from being replayed, or ""; the code
+that ran, `Ran`, which `CodeThatRan` collects; and whether it left a tensor where its code writes and need not read.
 
 Note [Reads of a body]
 A guard compares what code names. What a body gets otherwise, from the operating system or by a name that it computes,
@@ -15,6 +15,12 @@ runs as written.
 
 A thread has one profiler. That of the program, if it is a function, is called beside ours; `cProfile` pauses while a
 body is recorded, and counts the time as ours. Under another one, or if the body exchanges it, a body runs as written.
+
+Note [Tensors left outside]
+A replay writes no global: an auxiliary loss that a module leaves in one would be that of an earlier call, and without a
+way to the inputs. Places that code may read are compared (Note [What code may read]), and so they are known to have
+been written. `global loss; loss = ...` reads nothing, nor does `ContextVar.set`. So while a body is recorded, what is
+at the places that its code writes by name is noted when that code begins, and compared when the body has run.
 """
 
 from __future__ import annotations
@@ -31,13 +37,26 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Container
+from contextvars import Context, copy_context
 from datetime import date
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from lazy_backend.errors.sites import is_internal
-from lazy_backend.ports.cpython import function_of, is_a, mro_of, names_read, namespace_of
+from lazy_backend.ports.cpython import (
+    attributes_of,
+    container_kind,
+    function_of,
+    is_a,
+    items_of,
+    length_of,
+    mro_of,
+    names_read,
+    namespace_of,
+)
+from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import Watcher
 
 T = TypeVar("T")
@@ -50,7 +69,7 @@ _BY_NAME = frozenset(("eval", "exec", "globals", "input", "__import__"))
 # Methods of objects of C.
 _METHODS = frozenset((
     "get", "read", "read1", "readall", "readinto", "readline", "readlines", "recv", "recv_into", "peek", "tell",
-    "get_nowait", "qsize", "empty", "locked",
+    "get_nowait", "qsize", "empty", "locked", "put", "put_nowait",
 ))  # fmt: skip
 _OBJECTS = frozenset(("_io", "_contextvars", "_socket", "_queue", "_thread", "mmap"))
 _NOW = frozenset(("now", "today", "utcnow"))
@@ -89,6 +108,9 @@ _TELLING = (
     _STANDARD + "linecache.py",
     "<frozen importlib",
 )
+# How far objects are looked into, and how many values a container may have there.
+_DEEPEST, _LARGEST = 4, 100
+_NOT_LOOKED_INTO = torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type | types.FunctionType
 
 
 # Modules of Python's library whose code reads nothing but what they made themselves.
@@ -188,24 +210,103 @@ class MethodsOf(_Root):
         return self
 
 
+def holds_tensor(value: Any, depth: int = _DEEPEST) -> bool:
+    """Whether a value is a lazy tensor, or a container or an object with one. Not what belongs to a module."""
+    if is_a(value, LazyTensor):
+        return True
+    if not depth or is_a(value, _NOT_LOOKED_INTO):
+        return False
+    within = list(dict.values(attributes_of(value)))
+    if container_kind(value) is not None and length_of(value) <= _LARGEST:
+        within += dict.values(value) if is_a(value, dict) else items_of(value)
+    return any(holds_tensor(one, depth - 1) for one in within)
+
+
+class Written:
+    """The places that the code of a body writes by name, with what was there. See Note [Tensors left outside].
+
+    Those of code within the body itself are left out: `codes`, all that ran, has the code around it.
+    """
+
+    __slots__ = ("_context", "_names", "_globals", "_cells")
+
+    def __init__(self) -> None:
+        self._names: dict[int, frozenset[str]] = {}  # by the id of code, which is alive: hashing it takes 0.5 µs
+        self._context: Context = copy_context()
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._cells: dict[int, tuple[Any, types.CodeType, Any]] = {}
+
+    def note(self, frame: types.FrameType) -> None:
+        """Note a frame that begins."""
+        code = frame.f_code
+        names = self._names.get(id(code))
+        if names is None:
+            names = self._names[id(code)] = names_read(code).written
+        for name in names:
+            if name not in code.co_freevars:
+                place = id(frame.f_globals), name
+                if place not in self._globals:
+                    self._globals[place] = frame.f_globals, dict.get(frame.f_globals, name)
+            elif (function := function_of(frame)) is not None and function.__closure__ is not None:
+                cell = function.__closure__[code.co_freevars.index(name)]
+                if id(cell) not in self._cells:
+                    self._cells[id(cell)] = cell, code, _contents(cell)
+
+    def add(self, other: Written) -> None:
+        """Add what a body within this one may have written."""
+        self._globals = other._globals | self._globals
+        self._cells = other._cells | self._cells
+
+    def in_context(self) -> bool:
+        """Whether a context variable has a value with a lazy tensor that it did not have before."""
+        return any(
+            holds_tensor(value)
+            for variable, value in copy_context().items()
+            if self._context.get(variable) is not value
+        )
+
+    def by_name(self, codes: dict[int, types.CodeType]) -> bool:
+        """Whether a global or a variable has a value with a lazy tensor that it did not have before."""
+        made_within = {id(one) for code in codes.values() for one in code.co_consts if type(one) is types.CodeType}
+        cells = [(cell, before) for cell, code, before in self._cells.values() if id(code) not in made_within]
+        now = chain(
+            ((dict.get(namespace, name), before) for (_, name), (namespace, before) in self._globals.items()),
+            ((_contents(cell), before) for cell, before in cells),
+        )
+        return any(value is not before and holds_tensor(value) for value, before in now)
+
+    def forget(self) -> None:
+        """Keep nothing of what was there."""
+        self._context, self._globals, self._cells = Context(), {}, {}
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
 class Ran:
     """What ran while a body was recorded. `codes`: all. `functions`: the user's, each with the class it is a method of.
 
     Both by id. It keeps neither functions nor classes: they would hold what they close over. `about`: what functions of
-    PyTorch's did with gradients.
+    PyTorch's did with gradients. `written`: what they write, until `leaves_tensor` or `leaves_in_context` is asked.
     """
 
-    __slots__ = ("codes", "functions", "about")
+    __slots__ = ("codes", "functions", "about", "written")
 
     def __init__(self) -> None:
         self.about: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.functions: dict[tuple[int, int], tuple[_Root, MethodsOf | None]] = {}
+        self.written = Written()
 
     def note(self, frame: types.FrameType) -> None:
         """Note a frame of the body's code that begins."""
         code = frame.f_code
         self.codes[id(code)] = code
+        self.written.note(frame)
         function = function_of(frame) if _is_of_user(code.co_filename) else None
         if function is None:
             return
@@ -223,6 +324,19 @@ class Ran:
         self.codes.update(other.codes)
         self.functions.update(other.functions)
         self.about |= other.about
+        self.written.add(other.written)
+
+    def leaves_in_context(self) -> bool:
+        """Whether the body, which just ran, left a lazy tensor in a context variable."""
+        found = self.written.in_context()
+        self.written.forget()
+        return found
+
+    def leaves_tensor(self) -> bool:
+        """Whether it left one there, in a global or in a variable of another function, by writing that."""
+        found = self.written.in_context() or self.written.by_name(self.codes)
+        self.written.forget()
+        return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -310,13 +424,20 @@ def watching_reads(body: Callable[[], T]) -> tuple[T, str, Ran]:
 
 
 def why_unseen(read: str) -> str:
-    """The reason why a body with this read is not replayed."""
+    """The reason why a body with this read is not replayed, or with this call, which nobody can look into."""
+    if read.endswith((".put()", ".put_nowait()")):
+        return f"it calls {read}, which a replay would not do\n  return what it puts there"
     return f"it reads {read}, which a replay would not do\n  read it outside, and pass what it gave as an argument"
 
 
 def why_written(name: str) -> str:
     """The reason why a body that writes what it reads is not replayed."""
     return f"it reads {name} and writes it, which a replay would not do\n  keep it outside, or in a lazy tensor"
+
+
+LEAVES_TENSOR = (
+    "it leaves a tensor outside of itself, where code can come to it, which a replay would not do\n  return it instead"
+)
 
 
 # Names of methods that tell something, of some classes of C.

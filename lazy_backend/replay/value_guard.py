@@ -82,6 +82,7 @@ from lazy_backend.replay.reachable import (
     is_users,
     name_of_key,
 )
+from lazy_backend.replay.unseen_reads import holds_tensor
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # Bytes of an array, above which its contents are not looked at.
@@ -134,7 +135,8 @@ class ValueGuard:
         parts: set[Hashable] = {(read, id(one)) for read, one in changed}
         held: list[Any] = [place.get() for place, _ in places]
         held += chain.from_iterable(items_of(one) for _, one in changed if is_a(one, _HOLDING))
-        stores_tensor = any(is_a(one, LazyTensor) for one in held)
+        held += self._shapes.added()
+        stores_tensor = any(map(holds_tensor, held))
         parts |= self._shapes.all_changed()
         read = [place for place, is_plain in places if is_plain and self._is_read(place)]
         parts |= {place.where for place, _ in places}.difference(place.where for place in read)
@@ -342,6 +344,7 @@ class _Shapes:
         "_ids",
         "_views",
         "_names",
+        "_mappings",
         "_lengths",
         "_keys",
         "_classes",
@@ -352,7 +355,7 @@ class _Shapes:
     )
 
     def __init__(self, values: Iterable[Any], without: Container[Hashable]) -> None:
-        views: dict[int, tuple[Any, str]] = {}
+        views: dict[int, tuple[Any, str, Any]] = {}
         classes: dict[int, type] = {}
         self._objects: list[Any] = []
         self._attributes: list[Any] = []
@@ -363,10 +366,10 @@ class _Shapes:
                 continue
             classes |= {id(one): one for one in mro_of(kind)}
             if is_a(value, dict) and length_of(value) <= MOST_KEYS:
-                views[id(value)] = keys_view(value), f"the keys of a {name_of(kind)}"
+                views[id(value)] = keys_view(value), f"the keys of a {name_of(kind)}", value
             if _has_names_of_its_own(value):
                 attributes = attributes_of(value)
-                views[id(attributes)] = dict.keys(attributes), f"the attributes of a {name_of(kind)}"
+                views[id(attributes)] = dict.keys(attributes), f"the attributes of a {name_of(kind)}", attributes
                 if not is_a(value, types.ModuleType) and shows_attributes(kind):
                     self._objects.append(value)
                     self._attributes.append(attributes)
@@ -374,11 +377,13 @@ class _Shapes:
         self._bases = list(map(mro_of, self._classes))
         self._called = list(map(name_of, self._classes))
         for kind in self._classes:
-            views[id(kind)] = namespace_of(kind), f"the attributes of the class {name_of(kind)}"
+            namespace = namespace_of(kind)
+            views[id(kind)] = namespace, f"the attributes of the class {name_of(kind)}", namespace
         views = {number: view for number, view in views.items() if ("names", number) not in without}
         self._ids = list(views)
-        self._views = [view for view, _ in views.values()]
-        self._names = [name for _, name in views.values()]
+        self._views = [view for view, _, _ in views.values()]
+        self._names = [name for _, name, _ in views.values()]
+        self._mappings = [mapping for _, _, mapping in views.values()]
         self._note()
 
     def _note(self) -> None:
@@ -418,6 +423,17 @@ class _Shapes:
             return set()
         views = zip(self._ids, self._views, self._keys_by_view(), strict=True)
         return {("names", number) for number, view, keys in views if not _are_same_keys(view, keys)}
+
+    def added(self) -> list[Any]:
+        """The values at names that were not there."""
+        if self.holds():
+            return []
+        found: list[Any] = []
+        for mapping, keys in zip(self._mappings, self._keys_by_view(), strict=True):
+            known = set(map(id, keys))
+            items = dict.items(mapping) if is_a(mapping, dict) else mapping.items()
+            found += [value for key, value in list(items) if id(key) not in known]
+        return found
 
     def _keys_by_view(self) -> list[list[Any]]:
         keys = iter(self._keys)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
+import queue
+import sys
+import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from harness import Unseen, count, unseen_number
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lazy_backend
 from lazy_backend import CaptureWarning, capture, mark_step
@@ -477,3 +482,233 @@ def test_a_body_that_was_changed_since_does_not_run_again(change: str) -> None:
         mark_step()
     with pytest.raises(lazy_backend.CaptureError, match="which was changed since"):
         torch.autograd.grad(y, [x], create_graph=True)
+
+
+# ----- tensors that a body keeps outside of its result
+
+LATEST: Any = None
+BY_NAME: dict[str, Any] = {}
+IN_CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("kept")
+QUEUE: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+
+class Tracker:
+    of_class: Any = None
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        self.values[name] = value
+
+
+TRACKER = Tracker()
+
+
+def keep_in_global(value: Any) -> None:
+    global LATEST
+    LATEST = value
+
+
+def keep_in_dict(value: Any) -> None:
+    BY_NAME["kept"] = value
+
+
+def keep_in_class(value: Any) -> None:
+    Tracker.of_class = value
+
+
+def _enclosing() -> tuple[Callable[[Any], None], Callable[[], Any]]:
+    kept = None
+
+    def keep(value: Any) -> None:
+        nonlocal kept
+        kept = value
+
+    return keep, lambda: kept
+
+
+KEEPS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+    "a global": (keep_in_global, lambda: LATEST),
+    "a dict": (keep_in_dict, lambda: BY_NAME["kept"]),
+    "a class": (keep_in_class, lambda: Tracker.of_class),
+    "a class, by setattr": (lambda value: setattr(Tracker, "of_class", value), lambda: Tracker.of_class),
+    "a tracker": (lambda value: TRACKER.add("kept", value), lambda: TRACKER.values["kept"]),
+    "a variable of a function": _enclosing(),
+    "a context variable": (IN_CONTEXT.set, IN_CONTEXT.get),
+    "a queue": (QUEUE.put, QUEUE.get_nowait),
+}
+
+
+class Keeps(nn.Module):
+    def __init__(self, keep: Callable[[Any], Any], of: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.keep, self.of = keep, of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)
+        self.keep(self.of(x, weights))
+        return self.layer(x) * weights
+
+
+@pytest.mark.parametrize("place", KEEPS)
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x, weights: weights.mean(0).square().sum(),
+        lambda x, weights: x.sum(),
+        lambda x, weights: weights,
+    ],
+    ids=["of what it makes", "of the argument", "what the graph has, too"],
+)
+def test_an_auxiliary_loss_that_is_kept_with_its_graph(place: str, of: Callable[..., Any]) -> None:
+    keep, kept = KEEPS[place]
+
+    def program(device: str, wrap: Wrap) -> Iterator[Any]:
+        before, model = nn.Linear(3, 3).to(device), wrap(Keeps(keep, of).to(device))
+        for number in range(9):
+            before.zero_grad()
+            model.zero_grad()
+            (model(before(torch.full((4, 3), float(number)).to(device))).mean() + kept().sum()).backward()
+            mark_step()
+            yield from (before.weight.grad, model.gate.weight.grad)
+
+    check(lambda device, wrap: list(program(device, wrap)))
+
+
+@pytest.mark.parametrize("place", KEEPS)
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x, weights: (x,),
+        lambda x, weights: (x[0], x.detach()),
+        lambda x, weights: [types.SimpleNamespace(x=x.detach()), weights.detach()],
+    ],
+    ids=["itself", "views", "in new objects"],
+)
+@pytest.mark.parametrize("follows", [False, True])
+def test_an_argument_that_is_kept(place: str, of: Callable[..., Any], follows: bool) -> None:
+    keep, kept = KEEPS[place]
+
+    def program(device: str, wrap: Wrap) -> Iterator[Any]:
+        model = wrap(Keeps(keep, of).to(device))
+        for number in range(9):
+            with torch.set_grad_enabled(follows):
+                result = model(torch.full((4, 3), float(number)).to(device))
+            if follows:
+                result.mean().backward()
+            mark_step()
+            yield result
+            yield from (getattr(one, "x", one).clone() for one in kept())
+
+    check(lambda device, wrap: list(program(device, wrap)))
+
+
+class Scales(torch.autograd.Function):
+    """Has its argument as an attribute of the context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.again = lambda: x
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, (grad * ctx.again()).sum(0)
+
+
+class KeepsNothing(nn.Module):
+    """Holds on to tensors in its graph, in garbage and in its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        garbage: list[Any] = [x]
+        garbage.append(garbage)
+        hidden = checkpoint(self.layer, x + 1, use_reentrant=False)
+        return {"y": Scales.apply(x, self.weight) * hidden.tanh(), "x": x, "more": [hidden]}
+
+
+def test_tensors_that_only_graphs_and_garbage_hold_are_not_kept() -> None:
+    def program(device: str, wrap: Wrap) -> Iterator[Any]:
+        before, model = nn.Linear(3, 3).to(device), wrap(KeepsNothing().to(device))
+        for number in range(9):
+            before.zero_grad()
+            model.zero_grad()
+            found = model(before(torch.full((4, 3), float(number)).to(device)))
+            (found["y"].mean() + found["more"][0].sum()).backward()
+            mark_step()
+            yield from (before.weight.grad, model.weight.grad, found["x"])
+
+    check(lambda device, wrap: list(program(device, wrap)), num_jumps=4)
+
+
+class KeepsLate(nn.Module):
+    """Keeps a loss in a global from the call on in which a global says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)
+        if BY_NAME.get("keeps"):
+            keep_in_global([found.square().mean()])
+        return found
+
+
+def test_a_module_that_begins_to_keep_a_loss() -> None:
+    def program(device: str, wrap: Wrap) -> Iterator[Any]:
+        BY_NAME.clear()
+        before, model = nn.Linear(3, 3).to(device), wrap(KeepsLate().to(device))
+        for number in range(9):
+            before.zero_grad()
+            BY_NAME["keeps"] = number >= 6
+            loss = model(before(torch.full((4, 3), float(number)).to(device))).mean()
+            (loss + LATEST[0] if number >= 6 else loss).backward()
+            mark_step()
+            yield before.weight.grad
+
+    check(lambda device, wrap: list(program(device, wrap)))
+
+
+class KeepsUnseen(KeepsLate):
+    """As that, but goes by what nothing tells: how often something is referred to."""
+
+    token = object()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)
+        if sys.getrefcount(self.token) > 9:
+            keep_in_global(found.square().mean())
+        return found
+
+
+def test_a_module_that_begins_to_keep_a_loss_unseen_says_so() -> None:
+    model, before = KeepsUnseen().to("lazy"), nn.Linear(3, 3).to("lazy")
+    capture(model)
+    x = before(torch.ones(4, 3).to("lazy"))
+    model(x).mean().backward(retain_graph=True)
+    references = [KeepsUnseen.token] * 9
+    with pytest.raises(lazy_backend.CaptureError, match="left a tensor outside of itself"):
+        model(x)
+    del references
+
+
+def test_a_function_that_keeps_an_argument_in_a_context_variable() -> None:
+    def program(device: str, wrap: Wrap) -> Iterator[Any]:
+        layer = nn.Linear(3, 3).to(device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            IN_CONTEXT.set((x,))
+            return layer(x).detach()
+
+        called = wrap(step)
+        for number in range(9):
+            yield called(torch.full((4, 3), float(number)).to(device))
+            yield IN_CONTEXT.get()[0].clone()
+
+    check(lambda device, wrap: list(program(device, wrap)))

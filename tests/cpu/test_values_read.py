@@ -404,7 +404,25 @@ def test_names_that_code_reads() -> None:
         return [lambda: NAMES, math.cos(1)]
 
     found = names_read(reads.__code__)
-    assert found == ({"len", "SCALE"}, {"read", "also_read"}, {"math"}, set(), False, set(), found.keys)
+    assert found == ({"len", "SCALE"}, {"read", "also_read"}, {"math"}, set(), False, set(), found.keys, set())
+
+
+def test_names_that_code_only_writes() -> None:
+    kept = None
+
+    def writes(a: Any) -> Any:
+        global LATEST
+        nonlocal kept
+        LATEST = kept = a
+        own = None
+
+        def inner() -> None:
+            nonlocal own
+            own = a
+
+        inner()
+
+    assert (names_read(writes.__code__).written, kept) == ({"LATEST", "kept"}, None)
 
 
 class Special:
