@@ -7,7 +7,7 @@ In: two consecutive calls of one function, and the holders of what the second ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from lazy_backend.lowering.checks.rounding import are_equal
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.ports.cpython import is_a
+from lazy_backend.ports.tensor_types import version_of
 from lazy_backend.precision.grad_scaler import UnsettledStep
 from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.captured_state import ClearedGrad, GradsAtStart, Holder, TensorHolder
@@ -147,8 +148,31 @@ def bind(
         must_keep_grad=tuple(_kept_grads(start, used)),
         cleared_grads=cleared,
         argument_places=tuple(_argument_places(start, last, record, inputs, found)),
+        written=_written_state([inputs[place] for place in written], found, used, start.versions),
+        written_arguments=tuple(n for n, one in enumerate(arguments.tensors) if _has_changed(one, start.versions)),
         site=name,
     )
+
+
+def _written_state(
+    sources: Sequence[Source], found: Found, used: set[TensorData], versions: Mapping[int, int]
+) -> tuple[LazyTensor, ...]:
+    """The tensors of the state that share memory with one of `sources`, and of which autograd counted a write.
+
+    `versions`: before the call, by id. PyTorch does not count all writes, such as those of `batch_norm`.
+    """
+    written = [source.reference() for source in sources if isinstance(source, HeldTensor)]
+    memory = {id(data.storage) for data in written if data is not None}
+    return tuple(
+        tensor
+        for tensor in found.tensors.values()
+        if tensor._data in used and id(tensor._data.storage) in memory
+        if _has_changed(tensor, versions)
+    )
+
+
+def _has_changed(tensor: torch.Tensor, versions: Mapping[int, int]) -> bool:
+    return id(tensor) in versions and version_of(tensor) != versions[id(tensor)]
 
 
 def _state_guard(

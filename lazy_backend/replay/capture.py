@@ -502,7 +502,7 @@ class Captured(Generic[P, R]):
         program, signature.program = signature.program, None
         last = signature.records[-1] if signature.records else None
         roots = [self._function, *signature.named(), *self._ran.roots()]
-        start = start_of_call(last, program.carried() if program else None, roots, self._ran)
+        start = start_of_call(last, program.carried() if program else None, roots, arguments.tensors, self._ran)
         moved = program.state_guard.moved() if program else []
         del program  # otherwise its state would outlive its replacement
         argument_data: list[weakref.ref[TensorData]] = [weakref.ref(tensor._data) for tensor in arguments.tensors]

@@ -312,12 +312,17 @@ class Start:
     state: PlacedState = field(kw_only=True)
     values: ValueGuard = field(kw_only=True)
     unnamed: dict[Attribute, list[Hashable]] = field(kw_only=True)  # see `Reachable.left_unnamed`
+    versions: dict[int, int] = field(default_factory=dict)  # of the state and of the arguments, by id
     modes: ModesBefore = field(default_factory=ModesBefore)
     graphs: MadeGraphs = field(default_factory=MadeGraphs)
 
 
 def start_of_call(
-    last: RecordedCall | None, left: dict[LazyStorage, int] | None, named: Iterable[Any], ran: CodeThatRan
+    last: RecordedCall | None,
+    left: dict[LazyStorage, int] | None,
+    named: Iterable[Any],
+    arguments: Iterable[LazyTensor],
+    ran: CodeThatRan,
 ) -> Start:
     """Note the state before the body runs.
 
@@ -333,6 +338,8 @@ def start_of_call(
     outputs = {output: number for number, output in enumerate(last.outputs) if output() is not None}
     if left is not None:
         outputs = {weakref.ref(storage): number for storage, number in left.items()}
+    structure, leaves = Structure(last.roots), last.watch.leaves()
+    tensors = (*reach.tensors.values(), *structure.tensors, *structure.state_tensors, *leaves, *arguments)
     return Start(
         left=outputs,
         settings=[numbers_in(guard.optimizer) for guard in last.guards],
@@ -342,9 +349,10 @@ def start_of_call(
         random=RandomState(generators, last.random_states),
         structure=Structure(last.roots, hold_tensors=False),
         numbers=last.numbers,
-        state=last.numbers.state(reach, Structure(last.roots), last.watch.leaves()),
+        state=last.numbers.state(reach, structure, leaves),
         values=values,
         unnamed=unnamed,
+        versions={id(one): version_of(one) for one in tensors if not one.is_inference()},
     )
 
 

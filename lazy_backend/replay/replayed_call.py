@@ -251,7 +251,17 @@ class CapturedProgram:
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
     cleared_grads: tuple[ClearedGrad, ...]
     argument_places: tuple[ArgumentPlace, ...]
+    written: tuple[LazyTensor, ...]  # tensors of the state that it writes in place
+    written_arguments: tuple[int, ...]
     site: str
+
+    def count_writes(self, arguments: Arguments) -> None:
+        """Tell autograd what was written in place, so that a graph that saved it raises its error.
+
+        Once for each tensor, where the body may have written it several times.
+        """
+        tensors = [arguments.tensors[place] for place in self.written_arguments]
+        torch.autograd.graph.increment_version([*self.written, *tensors])
 
     def check(self, arguments: Arguments) -> Evaluated:
         """Check all that a replay relies on. Returns what the formulas give, or raises `Stale`."""
@@ -302,7 +312,7 @@ class CapturedProgram:
         storages = [output.renew(deliveries) for output in self.outputs]
         result = self._result(storages, inputs)
         parameters = [inputs[place].storage if base else inputs[place] for place, base in self.parameters]
-        return PreparedReplay(self, count, evaluated.constants, parameters, storages, deliveries, result)
+        return PreparedReplay(self, arguments, count, evaluated.constants, parameters, storages, deliveries, result)
 
     def may_prepare_early(self) -> bool:
         """Whether nothing is checked or computed that the run under way may still change."""
@@ -331,6 +341,7 @@ class PreparedReplay:
     """A replay that waits only for the run under way. `count`: of the device's runs, when its checks began."""
 
     program: CapturedProgram
+    arguments: Arguments
     count: int
     constants: tuple[float, ...]
     parameters: list[TensorData]
@@ -359,5 +370,6 @@ class PreparedReplay:
         )
         if run is None:
             return None
+        program.count_writes(self.arguments)
         metrics.increment("CapturedCall")
         return self.result, run

@@ -43,6 +43,49 @@ def compare(program: Program, tolerance: float = 0.0) -> None:
     assert found[1] == (pytest.approx(found[0], rel=tolerance) if tolerance else found[0])
 
 
+# ----- writes in place: autograd refuses graphs that saved what was written
+
+
+def _writes(device: str, captured: Capture) -> list[Any]:
+    state = {name: torch.ones(2, 3).to(device) for name in ("whole", "average", "counted", "untouched")}
+    row, weight = state["whole"][1], nn.Parameter(torch.ones(3).to(device))
+    norm = nn.BatchNorm1d(3).to(device)
+    optimizer = torch.optim.Adam([weight])
+
+    @captured
+    def update(x: Tensor) -> Tensor:
+        weight.grad = x.sum(0)
+        optimizer.step()
+        with torch.no_grad():
+            state["whole"][0].copy_(x[0])
+            state["average"].lerp_(x, 0.5)
+            state["counted"] += 1
+            x.mul_(2)
+            return norm(x + state["untouched"])
+
+    found: list[Any] = []
+    for number in range(CALLS):
+        x = torch.full((2, 3), float(number)).to(device)
+        held = {**state, "row": row, "weight": weight, "x": x, "mean": norm.running_mean}
+        graphs = {name: torch.ones_like(one).requires_grad_() * one.detach() for name, one in held.items()}
+        versions = {name: one._version for name, one in held.items()}
+        found.append(update(x).tolist())
+        for name, graph in graphs.items():
+            try:
+                graph.sum().backward()
+                refused = False
+            except RuntimeError as error:
+                refused = "modified by an inplace operation" in str(error)
+            found.append((name, refused, held[name]._version > versions[name]))
+    return found
+
+
+def test_autograd_counts_what_replays_write() -> None:
+    before = lazy_backend.metrics.counter_value("CapturedCall")
+    compare(_writes)
+    assert lazy_backend.metrics.counter_value("CapturedCall") - before > 4
+
+
 # ----- functions
 
 
