@@ -25,7 +25,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import methodcaller
 from sys import getrefcount
-from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
+from types import (
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+)
 from typing import Any, NamedTuple
 
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
@@ -184,7 +191,9 @@ _ATTRIBUTES = {
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
 # What reads or writes attributes by their names as strings.
-_BY_STRING = frozenset(("getattr", "hasattr", "setattr", "vars", "attrgetter", "__dict__", "__getattribute__"))
+_BY_STRING = frozenset((
+    "getattr", "hasattr", "setattr", "vars", "attrgetter", "__dict__", "__getattribute__", "__setattr__",
+))  # fmt: skip
 _WITH_NAME = frozenset(("getattr", "hasattr"))
 # What reads attributes that no code names; a pattern of a class names them elsewhere, or in none but `__match_args__`.
 _ALL = frozenset(("vars", "dir", "attrgetter", "methodcaller", "__dict__", "__getattribute__", "asdict", "astuple"))
@@ -197,7 +206,7 @@ class NamesRead(NamedTuple):
     `globals`: that it reads. `attributes`: that it reads without calling them. `modules`: that it imports. `strings`:
     of attributes, as it gives them to `getattr`, `hasattr` and `setattr`. `reads_all`: whether it may read attributes
     that it does not name. `variables`: of enclosing functions. `keys`: constants that may be keys of entries that it
-    reads. `written`: globals, and variables of enclosing functions, that it writes.
+    reads. `written`: globals, and variables of enclosing functions, that it or a function within it writes.
     """
 
     globals: frozenset[str]
@@ -252,8 +261,14 @@ def names_read(code: CodeType) -> NamesRead:
         reads_all,
         frozenset(variables),
         frozenset(keys),
-        frozenset(written.difference(code.co_cellvars)),
+        frozenset(written.difference(code.co_cellvars) | _written_within(code)),
     )
+
+
+def _written_within(code: CodeType) -> set[str]:
+    """The variables of functions around `code` that functions defined in it write."""
+    written = {name for one in code.co_consts if type(one) is CodeType for name in names_read(one).written}
+    return written.intersection(code.co_freevars)
 
 
 # Methods of strings that read attributes, and the attributes of such a string's fields: "{0.scale}".
@@ -384,6 +399,13 @@ def container_kind(value: Any) -> Any:
 def length_of(container: Any) -> int:
     """The number of values in a container."""
     return int(container_kind(container).__len__(container))
+
+
+def parts_of(value: Any) -> list[Any]:
+    """The objects that an object refers to, as its class tells the garbage collector; of a function no globals."""
+    if type(value) is FunctionType:
+        return gc.get_referents(value.__defaults__, value.__kwdefaults__, value.__dict__, *(value.__closure__ or ()))
+    return gc.get_referents(value)
 
 
 def items_of(container: Any) -> Iterator[Any]:

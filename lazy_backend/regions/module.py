@@ -392,10 +392,11 @@ class CapturedModule:
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
         number, modes = next_node_number(), ModesBefore()
+        named.begin()
         result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
-        signature.named, unfit_read = state.named_after(module, named, ran, read)
+        signature.named, unfit_read = state.named_after(module, named, ran, read, arguments.tensors)
         leaves, structure = flatten_result(held[0])
         kept = None if structure is None else kept_container(held)
         original = held.pop() if kept is not None else None
@@ -415,6 +416,8 @@ class CapturedModule:
             if not all(map(operator.is_, grads, _grads_of(members))):
                 raise NotReplayable("it sets the gradients of its parameters")
             stretch = Stretch(context, start)
+            if any(epoch is stretch.epoch and token in stretch.made for epoch, token in signature.named.left):
+                raise NotReplayable(LEAVES_TENSOR)
             program, tokens = learn_program(stretch, given.tensors, data, members_of(module), leaves, structure, ends)
             if not program.is_differentiable:
                 stretch.check_nothing_kept(start.trace, tokens)
@@ -600,10 +603,13 @@ class CapturedModule:
         named, state = signature.named, self._state_of(signature)
         if named is None or state is None:
             return run(), "the module was changed after the forward, or is gone"
+        named.begin()
         before, grads, holds = named.changed(), named.grads(), self._holds(state)
         found, read, ran = watching_reads(run)
         ran.about.discard(DIFFERENTIATES)  # that is how it is run
         after, reads_more = named.changed(), named.add(ran)
+        if ran.leaves_tensor() or (after.stores_tensor and not before.stores_tensor):
+            read = read or LEAVES_TENSOR
         if holds and not self._holds(state):
             read = read or f"it changes what the module is made of: {state.why()}"
         if after.read != before.read or not after.parts <= before.parts:

@@ -6,6 +6,7 @@ In: a module. Out: `ModuleState`, which says whether the module is still as it w
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -90,9 +91,11 @@ class ModuleState:
         """See `NamedByCode.those_of`."""
         return () if self._named is None else self._named.those_of(tensors)
 
-    def named_after(self, module: torch.nn.Module, named: NamedByCode, ran: Ran, read: str) -> tuple[NamedByCode, str]:
+    def named_after(
+        self, module: torch.nn.Module, named: NamedByCode, ran: Ran, read: str, given: Iterable[LazyTensor]
+    ) -> tuple[NamedByCode, str]:
         """See `NamedByCode.after_body`."""
-        made, unfit = named.after_body([one for _, one in modules_within(module)], ran, read)
+        made, unfit = named.after_body([one for _, one in modules_within(module)], ran, read, given)
         if made.is_whole:
             self._named = made
         return made, unfit

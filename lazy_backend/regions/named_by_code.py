@@ -26,6 +26,7 @@ from lazy_backend.replay.unseen_reads import (
     why_written,
 )
 from lazy_backend.replay.value_guard import Changed, ValueGuard
+from lazy_backend.tensors.tensor import LazyTensor
 
 # Of a container that code names, more values are not searched for sources of random numbers.
 _LARGEST_CONTAINER = 100
@@ -43,6 +44,8 @@ class NamedByCode:
     def __init__(self, parts: Parts, ran: CodeThatRan, without: Collection[Hashable] = ()) -> None:
         reach = Reachable((*parts, *ran.roots()), ran, largest=_LARGEST_CONTAINER)
         self._ran, self._version = ran, ran.version
+        # of the memory that a body left where only code which it ran shows it: the epoch and the token
+        self.left: tuple[tuple[Any, Any], ...] = ()
         self.is_whole = not without
         self.generators = reach.generators
         self.states = reach.random_states
@@ -93,21 +96,33 @@ class NamedByCode:
 
     def changed(self) -> Changed:
         """What has changed of what is compared by value."""
-        return self._guard.changed() or Changed(frozenset(), "", False)
+        return self._guard.changed() or Changed(frozenset(), "", False, False)
 
     def grads(self) -> list[int]:
         """Which `.grad` each parameter has, if code may ask for that."""
         return self._grads.ids()
 
-    def after_body(self, parts: Parts, ran: Ran, read: str) -> tuple[NamedByCode, str]:
+    def begin(self) -> None:
+        """Note what is there, right before a body runs."""
+        self._guard.begin()
+
+    def after_body(
+        self, parts: Parts, ran: Ran, read: str, given: Iterable[LazyTensor] = ()
+    ) -> tuple[NamedByCode, str]:
         """These as the body, which just ran, left them, without what it changed.
 
         And why what it read keeps it from being replayed; "" if nothing does. `ran`, `read`: see `watching_reads`.
+        `given`: the tensors among its arguments.
         """
         changed, reads_more, leaves_tensor = self._guard.changed(), self.add(ran), ran.leaves_tensor()
         made = self
         if changed is not None or reads_more:
             made = NamedByCode(parts, self._ran, () if changed is None else changed.parts)
+        if reads_more and not leaves_tensor:
+            memory = {id(one._data.storage) for one in given}
+            besides = made._guard.memory_besides(self._guard)
+            leaves_tensor = not memory.isdisjoint(map(id, besides))
+            made.left = tuple((one.epoch, one.token) for one in besides)
         if changed is not None and changed.read:
             return made, why_written(changed.read)
         if leaves_tensor or (changed is not None and changed.stores_tensor):

@@ -471,6 +471,7 @@ class CapturedOptimizer:
             recorder = watch.recorder = FloatRecorder(context, uploads, (), self._counts)
             try:
                 recorder.install(optimizer)
+                named.begin()
                 result, read, ran = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
             except BaseException:
                 recorder.restore()

@@ -577,11 +577,14 @@ class Captured(Generic[P, R]):
         changed = start.values.changed()
         if changed is not None:
             start.values = ValueGuard(Reachable(roots, self._ran), changed.parts)
+        start.values.end()
         reads_more, leaves_tensor = self._ran.add(ran, start.values.functions), ran.leaves_in_context()
         if changed is not None and changed.read:
             return why_written(changed.read)
         if leaves_tensor:
             return LEAVES_TENSOR
+        if changed is not None and changed.piles_up:
+            return "it adds a tensor to a container, which a replay would not do\n  return it, and keep it outside"
         if read:
             return read
         if start.values.unseen:

@@ -17,10 +17,12 @@ A thread has one profiler. That of the program, if it is a function, is called b
 body is recorded, and counts the time as ours. Under another one, or if the body exchanges it, a body runs as written.
 
 Note [Tensors left outside]
-A replay writes no global: an auxiliary loss that a module leaves in one would be that of an earlier call, and without a
-way to the inputs. Places that code may read are compared (Note [What code may read]), and so they are known to have
-been written. `global loss; loss = ...` reads nothing, nor does `ContextVar.set`. So while a body is recorded, what is
-at the places that its code writes by name is noted when that code begins, and compared when the body has run.
+A replay stores nothing outside: an auxiliary loss that a module leaves in a global would be that of an earlier call,
+without a way to the inputs. So a module that leaves a tensor runs as written, and so does a function that adds one to a
+container. What is in the objects that code names, whether it reads or only writes them, is noted before a body runs and
+compared when it has run (`Contents` of `ValueGuard`). `global loss; loss = ...` names no object, nor does
+`ContextVar.set`: what is at such places is noted when code that writes them begins (`Written`). Whatever is new there
+is looked through for lazy tensors, in any object that the garbage collector sees into.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import sysconfig
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextvars import Context, copy_context
 from datetime import date
 from itertools import chain
@@ -47,15 +49,15 @@ import torch
 from lazy_backend.errors.sites import is_internal
 from lazy_backend.ports.cpython import (
     attributes_of,
-    container_kind,
     function_of,
     is_a,
-    items_of,
-    length_of,
     mro_of,
     names_read,
     namespace_of,
+    parts_of,
 )
+from lazy_backend.ports.hooks import REGISTRIES
+from lazy_backend.replay.plain_values import is_plain
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import Watcher
 
@@ -108,9 +110,11 @@ _TELLING = (
     _STANDARD + "linecache.py",
     "<frozen importlib",
 )
-# How far objects are looked into, and how many values a container may have there.
-_DEEPEST, _LARGEST = 4, 100
-_NOT_LOOKED_INTO = torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type | types.FunctionType
+# More objects are not looked into.
+_MOST_PARTS = 10_000
+_NOT_LOOKED_INTO = (
+    torch.optim.Optimizer, type, types.ModuleType, types.FrameType, types.TracebackType, types.CodeType,
+)  # fmt: skip
 
 
 # Modules of Python's library whose code reads nothing but what they made themselves.
@@ -210,16 +214,32 @@ class MethodsOf(_Root):
         return self
 
 
-def holds_tensor(value: Any, depth: int = _DEEPEST) -> bool:
-    """Whether a value is a lazy tensor, or a container or an object with one. Not what belongs to a module."""
-    if is_a(value, LazyTensor):
-        return True
-    if not depth or is_a(value, _NOT_LOOKED_INTO):
-        return False
-    within = list(dict.values(attributes_of(value)))
-    if container_kind(value) is not None and length_of(value) <= _LARGEST:
-        within += dict.values(value) if is_a(value, dict) else items_of(value)
-    return any(holds_tensor(one, depth - 1) for one in within)
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a lazy tensor, or leads to one: not by what modules, classes and frames hold.
+
+    So does one that leads to very many objects.
+    """
+    seen, waiting = {id(value)}, [value]
+    while waiting:
+        one = waiting.pop()
+        if is_a(one, LazyTensor):
+            return True
+        if is_plain(one) or is_a(one, _NOT_LOOKED_INTO):
+            continue
+        for part in _parts_besides(one):
+            if id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+        if len(seen) > _MOST_PARTS:
+            return True
+    return False
+
+
+def _parts_besides(value: Any) -> Iterable[Any]:
+    """The objects that a value refers to, besides what makes a module or a tensor."""
+    if is_a(value, torch.nn.Module):
+        return [one for name, one in dict.items(attributes_of(value)) if name not in REGISTRIES]
+    return dict.values(attributes_of(value)) if is_a(value, torch.Tensor) else parts_of(value)
 
 
 class Written:

@@ -68,6 +68,7 @@ from lazy_backend.ports.cpython import (
     name_of,
     namespace_of,
     num_registrations,
+    parts_of,
     registered_with,
     shows_attributes,
 )
@@ -83,6 +84,7 @@ from lazy_backend.replay.reachable import (
     name_of_key,
 )
 from lazy_backend.replay.unseen_reads import holds_tensor
+from lazy_backend.tensors.state import LazyStorage
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
 
 # Bytes of an array, above which its contents are not looked at.
@@ -96,7 +98,6 @@ _LARGEST_CACHE = 100
 # Not for `issubclass`: an abstract base class remembers each class that it is asked about.
 _WEAK = (weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
 _BUILT_IN = (dict, list, set, deque)
-_HOLDING = (list, set, deque)
 _code_of = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__")
 
 
@@ -118,6 +119,7 @@ class ValueGuard:
                 self._groups.setdefault(place.read, _Group()).add(place, value)
         self.functions = {id(value) for value in come_to if is_a(value, types.FunctionType)}
         self._shapes = _Shapes(come_to, without)
+        self._contents = Contents(come_to)
         self._containers = {id(value) for value in come_to if is_a(value, dict | list | deque)}
         self._keys = reach.keys
         facts = [*_facts_of(values), *_facts_besides(come_to, reach)]
@@ -127,6 +129,18 @@ class ValueGuard:
         # which are named by id
         self._held = [type(one) if read is _class_of else _code_of(one) for read, one in self._reads if read in _BY_ID]
 
+    def begin(self) -> None:
+        """Note, before a body runs again, what is in objects that it may write."""
+        self._contents.note()
+
+    def end(self) -> None:
+        """Forget these objects, of which no other body needs to be compared: they may hold tensors."""
+        self._contents = Contents(())
+
+    def memory_besides(self, other: ValueGuard) -> list[LazyStorage]:
+        """The memory of lazy tensors in the objects that the other one does not look at."""
+        return self._contents.memory_besides(other._contents)
+
     def changed(self) -> Changed | None:
         """What the body, which just ran, has changed; None if nothing."""
         places = [place for group in self._groups.values() for place in group.all_changed()]
@@ -134,14 +148,14 @@ class ValueGuard:
         changed = [(read, one) for (read, one), fact in facts if read(one) != fact]
         parts: set[Hashable] = {(read, id(one)) for read, one in changed}
         held: list[Any] = [place.get() for place, _ in places]
-        held += chain.from_iterable(items_of(one) for _, one in changed if is_a(one, _HOLDING))
-        held += self._shapes.added()
-        stores_tensor = any(map(holds_tensor, held))
+        new, grown = self._contents.new()
+        piles_up = any(map(holds_tensor, grown))
+        stores_tensor = piles_up or any(map(holds_tensor, [*held, *new]))
         parts |= self._shapes.all_changed()
         read = [place for place, is_plain in places if is_plain and self._is_read(place)]
         parts |= {place.where for place, _ in places}.difference(place.where for place in read)
         name = next(map(_text_of, read), "")
-        return Changed(frozenset(parts), name, stores_tensor) if parts or read else None
+        return Changed(frozenset(parts), name, stores_tensor, piles_up) if parts or read or stores_tensor else None
 
     def _is_read(self, place: StatePlace) -> bool:
         """Whether code reads what is at a place that it writes, and does not only count it."""
@@ -170,13 +184,14 @@ class Changed:
     """What a body changed of what a guard looks at, which is not what it goes by.
 
     `read`: the name of a plain value besides that code reads, too; "" if there is none. Entries of containers count if
-    code has their keys as constants. `stores_tensor`: whether a lazy tensor is at one of the places, or in one of the
-    containers.
+    code has their keys as constants. `stores_tensor`: whether a lazy tensor is at one of the places, or in an object
+    that code names; `piles_up`: whether in a container that has more entries now.
     """
 
     parts: frozenset[Hashable]
     read: str
     stores_tensor: bool
+    piles_up: bool
 
 
 _Fact = Callable[[Any], Any]
@@ -334,6 +349,51 @@ def _is_buffer(value: Any) -> bool:
     return is_a(value, bytearray | memoryview) or (arrays is not None and is_a(value, arrays.array))
 
 
+class Contents:
+    """What is in the objects that code names, whether it reads that or only writes it: `total.loss = loss`.
+
+    By id, as a tensor that was there may be replaced. Modules and optimizers are compared by `StructureGuard`.
+    """
+
+    __slots__ = ("_objects", "_known", "_lengths")
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        others = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
+        self._objects = {id(value): value for value in values if not is_a(value, others)}
+        self.note()
+
+    def note(self) -> None:
+        parts = list(map(_contents_named, self._objects.values()))
+        self._known: list[set[int]] = [set(map(id, each)) for each in parts]
+        self._lengths = list(map(len, parts))
+
+    def new(self) -> tuple[list[Any], list[Any]]:
+        """What was not there; and those among these whose containers have more entries than before."""
+        new: list[Any] = []
+        grown: list[Any] = []
+        for one, known, length in zip(self._objects.values(), self._known, self._lengths, strict=True):
+            parts = _contents_named(one)
+            found = [part for part in parts if id(part) not in known]
+            (grown if len(parts) > length and is_a(one, _BUILT_IN) else new).extend(found)
+        return new, grown
+
+    def memory_besides(self, other: Contents) -> list[LazyStorage]:
+        """See `ValueGuard.memory_besides`."""
+        more = [one for number, one in self._objects.items() if number not in other._objects]
+        parts = chain.from_iterable(map(_contents_named, more))
+        return [part._data.storage for part in parts if is_a(part, LazyTensor)]
+
+
+def _contents_named(value: Any) -> list[Any]:
+    if is_a(value, type):
+        return list(namespace_of(value).values()) if is_users(module_of(value)) else []
+    attributes = attributes_of(value)
+    if len(attributes) > MOST_KEYS or (is_a(value, _BUILT_IN) and length_of(value) > MOST_KEYS):
+        return []
+    own = [] if is_a(value, types.ModuleType) else parts_of(value)
+    return [*own, *dict.values(attributes)]
+
+
 class _Shapes:
     """The names there are, in order: keys of dicts, attributes of objects, and of classes with their bases.
 
@@ -344,7 +404,6 @@ class _Shapes:
         "_ids",
         "_views",
         "_names",
-        "_mappings",
         "_lengths",
         "_keys",
         "_classes",
@@ -355,7 +414,7 @@ class _Shapes:
     )
 
     def __init__(self, values: Iterable[Any], without: Container[Hashable]) -> None:
-        views: dict[int, tuple[Any, str, Any]] = {}
+        views: dict[int, tuple[Any, str]] = {}
         classes: dict[int, type] = {}
         self._objects: list[Any] = []
         self._attributes: list[Any] = []
@@ -366,10 +425,10 @@ class _Shapes:
                 continue
             classes |= {id(one): one for one in mro_of(kind)}
             if is_a(value, dict) and length_of(value) <= MOST_KEYS:
-                views[id(value)] = keys_view(value), f"the keys of a {name_of(kind)}", value
+                views[id(value)] = keys_view(value), f"the keys of a {name_of(kind)}"
             if _has_names_of_its_own(value):
                 attributes = attributes_of(value)
-                views[id(attributes)] = dict.keys(attributes), f"the attributes of a {name_of(kind)}", attributes
+                views[id(attributes)] = dict.keys(attributes), f"the attributes of a {name_of(kind)}"
                 if not is_a(value, types.ModuleType) and shows_attributes(kind):
                     self._objects.append(value)
                     self._attributes.append(attributes)
@@ -377,13 +436,11 @@ class _Shapes:
         self._bases = list(map(mro_of, self._classes))
         self._called = list(map(name_of, self._classes))
         for kind in self._classes:
-            namespace = namespace_of(kind)
-            views[id(kind)] = namespace, f"the attributes of the class {name_of(kind)}", namespace
+            views[id(kind)] = namespace_of(kind), f"the attributes of the class {name_of(kind)}"
         views = {number: view for number, view in views.items() if ("names", number) not in without}
         self._ids = list(views)
-        self._views = [view for view, _, _ in views.values()]
-        self._names = [name for _, name, _ in views.values()]
-        self._mappings = [mapping for _, _, mapping in views.values()]
+        self._views = [view for view, _ in views.values()]
+        self._names = [name for _, name in views.values()]
         self._note()
 
     def _note(self) -> None:
@@ -423,17 +480,6 @@ class _Shapes:
             return set()
         views = zip(self._ids, self._views, self._keys_by_view(), strict=True)
         return {("names", number) for number, view, keys in views if not _are_same_keys(view, keys)}
-
-    def added(self) -> list[Any]:
-        """The values at names that were not there."""
-        if self.holds():
-            return []
-        found: list[Any] = []
-        for mapping, keys in zip(self._mappings, self._keys_by_view(), strict=True):
-            known = set(map(id, keys))
-            items = dict.items(mapping) if is_a(mapping, dict) else mapping.items()
-            found += [value for key, value in list(items) if id(key) not in known]
-        return found
 
     def _keys_by_view(self) -> list[list[Any]]:
         keys = iter(self._keys)

@@ -6,6 +6,7 @@ that are cached beside modules; one argument given twice, or differentiated by a
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,25 @@ def test_autograd_counts_what_replays_write() -> None:
     before = lazy_backend.metrics.counter_value("CapturedCall")
     compare(_writes)
     assert lazy_backend.metrics.counter_value("CapturedCall") - before > 4
+
+
+def _collects(device: str, captured: Capture, collected: Any) -> list[Any]:
+    weight = nn.Parameter(torch.ones(3).to(device))
+
+    @captured
+    def step(x: Tensor) -> Tensor:
+        loss = (weight * x).sum().detach()
+        collected.append(loss.detach())
+        return loss
+
+    for number in range(CALLS):
+        step(torch.full((3,), float(number)).to(device))
+    return [float(one) for one in collected]
+
+
+@pytest.mark.parametrize("make", [list, lambda: collections.deque(maxlen=5)], ids=["list", "deque"])
+def test_results_that_a_body_collects(make: Callable[[], Any]) -> None:
+    compare(lambda device, captured: _collects(device, captured, make()))
 
 
 # ----- functions

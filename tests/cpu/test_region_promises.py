@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import gc
 import queue
 import sys
@@ -528,6 +529,19 @@ def _enclosing() -> tuple[Callable[[Any], None], Callable[[], Any]]:
     return keep, lambda: kept
 
 
+def _local_helper() -> tuple[Callable[[Any], None], Callable[[], Any]]:
+    kept = None
+
+    def keep(value: Any) -> None:
+        def note() -> None:
+            nonlocal kept
+            kept = value
+
+        note()
+
+    return keep, lambda: kept
+
+
 KEEPS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "a global": (keep_in_global, lambda: LATEST),
     "a dict": (keep_in_dict, lambda: BY_NAME["kept"]),
@@ -535,6 +549,7 @@ KEEPS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "a class, by setattr": (lambda value: setattr(Tracker, "of_class", value), lambda: Tracker.of_class),
     "a tracker": (lambda value: TRACKER.add("kept", value), lambda: TRACKER.values["kept"]),
     "a variable of a function": _enclosing(),
+    "a variable, by a function within the body": _local_helper(),
     "a context variable": (IN_CONTEXT.set, IN_CONTEXT.get),
     "a queue": (QUEUE.put, QUEUE.get_nowait),
 }
@@ -644,6 +659,109 @@ def test_tensors_that_only_graphs_and_garbage_hold_are_not_kept() -> None:
             yield from (before.weight.grad, model.weight.grad, found["x"])
 
     check(lambda device, wrap: list(program(device, wrap)), num_jumps=4)
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "slots": (Slots, lambda holder: holder.value),
+    "a closure": (lambda value: lambda: value, lambda holder: holder()),
+    "a partial": (lambda value: functools.partial(torch.neg, value), lambda holder: -holder()),
+    "a bound method": (lambda value: value.clone, lambda holder: holder()),
+    "a key": (lambda value: {value: 1}, lambda holder: next(iter(holder))),
+    "many lists": (lambda value: [[[[[[value]]]]]], lambda holder: holder[0][0][0][0][0][0]),
+    "a long list": (lambda value: [None] * 200 + [value], lambda holder: holder[-1]),
+    "an exception": (ValueError, lambda holder: holder.args[0]),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("place", ["a global", "a dict", "a context variable"])
+def test_an_argument_that_is_kept_within_something(holder: str, place: str) -> None:
+    (hold, held), (keep, kept) = HOLDERS[holder], KEEPS[place]
+
+    def program(device: str, wrap: Wrap) -> Iterator[Any]:
+        model = wrap(Keeps(keep, lambda x, weights: hold(x)).to(device))
+        for number in range(9):
+            yield model(torch.full((4, 3), float(number)).to(device))
+            mark_step()
+            yield held(kept()).clone()
+
+    check(lambda device, wrap: list(program(device, wrap)))
+
+
+class Totals:
+    loss: Any = 0.0
+    by_name: dict[str, Any] = {}
+
+
+class Observes(torch.autograd.Function):
+    """Keeps how large its argument is in forward, and its gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Totals.by_name["largest"] = x.detach().abs().max()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        keep_in_global(Slots(grad))
+        return grad * 2
+
+
+class Tallies(nn.Module):
+    """Keeps a loss where a number was, and a mean by a function within it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(3, 3), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)
+        if self.way == "where a number was":
+            Totals.loss = found.square().mean()
+        elif self.way == "by object.__setattr__":
+            object.__setattr__(TRACKER, "loss", found.square().mean())
+        elif self.way == "in an autograd function":
+            found = Observes.apply(found)
+        elif self.way == "in the middle of a long list":
+            MANY[150] = found.detach()
+        return found
+
+
+MANY: list[Any] = [None] * 300
+TALLIES: dict[str, Callable[[], list[Any]]] = {
+    "where a number was": lambda: [Totals.loss],
+    "by object.__setattr__": lambda: [TRACKER.loss],  # type: ignore[attr-defined]
+    "in an autograd function": lambda: [Totals.by_name["largest"], LATEST.value],
+    "in the middle of a long list": lambda: [MANY[150]],
+}
+
+
+@pytest.mark.parametrize("way", TALLIES)
+def test_a_tensor_that_is_kept(way: str) -> None:
+    def program(device: str, wrap: Wrap) -> Iterator[Any]:
+        Totals.loss, Totals.by_name = 0.0, {}
+        MANY[150] = None
+        vars(TRACKER).pop("loss", None)
+        model = wrap(Tallies(way).to(device))
+        for number in range(9):
+            model.zero_grad()
+            loss = model(torch.full((4, 3), float(number)).to(device)).mean()
+            loss.backward(retain_graph=True)
+            mark_step()
+            for kept in TALLIES[way]():
+                if kept.requires_grad:
+                    kept.backward()
+                yield kept.detach().clone()
+            yield model.layer.weight.grad.clone()
+
+    check(lambda device, wrap: list(program(device, wrap)))
 
 
 class KeepsLate(nn.Module):
