@@ -600,6 +600,7 @@ class Captured(Generic[P, R]):
         watch = record.watch
         used = (*watch.leaves(), *(step.flag for step in unsettled))
         found = Found(Reachable(roots), watch.modules, watch.optimizers, used)
+        found.young.difference_update(map(id, roots))  # which were there before, whenever the collector ran last
         record.roots = found.roots
         record.left_graph = start.graphs.place_in(record.numbers, found)
         record.reached_generators = tuple(found.reach.generators)

@@ -117,6 +117,34 @@ def test_the_first_step_may_differ_from_the_rest() -> None:
     assert (recorded(), replayed()) == (3, 9)
 
 
+@pytest.mark.parametrize("make", [list, tuple])
+@pytest.mark.parametrize("collects", [False, True])
+def test_state_in_containers_made_anew_replays_from_the_third_call_on(make: Any, collects: bool) -> None:
+    class State:
+        both: Any = None
+
+    gc.collect()
+    gc.disable()  # the function is as young as what its body makes
+    try:
+        state = State()
+        state.both = make((torch.zeros(3, device="lazy"), torch.zeros(3, device="lazy")))
+
+        @capture
+        def step(x: torch.Tensor) -> torch.Tensor:
+            first, second = state.both
+            state.both = make((first + x, second - x))
+            return state.both[0].sum()
+
+        with count("CapturedCall") as replayed:
+            for number in range(8):
+                assert step(torch.full((3,), float(number)).to("lazy")).item() == 3 * sum(range(number + 1))
+                if collects:
+                    gc.collect()
+        assert replayed() == 6
+    finally:
+        gc.enable()
+
+
 def test_evaluation() -> None:
     training = Training()
     training.model.eval()
