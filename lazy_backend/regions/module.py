@@ -227,10 +227,11 @@ class CapturedModule:
             self._changes = 0
         else:
             self._changes += 1
+            reason = f"it changed before the call: {change or other_change}"
             if self._changes == 2 * PATIENCE:
                 reason = f"it changed before each of {self._changes} calls: {change or other_change}"
-                self.account.ran_as_written(reason)
                 self.account.warn(reason)
+            self.account.ran_as_written(reason)
         return state, signature
 
     def _state(self, module: torch.nn.Module) -> tuple[ModuleState, str]:

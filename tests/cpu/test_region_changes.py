@@ -280,3 +280,18 @@ def test_attributes_beside_a_lock() -> None:
         return values
 
     check(program, num_jumps=2)
+
+
+def test_calls_before_which_the_module_changed_have_a_reason() -> None:
+    """As an actor that collects what its calls returned, in lists that are cleared after each episode."""
+    model = nn.Linear(3, 2).to("lazy")
+    model.saved = []  # type: ignore[assignment]
+    lazy_backend.capture(model)
+    for _ in range(6):
+        for number in range(3):
+            model.saved.append(model(torch.full((3,), float(number)).to("lazy")))  # type: ignore[operator]
+        torch.stack(model.saved).sum().backward()  # type: ignore[arg-type]
+        model.saved.clear()  # type: ignore[operator]
+        mark_step()
+    (row,) = [one for one in lazy_backend.captures() if one["kind"] == "module" and one["name"] == "Linear"]
+    assert row["as_written"]["it changed before the call: Linear.saved[0] was added"] == 6
