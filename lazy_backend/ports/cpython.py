@@ -25,14 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import methodcaller
 from sys import getrefcount
-from types import (
-    CodeType,
-    FrameType,
-    FunctionType,
-    GetSetDescriptorType,
-    MappingProxyType,
-    MemberDescriptorType,
-)
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
