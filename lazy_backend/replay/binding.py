@@ -149,6 +149,7 @@ def bind(
         cleared_grads=cleared,
         argument_places=tuple(_argument_places(start, last, record, inputs, found)),
         written=_written_state([inputs[place] for place in written], found, used, start.versions),
+        written_grads=_with_written_grads([*found.tensors.values(), *(one for one, _ in start.grads)], start.versions),
         written_arguments=tuple(n for n, one in enumerate(arguments.tensors) if _has_changed(one, start.versions)),
         site=name,
     )
@@ -169,6 +170,11 @@ def _written_state(
         if tensor._data in used and id(tensor._data.storage) in memory
         if _has_changed(tensor, versions)
     )
+
+
+def _with_written_grads(tensors: Sequence[LazyTensor], versions: Mapping[int, int]) -> tuple[LazyTensor, ...]:
+    leaves = {id(one): one for one in tensors if one.is_leaf}.values()
+    return tuple(one for one in leaves if one.grad is not None and _has_changed(one.grad, versions))
 
 
 def _has_changed(tensor: torch.Tensor, versions: Mapping[int, int]) -> bool:

@@ -339,13 +339,15 @@ def start_of_call(
     if left is not None:
         outputs = {weakref.ref(storage): number for storage, number in left.items()}
     structure, leaves = Structure(last.roots), last.watch.leaves()
-    tensors = (*reach.tensors.values(), *structure.tensors, *structure.state_tensors, *leaves, *arguments)
+    parameters = last.watch.parameters()
+    tensors = [*reach.tensors.values(), *structure.tensors, *structure.state_tensors, *leaves, *parameters, *arguments]
+    tensors += [grad for one in tensors if one.is_leaf and (grad := one.grad) is not None]
     return Start(
         left=outputs,
         settings=[numbers_in(guard.optimizer) for guard in last.guards],
         guards=last.guards,
         host_versions=last.watch.host_versions(),
-        grads=[(parameter, _grad_of(parameter)) for parameter in last.watch.parameters()],
+        grads=[(parameter, _grad_of(parameter)) for parameter in parameters],
         random=RandomState(generators, last.random_states),
         structure=Structure(last.roots, hold_tensors=False),
         numbers=last.numbers,

@@ -252,6 +252,7 @@ class CapturedProgram:
     cleared_grads: tuple[ClearedGrad, ...]
     argument_places: tuple[ArgumentPlace, ...]
     written: tuple[LazyTensor, ...]  # tensors of the state that it writes in place
+    written_grads: tuple[LazyTensor, ...]  # parameters, of which it writes the .grad in place
     written_arguments: tuple[int, ...]
     site: str
 
@@ -260,7 +261,8 @@ class CapturedProgram:
 
         Once for each tensor, where the body may have written it several times.
         """
-        tensors = [arguments.tensors[place] for place in self.written_arguments]
+        tensors: list[torch.Tensor] = [arguments.tensors[place] for place in self.written_arguments]
+        tensors += [grad for parameter in self.written_grads if (grad := parameter.grad) is not None]
         torch.autograd.graph.increment_version([*self.written, *tensors])
 
     def check(self, arguments: Arguments) -> Evaluated:

@@ -87,6 +87,34 @@ def test_autograd_counts_what_replays_write() -> None:
     assert lazy_backend.metrics.counter_value("CapturedCall") - before > 4
 
 
+def _accumulates(device: str, captured: Capture, clears: bool) -> list[Any]:
+    weight = nn.Parameter(torch.ones(3).to(device))
+    weight.grad = torch.ones(3).to(device)
+
+    @captured
+    def accumulate(x: Tensor) -> None:
+        if clears:
+            weight.grad.zero_()
+        else:
+            (weight * x).sum().backward()
+
+    found: list[Any] = []
+    for _ in range(CALLS):
+        graph = (torch.ones(3).to(device).requires_grad_() * weight.grad).sum()
+        accumulate(torch.ones(3).to(device))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            graph.backward()
+        found.append(weight.grad.tolist())
+    return found
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_autograd_counts_gradients_that_replays_write(clears: bool) -> None:
+    before = lazy_backend.metrics.counter_value("CapturedCall")
+    compare(lambda device, captured: _accumulates(device, captured, clears))
+    assert lazy_backend.metrics.counter_value("CapturedCall") - before > 4
+
+
 def _collects(device: str, captured: Capture, collected: Any) -> list[Any]:
     weight = nn.Parameter(torch.ones(3).to(device))
 
