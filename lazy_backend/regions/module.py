@@ -393,8 +393,8 @@ class CapturedModule:
         with context.lock:
             start = StretchStart(context, RandomState(named.generators, named.states))
         number, modes = next_node_number(), ModesBefore()
-        named.begin()
-        result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
+        with named.watching():
+            result, read, ran = watching_reads(lambda: _run_body(module, given.args, given.kwargs))
         held = [result]
         del result
         signature.named, unfit_read = state.named_after(module, named, ran, read, arguments.tensors)
@@ -604,9 +604,9 @@ class CapturedModule:
         named, state = signature.named, self._state_of(signature)
         if named is None or state is None:
             return run(), "the module was changed after the forward, or is gone"
-        named.begin()
         before, grads, holds = named.changed(), named.grads(), self._holds(state)
-        found, read, ran = watching_reads(run)
+        with named.watching():
+            found, read, ran = watching_reads(run)
         ran.about.discard(DIFFERENTIATES)  # that is how it is run
         after, reads_more = named.changed(), named.add(ran)
         if ran.leaves_tensor() or (after.stores_tensor and not before.stores_tensor):

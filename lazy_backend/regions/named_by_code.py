@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -102,9 +103,9 @@ class NamedByCode:
         """Which `.grad` each parameter has, if code may ask for that."""
         return self._grads.ids()
 
-    def begin(self) -> None:
-        """Note what is there, right before a body runs."""
-        self._guard.begin()
+    def watching(self) -> AbstractContextManager[None]:
+        """See `ValueGuard.watching`."""
+        return self._guard.watching()
 
     def after_body(
         self, parts: Parts, ran: Ran, read: str, given: Iterable[LazyTensor] = ()

@@ -471,8 +471,8 @@ class CapturedOptimizer:
             recorder = watch.recorder = FloatRecorder(context, uploads, (), self._counts)
             try:
                 recorder.install(optimizer)
-                named.begin()
-                result, read, ran = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
+                with named.watching():
+                    result, read, ran = recorder.show(watching_reads, lambda: self._run(optimizer, (), {}))
             except BaseException:
                 recorder.restore()
                 recorder.restore_states()

@@ -7,7 +7,7 @@ In: two consecutive calls of one function, and the holders of what the second ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from lazy_backend.replay.replayed_call import (
     ReturnedOutput,
     Source,
     Uploaded,
+    Writes,
 )
 from lazy_backend.replay.state_guard import Found, LeftAlone, StateGuard
 from lazy_backend.replay.state_places import changed_place, outputs_that_stayed, value_of, values_that_moved
@@ -148,37 +149,29 @@ def bind(
         must_keep_grad=tuple(_kept_grads(start, used)),
         cleared_grads=cleared,
         argument_places=tuple(_argument_places(start, last, record, inputs, found)),
-        written=_written_state([inputs[place] for place in written], found, used, start.versions),
-        written_grads=_with_written_grads([*found.tensors.values(), *(one for one, _ in start.grads)], start.versions),
-        written_arguments=tuple(n for n, one in enumerate(arguments.tensors) if _has_changed(one, start.versions)),
+        writes=_writes([inputs[place] for place in written], used, found, start, arguments),
         site=name,
     )
 
 
-def _written_state(
-    sources: Sequence[Source], found: Found, used: set[TensorData], versions: Mapping[int, int]
-) -> tuple[LazyTensor, ...]:
-    """The tensors of the state that share memory with one of `sources`, and of which autograd counted a write.
+def _writes(
+    sources: Sequence[Source], used: set[TensorData], found: Found, start: Start, arguments: Arguments
+) -> Writes:
+    """What the call wrote in place, into `sources` among others, and autograd counted: not all, as of `batch_norm`."""
+    versions = start.versions
 
-    `versions`: before the call, by id. PyTorch does not count all writes, such as those of `batch_norm`.
-    """
-    written = [source.reference() for source in sources if isinstance(source, HeldTensor)]
-    memory = {id(data.storage) for data in written if data is not None}
-    return tuple(
-        tensor
-        for tensor in found.tensors.values()
-        if tensor._data in used and id(tensor._data.storage) in memory
-        if _has_changed(tensor, versions)
+    def is_written(tensor: torch.Tensor) -> bool:
+        return id(tensor) in versions and version_of(tensor) != versions[id(tensor)]
+
+    held = [source.reference() for source in sources if isinstance(source, HeldTensor)]
+    memory = {id(data.storage) for data in held if data is not None}
+    kept = [one for one in found.tensors.values() if one._data in used and id(one._data.storage) in memory]
+    leaves = {id(one): one for one in (*found.tensors.values(), *(one for one, _ in start.grads)) if one.is_leaf}
+    return Writes(
+        tuple(one for one in kept if is_written(one)),
+        tuple(one for one in leaves.values() if one.grad is not None and is_written(one.grad)),
+        tuple(place for place, one in enumerate(arguments.tensors) if is_written(one)),
     )
-
-
-def _with_written_grads(tensors: Sequence[LazyTensor], versions: Mapping[int, int]) -> tuple[LazyTensor, ...]:
-    leaves = {id(one): one for one in tensors if one.is_leaf}.values()
-    return tuple(one for one in leaves if one.grad is not None and _has_changed(one.grad, versions))
-
-
-def _has_changed(tensor: torch.Tensor, versions: Mapping[int, int]) -> bool:
-    return id(tensor) in versions and version_of(tensor) != versions[id(tensor)]
 
 
 def _state_guard(

@@ -627,12 +627,13 @@ class Captured(Generic[P, R]):
         try:
             for guard in last.guards if last is not None else ():
                 recorder.install(guard.optimizer)
-            (leaves, spec), read, ran = recorder.show(
-                self._run_body,
-                context,
-                body,
-                lambda: watching_reads(lambda: flatten_result(call_traced(self._function, recorder, args, kwargs))),
-            )
+            with start.values.watching():
+                (leaves, spec), read, ran = recorder.show(
+                    self._run_body,
+                    context,
+                    body,
+                    lambda: watching_reads(lambda: flatten_result(call_traced(self._function, recorder, args, kwargs))),
+                )
             return recorder.plain_results(leaves), spec, read, ran
         except BaseException:
             recorder.close()

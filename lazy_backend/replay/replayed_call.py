@@ -230,6 +230,24 @@ class Returned:
     spec: trees.TreeSpec | None
 
 
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """What a program writes in place: tensors of the state, the .grad of parameters, arguments by place."""
+
+    state: tuple[LazyTensor, ...]
+    grads_of: tuple[LazyTensor, ...]
+    arguments: tuple[int, ...]
+
+    def count(self, arguments: Arguments) -> None:
+        """Tell autograd of the writes, so that a graph that saved what was written raises its error.
+
+        Once for each tensor, where the body may have written it several times.
+        """
+        tensors: list[torch.Tensor] = [arguments.tensors[place] for place in self.arguments]
+        tensors += [grad for parameter in self.grads_of if (grad := parameter.grad) is not None]
+        torch.autograd.graph.increment_version([*self.state, *tensors])
+
+
 @dataclass(slots=True, eq=False)
 class CapturedProgram:
     """A recorded program, bound to the state it works on. See Note [A replay is a step]."""
@@ -251,19 +269,8 @@ class CapturedProgram:
     must_keep_grad: tuple[tuple[LazyTensor, TensorData], ...]
     cleared_grads: tuple[ClearedGrad, ...]
     argument_places: tuple[ArgumentPlace, ...]
-    written: tuple[LazyTensor, ...]  # tensors of the state that it writes in place
-    written_grads: tuple[LazyTensor, ...]  # parameters, of which it writes the .grad in place
-    written_arguments: tuple[int, ...]
+    writes: Writes
     site: str
-
-    def count_writes(self, arguments: Arguments) -> None:
-        """Tell autograd what was written in place, so that a graph that saved it raises its error.
-
-        Once for each tensor, where the body may have written it several times.
-        """
-        tensors: list[torch.Tensor] = [arguments.tensors[place] for place in self.written_arguments]
-        tensors += [grad for parameter in self.written_grads if (grad := parameter.grad) is not None]
-        torch.autograd.graph.increment_version([*self.written, *tensors])
 
     def check(self, arguments: Arguments) -> Evaluated:
         """Check all that a replay relies on. Returns what the formulas give, or raises `Stale`."""
@@ -372,6 +379,6 @@ class PreparedReplay:
         )
         if run is None:
             return None
-        program.count_writes(self.arguments)
+        program.writes.count(self.arguments)
         metrics.increment("CapturedCall")
         return self.result, run

@@ -50,6 +50,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter, is_
@@ -129,9 +130,9 @@ class ValueGuard:
         # which are named by id
         self._held = [type(one) if read is _class_of else _code_of(one) for read, one in self._reads if read in _BY_ID]
 
-    def begin(self) -> None:
-        """Note, before a body runs again, what is in objects that it may write."""
-        self._contents.note()
+    def watching(self) -> AbstractContextManager[None]:
+        """A block that runs a body: `changed` then tells of the tensors that it stores."""
+        return self._contents.watching()
 
     def end(self) -> None:
         """Forget these objects, of which no other body needs to be compared: they may hold tensors."""
@@ -148,9 +149,8 @@ class ValueGuard:
         changed = [(read, one) for (read, one), fact in facts if read(one) != fact]
         parts: set[Hashable] = {(read, id(one)) for read, one in changed}
         held: list[Any] = [place.get() for place, _ in places]
-        new, grown = self._contents.new()
-        piles_up = any(map(holds_tensor, grown))
-        stores_tensor = piles_up or any(map(holds_tensor, [*held, *new]))
+        piles_up = self._contents.piles_up
+        stores_tensor = self._contents.stores_tensor or any(map(holds_tensor, held))
         parts |= self._shapes.all_changed()
         read = [place for place, is_plain in places if is_plain and self._is_read(place)]
         parts |= {place.where for place, _ in places}.difference(place.where for place in read)
@@ -352,30 +352,29 @@ def _is_buffer(value: Any) -> bool:
 class Contents:
     """What is in the objects that code names, whether it reads that or only writes it: `total.loss = loss`.
 
-    By id, as a tensor that was there may be replaced. Modules and optimizers are compared by `StructureGuard`.
+    Modules and optimizers are compared by `StructureGuard`. `stores_tensor`: whether the latest body stored a lazy
+    tensor in one of the objects; `piles_up`: whether in a container that had more entries then.
     """
 
-    __slots__ = ("_objects", "_known", "_lengths")
+    __slots__ = ("_objects", "stores_tensor", "piles_up")
 
     def __init__(self, values: Iterable[Any]) -> None:
         others = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
         self._objects = {id(value): value for value in values if not is_a(value, others)}
-        self.note()
+        self.stores_tensor = self.piles_up = False
 
-    def note(self) -> None:
-        parts = list(map(_contents_named, self._objects.values()))
-        self._known: list[set[int]] = [set(map(id, each)) for each in parts]
-        self._lengths = list(map(len, parts))
-
-    def new(self) -> tuple[list[Any], list[Any]]:
-        """What was not there; and those among these whose containers have more entries than before."""
-        new: list[Any] = []
-        grown: list[Any] = []
-        for one, known, length in zip(self._objects.values(), self._known, self._lengths, strict=True):
-            parts = _contents_named(one)
-            found = [part for part in parts if id(part) not in known]
-            (grown if len(parts) > length and is_a(one, _BUILT_IN) else new).extend(found)
-        return new, grown
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See `ValueGuard.watching`."""
+        self.stores_tensor = self.piles_up = False
+        # kept meanwhile: what goes would leave its id to what comes
+        before = list(map(_contents_named, self._objects.values()))
+        yield
+        for one, parts in zip(self._objects.values(), before, strict=True):
+            known, now = set(map(id, parts)), _contents_named(one)
+            if any(holds_tensor(part) for part in now if id(part) not in known):
+                self.stores_tensor = True
+                self.piles_up = self.piles_up or (len(now) > len(parts) and is_a(one, _BUILT_IN))
 
     def memory_besides(self, other: Contents) -> list[LazyStorage]:
         """See `ValueGuard.memory_besides`."""

@@ -722,8 +722,10 @@ class Tallies(nn.Module):
         self.layer, self.way = nn.Linear(3, 3), way
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "after it was cleared":  # what comes may have the id of what goes
+            Totals.loss = None
         found = self.layer(x)
-        if self.way == "where a number was":
+        if self.way in ("where a number was", "after it was cleared"):
             Totals.loss = found.square().mean()
         elif self.way == "by object.__setattr__":
             object.__setattr__(TRACKER, "loss", found.square().mean())
@@ -737,6 +739,7 @@ class Tallies(nn.Module):
 MANY: list[Any] = [None] * 300
 TALLIES: dict[str, Callable[[], list[Any]]] = {
     "where a number was": lambda: [Totals.loss],
+    "after it was cleared": lambda: [Totals.loss],
     "by object.__setattr__": lambda: [TRACKER.loss],  # type: ignore[attr-defined]
     "in an autograd function": lambda: [Totals.by_name["largest"], LATEST.value],
     "in the middle of a long list": lambda: [MANY[150]],
