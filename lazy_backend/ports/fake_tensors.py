@@ -47,6 +47,11 @@ def quiet_fake_tensors() -> Iterator[None]:
         _log.disabled = False
 
 
+def cache_results(mode: Any, may: bool) -> None:
+    """Let a fake mode answer calls from PyTorch's cache of results, or not."""
+    mode.cache_enabled = may
+
+
 # ----- operators of PyTorch that have no fake kernel, though what they return depends on no value
 
 

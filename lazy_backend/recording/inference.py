@@ -21,6 +21,7 @@ from lazy_backend.ports.fake_tensors import (
     DependsOnValues,
     FakeTensorMode,
     HasNoFake,
+    cache_results,
     quiet_fake_tensors,
     unset_mode,
 )
@@ -129,8 +130,10 @@ class Inference:
         mutated = {id(self._data_of(tensor)) for tensor in mutated_arguments(op, args, kwargs)}
 
         def call() -> Any:
+            mode = _fake_mode(self.context)
+            cache_results(mode, not schema_of(op).mutates)  # a cached result resizes no operand
             try:
-                with _fake_mode(self.context):
+                with mode:
                     fake_args = [self._fake(arg, mutated) for arg in args]
                     fake_kwargs = {name: self._fake(arg, mutated) for name, arg in kwargs.items()}
                     return op(*fake_args, **fake_kwargs)

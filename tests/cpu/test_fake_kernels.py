@@ -134,3 +134,16 @@ def test_a_resized_operand_leaves_no_trace_in_what_is_inferred_later(name: str) 
     lazy_backend.mark_step()
     fakes = lazy_backend.tensors.contexts.context_of("lazy").fakes
     assert [meta for meta, fake in fakes.items() if tuple(fake.shape) != meta.shape] == []
+
+
+def test_results_are_resized_again_by_the_same_call() -> None:
+    """PyTorch caches what fake calls return, not what they resize."""
+    lazy_backend.config.first_sight = "record"
+    x = torch.randn(5, 5).to("lazy")
+    for times in range(3):
+        for _ in range(times):  # the call comes at another place of the program, where it was not seen before
+            x = x + 1
+        parts = [torch.empty(0, device="lazy"), torch.empty(0, device="lazy")]
+        torch.split_with_sizes_copy(x, [2, 3], out=parts)
+        assert [tuple(part.shape) for part in parts] == [(2, 5), (3, 5)]
+        assert torch.equal(torch.cat(parts).cpu(), x.cpu())
