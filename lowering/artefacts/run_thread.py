@@ -45,12 +45,15 @@ class Overlap:
     """Whether runs of a plan beside recording gain anything.
 
     They do not if somebody waits for each from its beginning, or if other threads have the processors: after an
-    operator of the program's own on the CPU, those of OpenMP spin for milliseconds.
+    operator of the program's own on the CPU, those of OpenMP spin for milliseconds. What a run gains is what it takes
+    within the call: three times as long as on a thread that does nothing else, where a short run finds its code and
+    data in the caches.
     """
 
-    __slots__ = ("_in_vain", "_left_out", "_between")
+    __slots__ = ("_within", "_in_vain", "_left_out", "_between")
 
     def __init__(self) -> None:
+        self._within = 0.0  # seconds that a run within the call takes, if there was one
         self._in_vain = 0
         self._left_out = 0
         self._between = _FEWEST_BETWEEN
@@ -67,9 +70,17 @@ class Overlap:
         self._between = min(2 * self._between, _MOST_BETWEEN)
         return True
 
+    def note_within(self, seconds: float) -> None:
+        """A run within the call took so long."""
+        if self._within:
+            seconds = min(seconds, 2 * self._within)  # one that was interrupted says little
+            self._within += (seconds - self._within) / 8
+        else:
+            self._within = seconds
+
     def note(self, seconds: float, waited: float) -> None:
-        """Of a run that took so long, somebody waited for so long."""
-        if waited + _HAND_OVER > seconds:
+        """Of a run beside recording, which took so long, somebody waited for so long."""
+        if waited + _HAND_OVER > max(seconds, self._within):
             self._in_vain += 1
         elif self._in_vain:
             self._in_vain -= 1

@@ -351,3 +351,22 @@ def test_overlap_is_tried_again_and_ever_more_seldom() -> None:
     assert all(overlap.pays() for _ in range(100))
     note(1, waited=0.999999)
     assert [overlap.pays() for _ in range(65)] == [False] * 64 + [True]
+
+
+def test_a_run_beside_gains_what_it_takes_within_the_call() -> None:
+    overlap = Overlap()
+
+    def note(number: int, waited: float) -> None:
+        for _ in range(number):
+            overlap.note(seconds=1.7e-5, waited=waited)
+
+    note(8, waited=0.0)
+    assert not overlap.pays()  # to hand it over takes as long
+    for _ in range(64):
+        overlap.note_within(6e-5)
+    overlap.note_within(1.0)  # interrupted
+    assert [overlap.pays() for _ in range(64)] == [False] * 63 + [True]
+    note(100, waited=0.0)
+    assert overlap.pays()
+    note(100, waited=1e-4)  # somebody waits
+    assert not overlap.pays()
