@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -66,10 +66,10 @@ class ProgramRecord:
     site: str  # of its first sync
     syncs: int = 0
     graph: str = ""  # of its latest computation: "#3", or "" if there is none yet
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return f"program {self.number}"
+    def __post_init__(self) -> None:
+        self.name = f"program {self.number}"
 
     def calls(self) -> list[Call]:
         return [call for call in self.cursor.path() if isinstance(call, Call)]
@@ -276,10 +276,12 @@ class History:
 
     # ----- syncs
 
-    def begin_sync(self, device: str, cursor: Cursor, cause: str, site: str, begin: float) -> SyncRecord:
-        """The record of a sync, to `add` when the sync is done. `begin`: when its trace began (`perf_counter`)."""
+    def begin_sync(self, device: str, cursor: Cursor, cause: str, site: str, begin: float, is_new: bool) -> SyncRecord:
+        """The record of a sync, to `add` when the sync is done. `begin`: when its trace began (`perf_counter`).
+
+        `is_new`: whether the path was never synced.
+        """
         program = self.programs.get(cursor)
-        is_new = not cursor.bindings
         if program is None:
             program = self._add_program(device, cursor, site)
         program.syncs += 1

@@ -57,7 +57,7 @@ def note_plan(
     record: SyncRecord, cursor: Cursor, computation: Computation, kind: PlanKind, was_optimized: bool, is_new: bool
 ) -> None:
     """Note which plan a sync of `cursor` got, and so its outcome: how much of the work was cached."""
-    record.plan = str(kind)
+    record.plan = kind._value_  # as `str(kind)`, without a call
     is_plain = record.outcome == "hit, level 1" and not record.compiles and record.difference is None
     if is_plain and record.graph and (was_optimized or not kind.is_generalised):
         return  # nearly always

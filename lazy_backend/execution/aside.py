@@ -18,6 +18,10 @@ from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.state import DeviceContext
 
 
+def _is_compiling() -> bool:
+    return pending_compiles() > 0
+
+
 class SteppingAside:
     """Lets devices step aside, and record again."""
 
@@ -41,8 +45,10 @@ class SteppingAside:
         """End a stretch of the program. The next one is recorded, or its calls run at once, whichever pays."""
         if self.told is not None:
             self.told()
-        context.aside.end(cause, is_step, lambda: pending_compiles() > 0, self._may_be_on)
-        context.follow_aside()
+        aside = context.aside
+        aside.end(cause, is_step, _is_compiling, self._may_be_on)
+        if (context.trace.cursor is context.eager_root) is not (config.eager or aside.is_on):
+            context.follow_aside()
 
     def record_again(self) -> None:
         """Record on all devices from now on, until some stretch shows again that it does not pay."""

@@ -43,7 +43,8 @@ class ClosureRunner:
 
         A synchronous closure's error is raised here; the closures after it stay pending.
         """
-        self.raise_error()
+        if self._error is not None:
+            self.raise_error()
         for _ in range(len(self._pending)):
             with self._lock:
                 if not self._pending:  # a closure that calls mark_step ran them

@@ -38,7 +38,8 @@ class SyncRecords:
             return None
         context = collection.context
         cursor, begin = collection.cursor, context.trace.start
-        record = history.begin_sync(context.name, cursor, collection.cause, collection.site, begin)
+        is_new = not is_bound and not bindings_of(cursor)
+        record = history.begin_sync(context.name, cursor, collection.cause, collection.site, begin, is_new)
         if is_bound:  # nearly always
             return record
         bindings = bindings_of(cursor)

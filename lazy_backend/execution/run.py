@@ -114,8 +114,7 @@ class Async(Work):
     seconds: float = 0.0  # that it took
     waited: float = 0.0  # seconds that somebody waited for it
 
-    def __post_init__(self) -> None:
-        Work.__init__(self)
+    __post_init__ = Work.__init__
 
     def makes(self, storage: object) -> bool:
         """Whether the value of `storage` comes from this run."""
@@ -141,15 +140,15 @@ class Async(Work):
 
     def _begin(self, beside: CompiledRun) -> None:
         """Begin a run beside this thread. May be interrupted, and done again."""
-        if not beside.has_begun and not self.done:
+        if not beside.jobs and not self.done:
             try:
-                inputs = self._plain_inputs() if beside.takes_plain_inputs else None
+                inputs = None if beside.makes_inputs else self._plain_inputs()
                 if inputs is None:
                     run_clean(lambda: beside.begin(self._inputs(), self.constants, self.seeds))
                 else:
                     beside.begin(inputs, self.constants, self.seeds)
             except Exception:
-                if not beside.has_begun:  # by a call that interrupted this one, and took what it needed
+                if not beside.jobs:  # by a call that interrupted this one, and took what it needed
                     # the error comes again there, and is told as every other
                     self.place, self.beside = RunPlace.WITHIN_CALL, None
                     return
@@ -185,7 +184,7 @@ class Async(Work):
     def join(self) -> None:
         """See `Work`. What interrupts this wait does not interrupt a run beside this thread."""
         beside = self.beside
-        if beside is not None and beside.has_begun and not self.done and not self.is_beneath():
+        if beside is not None and beside.jobs and not self.done and not self.is_beneath():
             start = perf_counter()
             while not beside.wait(_LONGEST_WAIT) and not self.done:
                 pass
@@ -197,7 +196,7 @@ class Async(Work):
         if self.done:
             return True
         beside = self.beside
-        if beside is not None and beside.has_begun:
+        if beside is not None and beside.jobs:
             return beside.wait(0.0)
         return self.thread is None and self.queued is None
 
@@ -251,7 +250,7 @@ class Async(Work):
 
     def _execute(self) -> None:
         beside = self.beside
-        if beside is not None and beside.has_begun:
+        if beside is not None and beside.jobs:
             self._deliver(self._results(beside))
         elif isinstance(self.plan, Trial):
             self._computed(partial(self.plan.execute, deliver=self._deliver))
@@ -282,7 +281,7 @@ class Async(Work):
 
     def _results(self, beside: CompiledRun) -> list[torch.Tensor]:
         """Those of a run beside this thread."""
-        while not beside.wait(_LONGEST_WAIT):
+        while not (beside.is_over or beside.wait(_LONGEST_WAIT)):
             pass
         outputs, ago, self.seconds = beside.results()
         self.began = perf_counter() - ago

@@ -102,7 +102,7 @@ class LazyGraphExecutor:
         site = user_site()
         while True:  # again if a finalizer records something meanwhile
             trace, cursor = context.trace, context.trace.cursor
-            given_back = [] if goes_on else context.given_back.pending()
+            given_back = [] if goes_on or not context.given_back.is_used else context.given_back.pending()
             indices, storages = trace.live(goes_on)
             if context.trace is trace and trace.cursor is cursor:
                 found = SyncTensorCollection(context, cursor, indices, storages, cause, site, is_awaited, given_back)
@@ -112,9 +112,11 @@ class LazyGraphExecutor:
         self, trace: Trace, bound: CachedComputation
     ) -> tuple[list[TensorData], list[float], list[int]]:
         """Pick the computation's parameters, constants and seeds from the trace, in its order."""
-        inputs = trace.inputs
-        parameters = [inputs[p.index].storage if p.base else inputs[p.index] for p in bound.parameters]
-        return parameters, [trace.constants[i] for i in bound.constants], [trace.seeds[i] for i in bound.seeds]
+        parameters = list(map(trace.inputs.__getitem__, bound.places))
+        for place in bound.bases:
+            parameters[place] = parameters[place].storage
+        constants, seeds = map(trace.constants.__getitem__, bound.constants), map(trace.seeds.__getitem__, bound.seeds)
+        return parameters, list(constants), list(seeds)
 
     # ----- the stages of a sync
 
@@ -137,7 +139,8 @@ class LazyGraphExecutor:
             return self._sync_tensors_graph(context, cause, is_awaited)
 
     def _sync_tensors_graph(self, context: DeviceContext, cause: str, is_awaited: bool) -> Async | None:
-        context.wait_for_body()
+        if context.body is not None:
+            context.wait_for_body()
         start = perf_counter()
         waited_since = 0.0
         # a caller that already holds the lock runs it here: a finalizer on the device's thread may need that lock
@@ -145,8 +148,9 @@ class LazyGraphExecutor:
         prepared: _Prepared | None = None
         while True:
             with context.lock:
-                self.finish_interrupted(context)
-                if context.trace.is_empty():
+                if context.trace.unfinished is not None:
+                    self.finish_interrupted(context)
+                if context.trace.cursor.depth == 0:
                     return None
                 if context.trace.computed:
                     if self._end_computed_trace(context, cause, start):
@@ -156,7 +160,8 @@ class LazyGraphExecutor:
                     prepared = self._prepare(context, cause, is_awaited, not is_held)
                 waited_since = waited_since or perf_counter()
                 if context.locker.is_idle():
-                    self.tensor_collection_barrier(prepared.run.collection)
+                    if context.locker.untold is not None:
+                        self.tensor_collection_barrier(prepared.run.collection)
                     waited = perf_counter() - waited_since
                     if self.schedule_sync_tensors_graph(prepared):
                         break
@@ -233,7 +238,7 @@ class LazyGraphExecutor:
         What was recorded since is poisoned then, since it may depend on that run.
         """
         context = collection.context
-        error = context.locker.untold_exception()
+        error = context.locker.untold
         if error is None:
             return
         if isinstance(error, LazyBackendError):

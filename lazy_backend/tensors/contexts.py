@@ -56,7 +56,8 @@ class DeviceContextArena:
         return default_backing() if chosen is None else str(chosen)
 
     def backing(self) -> BackingDevice:
-        return backing_devices[self.backing_type()]
+        chosen = config.device  # as `backing_type`, without a call: every sync asks
+        return backing_devices[default_backing() if chosen is None else chosen]
 
     def device_count(self) -> int:
         backing = self.backing()

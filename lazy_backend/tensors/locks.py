@@ -153,7 +153,7 @@ class DeviceLocker:
         self.index = index
         self.count = 0  # number of runs that have held the lock
         self._run: DeviceRun | None = None
-        self._error: BaseException | None = None
+        self.untold: BaseException | None = None  # the exception that no caller has seen yet
 
     def is_idle(self) -> bool:
         """Whether no run is under way, except one that the caller interrupted."""
@@ -190,8 +190,8 @@ class DeviceLocker:
 
     def unlock(self, run: DeviceRun, error: BaseException | None = None) -> None:
         """Release the lock: `run` has finished, with `error` if it failed."""
-        if self._error is None:  # the first one explains the others
-            self._error = error
+        if self.untold is None:  # the first one explains the others
+            self.untold = error
         if self._run is run:
             self._run, run.below = run.below, None
 
@@ -220,24 +220,20 @@ class DeviceLocker:
 
     def check_reset_exception(self) -> None:
         """Raise the exception that no caller has seen yet, once."""
-        error = self._error
+        error = self.untold
         if error is not None:
             try:
                 raise error
             finally:
-                self._error = None  # only now: if the line above is interrupted, the next caller gets the exception
+                self.untold = None  # only now: if the line above is interrupted, the next caller gets the exception
 
     def restore(self, error: BaseException) -> None:
         """Put an exception that was raised here back, for the next caller."""
-        self._error = self._error or error
-
-    def untold_exception(self) -> BaseException | None:
-        """The exception that no caller has seen yet, if any."""
-        return self._error
+        self.untold = self.untold or error
 
     def take_exception(self) -> BaseException | None:
         """Remove and return the exception that no caller has seen yet, if any."""
-        error, self._error = self._error, None
+        error, self.untold = self.untold, None
         return error
 
 

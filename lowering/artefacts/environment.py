@@ -162,7 +162,10 @@ def environment(backend: Any) -> Environment:
 
     Every sync calls this function: 1 µs.
     """
-    return (backend, *[read() for read in _reads()])
+    found = [backend]
+    for read in _reads():  # a comprehension is a function of its own before Python 3.12
+        found.append(read())
+    return tuple(found)
 
 
 def key_parts(settings: Environment) -> tuple[tuple[str, str], ...]:

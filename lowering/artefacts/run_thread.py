@@ -106,23 +106,23 @@ class _RunThread:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._queue: Any = None
+        self.queue: Any = None  # None before the first run
 
     def queue_of(self, extension: ModuleType) -> Any:
         """The queue. `extension`: any, to make it if there is none."""
-        if self._queue is None:
+        if self.queue is None:
             with self._lock:
-                if self._queue is None:
+                if self.queue is None:
                     queue = extension.make_queue()
                     # a daemon: it never ends
                     threading.Thread(target=_serve, args=(extension, queue), name="lazy runs", daemon=True).start()
-                    self._queue = queue
-        return self._queue
+                    self.queue = queue
+        return self.queue
 
     def reset_after_fork(self) -> None:
         """In a forked child: the thread stayed with the parent."""
         self._lock = threading.RLock()
-        self._queue = None
+        self.queue = None
 
 
 def _serve(extension: ModuleType, queue: Any) -> None:

@@ -145,7 +145,7 @@ class _CompiledBlock:
         self._moved: tuple[int, ...] | None = None  # the results that lie otherwise
 
     def run(self, arguments: list[Any]) -> list[torch.Tensor]:
-        taken = {} if self._aliases.is_known() else watched_storages(arguments)
+        taken = watched_storages(arguments) if self._aliases.copied is None else {}
         results = self._aliases.separate(taken, list(self._compute(arguments)))
         moved = self._moved
         if moved is None:
@@ -159,7 +159,7 @@ class _CompiledBlock:
 
     def renewed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The results that are copied after each run, each with its stride. Known after the first run."""
-        places = sorted({*self._aliases.copied(), *(self._moved or ())})
+        places = sorted({*(self._aliases.copied or ()), *(self._moved or ())})
         return tuple((place, self._strides[place]) for place in places)
 
 

@@ -94,7 +94,9 @@ class CompiledPlan:
         self._stored = request.stored
         self._sizes = request.sizes
         self._device = request.stored.device
-        self.signature = request.signature
+        self.signature = signature = request.signature
+        self.makes_inputs = bool(signature.scalars or signature.seeds)  # tensors, by operators
+        self.takes_inputs_alone = not (self.makes_inputs or signature.numbers)
         self.specialised = request.specialised()
         self._bits = _bits_of(self.specialised.values())
         self.why_python = why_python  # why a run from an artefact calls kernels from Python
@@ -102,9 +104,10 @@ class CompiledPlan:
         self.may_be_slower = may_be_slower  # than the whole graph, see Note [The whole graph after its blocks]
         self._call = call
         self._find_starter = find_starter
+        self._starter: RunStarter | None = None  # once it was found
         # the compiler's guards on symbols, an expression over `L['t0']`, `L['t1']`, ...
         self._guards = None if guards is None else compile(guards, "<conditions on sizes>", "eval")
-        self._aliases = OutputAliases()
+        self.aliases = OutputAliases()
         self.launcher: GraphLauncher | None = None
         self.proof = Proof()
         self.conforms = False
@@ -168,15 +171,14 @@ class CompiledPlan:
         """A run to begin on a thread that has no Python; None if runs need Python. The first run is another one: it
         shows which results share memory.
         """
-        starter = self._find_starter()
-        if starter is None or self.launcher is not None or not self._aliases.is_known():
+        starter = self._starter or self._found_starter()
+        if starter is None or self.launcher is not None or self.aliases.copied is None:
             return None
         return CompiledRun(self, starter, sizes)
 
-    @property
-    def copies_outputs(self) -> bool:
-        """Whether some outputs share memory, so that each run copies them."""
-        return bool(self._aliases.copied())
+    def _found_starter(self) -> RunStarter | None:
+        self._starter = self._find_starter()
+        return self._starter
 
     def arguments(
         self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int], sizes: Sequence[int]
@@ -185,10 +187,6 @@ class CompiledPlan:
         self._add_scalars(inputs, constants)
         self._add_numbers(inputs, seeds, sizes, constants if self.signature.numbers else ())
         return inputs
-
-    def separate(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of a run beside recording, which own their memory."""
-        return self._aliases.separate({}, outputs)
 
     def _add_scalars(self, inputs: list[torch.Tensor], constants: Sequence[float]) -> None:
         if self.signature.scalars:
@@ -212,13 +210,13 @@ class CompiledPlan:
         """Run once: `arguments` are the inputs, and the promoted floats if there are any."""
         if sizes or numbers or self.signature.seeds:
             self._add_numbers(arguments, seeds, sizes, numbers)
-        taken = {} if self._aliases.is_known() else watched_storages(arguments)
+        taken = watched_storages(arguments) if self.aliases.copied is None else {}
         # autograd and autocast act in the layers above: nothing here may record, and all casts are in the graph
         try:
             if not (torch.is_grad_enabled() or is_any_autocast_enabled()):  # as in runs of steps
-                return self._aliases.separate(taken, list(self._call(arguments)))
+                return self.aliases.separate(taken, list(self._call(arguments)))
             with _Below():
-                return self._aliases.separate(taken, list(self._call(arguments)))
+                return self.aliases.separate(taken, list(self._call(arguments)))
         except Exception as error:
             described = self.described(error)
             raise described from described.__cause__
@@ -239,13 +237,15 @@ class CompiledRun:
     See Note [Runs beside recording].
     """
 
-    __slots__ = ("_plan", "_sizes", "_starter", "_jobs")
+    __slots__ = ("jobs", "is_over", "makes_inputs", "_plan", "_sizes", "_starter")
 
     def __init__(self, plan: CompiledPlan, starter: RunStarter, sizes: Sequence[int]) -> None:
         self._plan = plan
         self._sizes = sizes
         self._starter = starter
-        self._jobs: list[Any] = []  # the job, once there is one
+        self.jobs: list[Any] = []  # the job, once the run has begun
+        self.is_over = False  # as far as somebody has waited for it
+        self.makes_inputs = plan.makes_inputs  # by operators
 
     @property
     def num_threads(self) -> int:
@@ -253,37 +253,32 @@ class CompiledRun:
         return self._starter.num_threads or torch.get_num_threads()
 
     @property
-    def has_begun(self) -> bool:
-        return bool(self._jobs)
-
-    @property
-    def takes_plain_inputs(self) -> bool:
-        """Whether `begin` runs no operator."""
-        return not (self._plan.signature.scalars or self._plan.signature.seeds)
-
-    @property
     def only_hands_out(self) -> bool:
         """Whether it has begun, and `results` runs no operator."""
-        return bool(self._jobs) and not self._plan.copies_outputs
+        return bool(self.jobs) and not self._plan.aliases.copied
 
     def begin(self, inputs: list[torch.Tensor], constants: Sequence[float], seeds: Sequence[int]) -> None:
         """Begin, unless that is done. Takes ownership of `inputs`: empties the list."""
-        arguments = self._plan.arguments(inputs, constants, seeds, self._sizes)
-        queue = run_thread.queue_of(self._starter.extension)
-        self._starter.begin(queue, self._jobs, arguments, torch.get_num_threads())
+        plan, arguments = self._plan, inputs
+        if self._sizes or not plan.takes_inputs_alone:
+            arguments = plan.arguments(inputs, constants, seeds, self._sizes)
+        queue = run_thread.queue or run_thread.queue_of(self._starter.extension)
+        self._starter.begin(queue, self.jobs, arguments, torch.get_num_threads())
 
     def wait(self, seconds: float) -> bool:
         """Wait for at most so long, without the GIL. Returns whether the run is over."""
-        return bool(self._starter.extension.wait(self._jobs[0], seconds))
+        self.is_over = self._starter.extension.wait(self.jobs[0], seconds)
+        return self.is_over
 
     def results(self) -> tuple[list[torch.Tensor], float, float]:
         """The outputs of a run that is over, seconds since it began, and those that it took. Called once."""
         try:
-            outputs, ago, seconds = self._starter.extension.results(self._jobs[0])
+            outputs, ago, seconds = self._starter.extension.results(self.jobs[0])
         except Exception as error:
             described = self._plan.described(error)
             raise described from described.__cause__
-        return self._plan.separate(outputs), ago, seconds
+        aliases = self._plan.aliases
+        return aliases.separate({}, outputs) if aliases.copied else outputs, ago, seconds
 
 
 class _Below:

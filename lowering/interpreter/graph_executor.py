@@ -77,7 +77,7 @@ class GraphExecutor(ABC):
     def run(self, task: GraphTask) -> list[torch.Tensor]:
         """Run `task` to completion, on this thread and perhaps others. Returns the outputs, which own their memory."""
         frame = task.frame
-        taken = {} if self._aliases.is_known() else watched_storages(frame.values)
+        taken = watched_storages(frame.values) if self._aliases.copied is None else {}
         with GraphTaskGuard(task):
             try:
                 self.run_kernels(task)

@@ -17,25 +17,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class OutputAliases:
-    """Which outputs of a plan share memory. Aliasing is a property of the plan, so it is determined once."""
+    """Which outputs of a plan share memory. Aliasing is a property of the plan, so it is determined once.
 
-    __slots__ = ("_copied",)
+    `copied`: the places of the outputs that are cloned; None until it is known.
+    """
+
+    __slots__ = ("copied",)
 
     def __init__(self) -> None:
-        self._copied: tuple[int, ...] | None = None
-
-    def is_known(self) -> bool:
-        return self._copied is not None
-
-    def copied(self) -> tuple[int, ...]:
-        """The places of the outputs that are cloned."""
-        return self._copied or ()
+        self.copied: tuple[int, ...] | None = None
 
     def separate(self, taken: Mapping[int, StorageWeakRef], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Clone outputs that share memory. `taken`: the inputs' `watched_storages`, needed only at the first run."""
-        if self._copied is None:
-            self._copied = _aliasing(taken, outputs)
-        for place in self._copied:
+        if self.copied is None:
+            self.copied = _aliasing(taken, outputs)
+        for place in self.copied:
             outputs[place] = outputs[place].clone()
         return outputs
 

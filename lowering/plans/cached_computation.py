@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -76,6 +76,13 @@ class CachedComputation:
     constants: tuple[int, ...]
     seeds: tuple[int, ...]
     outputs: tuple[int, ...] | None = None
+    # the same as `parameters`, as every sync needs it: which inputs, and where bases are taken in place of views
+    places: tuple[int, ...] = field(init=False)
+    bases: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", tuple([one.index for one in self.parameters]))
+        object.__setattr__(self, "bases", tuple([place for place, one in enumerate(self.parameters) if one.base]))
 
 
 def _collectives_of(graph: Graph) -> RunCollectives | None:

@@ -65,7 +65,7 @@ def test_the_first_of_two_exceptions_is_kept() -> None:
 def test_waiting_idle_raises_nothing() -> None:
     locker = failed_locker("first")
     locker.wait_idle()
-    assert str(locker.untold_exception()) == "first"
+    assert str(locker.untold) == "first"
     assert str(locker.take_exception()) == "first"
     assert locker.take_exception() is None
 
