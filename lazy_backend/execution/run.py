@@ -114,7 +114,8 @@ class Async(Work):
     seconds: float = 0.0  # that it took
     waited: float = 0.0  # seconds that somebody waited for it
 
-    __post_init__ = Work.__init__
+    def __post_init__(self) -> None:
+        Work.__init__(self)
 
     def makes(self, storage: object) -> bool:
         """Whether the value of `storage` comes from this run."""

@@ -98,10 +98,10 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
             # the same tensor twice is one operand; views of one memory have alias groups in the jump's key
             place = first.setdefault(id(data), len(tensors))
             if place == len(tensors):
-                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, is_parameter(leaf), place))
+                key.append((data.meta, *_place_of(leaf), place))
             else:  # for autograd, another tensor for the same data has a gradient of its own
                 same = next((number for number, one in enumerate(tensors) if one is leaf), -1)
-                key.append((data.meta, leaf.requires_grad, leaf.is_leaf, is_parameter(leaf), place, same))
+                key.append((data.meta, *_place_of(leaf), place, same))
             tensors.append(leaf)
             if given := own_attributes(leaf):
                 key.append(value_key(given))
@@ -117,6 +117,11 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
     key.append(autocast)
     context = context or contexts.get_device_context(None)
     return CallArguments(args, kwargs, leaves, spec, tensors, context, tuple(key), autocast)
+
+
+def _place_of(tensor: LazyTensor) -> tuple[bool, ...]:
+    """What decides how autograd takes a tensor."""
+    return tensor.requires_grad, tensor.is_leaf, is_parameter(tensor), tensor.is_inference()
 
 
 def _detached(tensor: LazyTensor) -> torch.Tensor:

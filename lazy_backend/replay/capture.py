@@ -159,9 +159,12 @@ def _describe(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], Argume
 
 
 def _place_of(tensor: LazyTensor) -> tuple[bool, ...]:
-    """What code may ask of a tensor besides its values: whether it is a leaf, a view or a parameter, or has a .grad."""
-    is_leaf = tensor.is_leaf
-    return is_leaf, is_leaf and tensor.grad is None, base_of(tensor) is None, is_parameter(tensor)
+    """What code may ask of a tensor besides its values, and what decides whether autograd takes it.
+
+    Whether it is a leaf, a view, a parameter or an inference tensor, or has a .grad.
+    """
+    is_leaf, has_grad = tensor.is_leaf, tensor.is_leaf and tensor.grad is None
+    return is_leaf, has_grad, base_of(tensor) is None, is_parameter(tensor), tensor.is_inference()
 
 
 def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:

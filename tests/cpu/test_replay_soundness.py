@@ -1382,3 +1382,30 @@ def test_tensors_added_to_what_leads_to_tensors() -> None:
         return found
 
     check(program)
+
+
+class _AddsOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1.0)
+
+
+_TAKERS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a function that writes": lambda: lambda x: x.add_(1.0),
+    "a module that writes": _AddsOne,
+    "a module that saves": lambda: nn.Linear(3, 3).to("lazy"),
+}
+
+
+@pytest.mark.parametrize("name", _TAKERS)
+def test_an_inference_tensor_is_refused_as_in_eager(name: str) -> None:
+    taker = lazy_backend.capture(_TAKERS[name]())
+    for _ in range(4):
+        taker(torch.ones(3, 3, device="lazy"))
+        lazy_backend.mark_step()
+    for _ in range(3):
+        with torch.inference_mode():
+            x = torch.ones(3, 3, device="lazy")
+        with pytest.raises(RuntimeError, match=r"[Ii]nference tensor"):
+            taker(x)
+        with torch.inference_mode():
+            taker(x)
