@@ -234,60 +234,79 @@ inline PyObject* storage_of(PyObject* data) {
   return Py_TYPE(data) == classes.storage ? data : slot_of(data, data_slots.storage);
 }
 
-Ref tuple_of(const std::vector<int64_t>& numbers) {
+Ref tuple_of(at::IntArrayRef numbers) {
   Ref made = Ref::taking(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
   for (size_t place = 0; made && place < numbers.size(); ++place)
     PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(place), PyLong_FromLongLong(numbers[place]));
   return made;
 }
 
+// A place in memory, which somebody else keeps.
 struct Geometry {
+  at::IntArrayRef sizes, strides;
+  int64_t offset = 0;
+  caffe2::TypeMeta dtype;
+
+  size_t num_bytes() const {
+    int64_t last = offset;  // the furthest element
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      if (sizes[dim] == 0) return 0;
+      last += (sizes[dim] - 1) * strides[dim];
+    }
+    return (last + 1) * dtype.itemsize();
+  }
+
+  size_t hash() const {
+    size_t found = static_cast<size_t>(offset) * 31 + static_cast<size_t>(dtype.toScalarType());
+    for (const at::IntArrayRef numbers : {sizes, strides})
+      for (const int64_t number : numbers) found = (found + static_cast<size_t>(number)) * 0x9E3779B97F4A7C15;
+    return (found * 0x9E3779B97F4A7C15) >> 40;
+  }
+
+  bool operator==(const Geometry& other) const {
+    return sizes == other.sizes && strides == other.strides && offset == other.offset && dtype == other.dtype;
+  }
+
+  // As Python knows it, or null and an error. Kept: a program has few geometries, or ever new ones, which take the places
+  // of older ones.
+  Ref meta() const;
+};
+
+struct OwnGeometry {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
   caffe2::TypeMeta dtype;
-  size_t num_bytes = 0;
-
-  void count_bytes() {
-    int64_t last = offset;  // the furthest element
-    bool is_empty = false;
-    for (size_t dim = 0; dim < sizes.size(); ++dim) {
-      is_empty = is_empty || sizes[dim] == 0;
-      last += (sizes[dim] - 1) * strides[dim];
-    }
-    num_bytes = is_empty ? 0 : (last + 1) * dtype.itemsize();
-  }
-
-  // As Python knows it, or null and an error. Looked up by what was asked before: a program has few geometries, or ever
-  // new ones.
-  Ref meta() const {
-    constexpr size_t kMost = 4096;
-    static auto& known = *new std::unordered_map<std::string, Ref>;  // for the life of the process, as Python ends first
-    std::string key(reinterpret_cast<const char*>(sizes.data()), 8 * sizes.size());
-    key.append(reinterpret_cast<const char*>(strides.data()), 8 * strides.size());
-    key.append(reinterpret_cast<const char*>(&offset), 8);
-    key.push_back(static_cast<char>(dtype.toScalarType()));
-    const auto found = known.find(key);
-    if (found != known.end()) return Ref::to(found->second.get());
-    const Ref shape = tuple_of(sizes), stride = tuple_of(strides), start = Ref::taking(PyLong_FromLongLong(offset));
-    PyObject* kind = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype.toScalarType()));
-    Ref made = shape && stride && start ? Ref::taking(PyObject_CallFunctionObjArgs(
-        make_meta, shape.get(), stride.get(), start.get(), kind, nullptr)) : Ref();
-    if (!made) return made;
-    if (known.size() >= kMost) known.clear();
-    known.emplace(std::move(key), Ref::to(made.get()));
-    return made;
-  }
+  operator Geometry() const { return {sizes, strides, offset, dtype}; }
 };
 
+Ref Geometry::meta() const {
+  struct Known {
+    OwnGeometry geometry;
+    Ref meta;
+  };
+  constexpr size_t kMost = 4096;
+  static auto& table = *new std::array<Known, kMost>;  // for the life of the process, as Python ends first
+  Known& known = table[hash() % kMost];
+  if (known.meta && static_cast<Geometry>(known.geometry) == *this) return Ref::to(known.meta.get());
+  OwnGeometry own{sizes.vec(), strides.vec(), offset, dtype};
+  const Ref shape = tuple_of(sizes), stride = tuple_of(strides), start = Ref::taking(PyLong_FromLongLong(offset));
+  PyObject* kind = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype.toScalarType()));
+  Ref made = shape && stride && start ? Ref::taking(PyObject_CallFunctionObjArgs(
+      make_meta, shape.get(), stride.get(), start.get(), kind, nullptr)) : Ref();
+  if (!made) return made;
+  known.geometry = std::move(own);
+  const Ref old = std::exchange(known.meta, Ref::to(made.get()));  // dropped when everything is in place
+  return made;
+}
+
 // A tensor without memory, as `torch.Tensor._make_wrapper_subclass` makes it.
-at::Tensor bare_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset, caffe2::TypeMeta dtype,
-                       size_t num_bytes, c10::Device device) {
+at::Tensor bare_tensor(const Geometry& geometry, size_t num_bytes, c10::Device device) {
   static c10::Allocator* const allocator = c10::GetAllocator(c10::kMeta);
   c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes, c10::DataPtr(nullptr, device), allocator,
                        /*resizable=*/true);
   auto made = c10::make_intrusive<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::Lazy),
-                                                   dtype);
-  made->set_sizes_and_strides(sizes, strides, offset);
+                                                   geometry.dtype);
+  made->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
   made->set_python_dispatch(true);
   return at::Tensor(std::move(made));
 }
@@ -380,7 +399,8 @@ struct Result {
   Gives gives = Gives::Nothing;
   PyObject *token = nullptr, *meta = nullptr;
   int argument = -1, item = -1;  // the operand of View and Same
-  Geometry geometry;
+  OwnGeometry geometry;
+  size_t num_bytes = 0;
 };
 
 struct Known {  // a Python object, which the node keeps
@@ -529,12 +549,12 @@ bool read_result(const c10::FunctionSchema& schema, PyObject* found, Result& res
   PyObject* wrapper = attribute(found, "wrapper");
   if (result.token == nullptr || result.meta == nullptr || wrapper == nullptr) return false;
   if (attribute(result.meta, "conj") != Py_False || attribute(result.meta, "neg") != Py_False) return false;
-  Geometry& geometry = result.geometry;
+  OwnGeometry& geometry = result.geometry;
   if (!read_sizes(PyTuple_GET_ITEM(wrapper, 0), geometry.sizes)) return false;
   if (!read_sizes(PyTuple_GET_ITEM(wrapper, 1), geometry.strides)) return false;
   geometry.offset = PyLong_AsLongLong(PyTuple_GET_ITEM(wrapper, 2));
   geometry.dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(wrapper, 4))->scalar_type);
-  geometry.count_bytes();
+  result.num_bytes = static_cast<Geometry>(geometry).num_bytes();
   return true;
 }
 
@@ -892,10 +912,7 @@ bool record_known(const Arrival& arrival, torch::jit::Stack* stack) {
       if (!made[number]) return false;
       slot_of(made[number].get(), data_slots.storage) = Py_NewRef(storage_of(operand.get()));
     }
-    const Geometry& geometry = result.geometry;
-    tensors[number] = lazy_tensor(bare_tensor(geometry.sizes, geometry.strides, geometry.offset, geometry.dtype,
-                                              geometry.num_bytes, arrival.device),
-                                  made[number].get());
+    tensors[number] = lazy_tensor(bare_tensor(result.geometry, result.num_bytes, arrival.device), made[number].get());
     if (!tensors[number].defined()) return false;
   }
   for (const double constant : compared.constants) constants.push_back(Ref::taking(PyFloat_FromDouble(constant)));
@@ -951,9 +968,8 @@ at::Tensor shared(const at::Tensor& tensor) {
   const Ref data = data_of(lazy);
   if (!data) return at::Tensor();
   const auto* found = tensor.unsafeGetTensorImpl();
-  return lazy_tensor(bare_tensor(found->sizes(), found->strides(), found->storage_offset(), found->dtype(),
-                                 found->unsafe_storage().nbytes(), found->device()),
-                     data.get());
+  const Geometry geometry{found->sizes(), found->strides(), found->storage_offset(), found->dtype()};
+  return lazy_tensor(bare_tensor(geometry, found->unsafe_storage().nbytes(), found->device()), data.get());
 }
 
 bool share(torch::jit::Stack* stack) {
@@ -1059,7 +1075,7 @@ bool upload(torch::jit::Stack* stack) {
 at::Tensor unwritten(PyObject* context, c10::Device device, at::ArrayRef<IValue> args, bool is_strided) {
   const auto is_negative = [](int64_t number) { return number < 0; };
   if (!args[0].isIntList() || (is_strided && !args[1].isIntList())) return at::Tensor();
-  Geometry geometry;
+  OwnGeometry geometry;
   geometry.sizes = args[0].toIntVector();
   if (is_strided) {
     geometry.strides = args[1].toIntVector();
@@ -1075,14 +1091,13 @@ at::Tensor unwritten(PyObject* context, c10::Device device, at::ArrayRef<IValue>
   const IValue& dtype = args[is_strided ? 2 : 1];
   geometry.dtype = c10::scalarTypeToTypeMeta(dtype.isNone() ? c10::get_default_dtype_as_scalartype()
                                                             : dtype.toScalarType());
-  geometry.count_bytes();
-  const Ref meta = geometry.meta(), storages = storages_in(context);
+  const Geometry made = geometry;
+  const Ref meta = made.meta(), storages = storages_in(context);
   if (!meta) throw_raised();
   const Ref storage = storages ? noted_storage(context, storages.get(), markers.unwritten, meta.get(), Py_None)
                                : called(unwritten_storage, context, meta.get());
   if (!storage || !tell_of_storages(context)) throw_raised();
-  return lazy_tensor(bare_tensor(geometry.sizes, geometry.strides, 0, geometry.dtype, geometry.num_bytes, device),
-                     storage.get());
+  return lazy_tensor(bare_tensor(made, made.num_bytes(), device), storage.get());
 }
 
 // ----- calls that run at once: see Note [Calls at once in C++]
@@ -1126,6 +1141,7 @@ struct RealCall {
   };
   PyObject* context;
   c10::Device device, backing;
+  PyObject *first, *data_of_first;  // of the arrival
   bool may_leave = false, leaves = false;  // whether the result may be, and is a tensor of the host
   std::vector<Operand> operands;
   size_t num_bytes = 0;
@@ -1143,7 +1159,7 @@ struct RealCall {
         real = one.real;
         return true;
       }
-    Ref data = data_of(lazy);
+    Ref data = lazy == first ? Ref::to(data_of_first) : data_of(lazy);
     if (!data || slot_of(data.get(), data_slots.context) != context || given.is_conj() || given.is_neg()) return false;
     PyObject* storage = storage_of(data.get());
     PyObject* base = slot_of(storage, data_slots.tensor);
@@ -1201,8 +1217,7 @@ struct RealCall {
     const bool is_plain = real.layout() == c10::kStrided && real.device() == backing && !real.is_conj() &&
                           !real.is_neg() && !real.is_quantized();
     if (!is_plain || (source == nullptr && real.storage_offset() != 0)) return wrap_in_python(real);
-    Geometry geometry{real.sizes().vec(), real.strides().vec(), real.storage_offset(), real.dtype()};
-    geometry.count_bytes();
+    const Geometry geometry{real.sizes(), real.strides(), real.storage_offset(), real.dtype()};
     const Ref meta = geometry.meta();
     if (!meta) throw_raised();
     if (source != nullptr) {
@@ -1215,11 +1230,10 @@ struct RealCall {
       if (!made) return at::Tensor();
     }
     // as in eager, a view of a normal tensor is one in inference mode too
-    const c10::InferenceMode as_source(source == nullptr ? c10::InferenceMode::is_enabled()
-                                                         : source->lazy->is_inference());
-    return lazy_tensor(bare_tensor(geometry.sizes, geometry.strides, geometry.offset, geometry.dtype,
-                                   geometry.num_bytes, device),
-                       made.get());
+    std::optional<c10::InferenceMode> as_source;
+    if (source != nullptr && source->lazy->is_inference() != c10::InferenceMode::is_enabled())
+      as_source.emplace(source->lazy->is_inference());
+    return lazy_tensor(bare_tensor(geometry, geometry.num_bytes(), device), made.get());
   }
 
   at::Tensor wrap_in_python(const at::Tensor& real) const {
@@ -1258,7 +1272,7 @@ bool run_at_once(const Arrival& arrival, torch::jit::Stack* stack) {
     const c10::impl::VirtualGuardImpl streams(backing->type());
     if (streams.getStream(*backing) != streams.getDefaultStream(*backing)) return false;
   }
-  RealCall call{context, arrival.device, *backing, known.may_leave};
+  RealCall call{context, arrival.device, *backing, arrival.first, arrival.data_of_first, known.may_leave};
   Ref drawn;
   if (known.generator >= 0) {
     if (!call.backing.is_cpu() || !args[known.generator].isNone()) return false;
@@ -1289,7 +1303,7 @@ bool run_at_once(const Arrival& arrival, torch::jit::Stack* stack) {
     generator.set_current_seed(PyLong_AsUnsignedLongLong(PyTuple_GetItem(drawn.get(), 0)));
     real[known.generator] = generator;
   }
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = call.leaves ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
   try {
     std::optional<c10::InferenceMode> none;
     if (c10::InferenceMode::is_enabled()) none.emplace(false);
