@@ -408,9 +408,8 @@ def place_of_run(
         if beside is not None and (is_forced or beside.num_threads < available_cores()):
             return RunPlace.BESIDE, beside
     is_long = torch.get_num_threads() == 1 and _SHORT_RUN < plan.shortest_run < math.inf
-    if plan.kind.is_launched and not is_forced:
-        return RunPlace.WITHIN_CALL, None
     # without streams of its own a device is in order on that of the caller's thread alone
-    if is_forced or is_long or (context.backing.type != "cpu" and graph_device(context.backing) is not None):
+    may_leave = is_long or (context.backing.type != "cpu" and graph_device(context.backing) is not None)
+    if is_forced or (may_leave and not plan.kind.is_launched):
         return RunPlace.DEVICE_THREAD, None
     return RunPlace.WITHIN_CALL, None

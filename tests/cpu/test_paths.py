@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -182,3 +184,28 @@ def test_state_that_is_set_for_a_part_of_each_step_forgets_nothing(name: str) ->
     assert (misses(), compiles()) == (0, 0)
     assert hits() >= 6
     assert lazy_backend.metrics.counter_value("Compile")
+
+
+def test_the_end_of_a_known_step_calls_few_functions() -> None:
+    x = torch.ones(3, device="lazy")
+    for _ in range(30):
+        x = x * 0.5 + 1.0
+        lazy_backend.mark_step()
+    lazy_backend.wait_for_compiles()
+    for _ in range(3):
+        x = x * 0.5 + 1.0
+        lazy_backend.mark_step()
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    x = x * 0.5 + 1.0
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        lazy_backend.mark_step()
+    finally:
+        sys.setprofile(before)
+    assert len(calls) <= 105, calls
