@@ -20,6 +20,7 @@ from lazy_backend.ports.table import ATTENTION
 from lazy_backend.recording.record import add_handler, record
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.tensor import LazyTensor
+from lazy_backend.tensors.thread_state import run_clean
 
 aten = torch.ops.aten
 
@@ -52,6 +53,14 @@ def _of_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
     return zeros + (query.sum() + key.sum() + value.sum()) * 0
 
 
+def _is_usual(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float
+) -> bool:
+    """Whether eager's checks of dtypes and dimensions have nothing to refuse."""
+    is_alike = query.dtype == key.dtype == value.dtype and min(query.dim(), key.dim(), value.dim()) >= 2
+    return is_alike and dropout_p >= 0 and (mask is None or mask.dtype in (torch.bool, torch.float32, query.dtype))
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -64,6 +73,10 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel of `aten::scaled_dot_product_attention` on the AutogradLazy key."""
+    if not _is_usual(query, key, value, attn_mask, dropout_p):
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        stand_ins = map(_stand_in, (query, key, value, attn_mask))
+        run_clean(aten.scaled_dot_product_attention.default, *stand_ins, dropout_p, is_causal, **options)  # may raise
     if 0 in (query.numel(), key.numel(), value.numel()):
         return _of_nothing(query, key, value)
     backend = SDPBackend.MATH

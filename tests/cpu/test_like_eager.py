@@ -38,6 +38,12 @@ def raised(call: Call, device: str) -> Exception:
     return caught.value
 
 
+def attention_of(device: str, query: torch.dtype, others: torch.dtype, batch: int = 1, **options: Any) -> torch.Tensor:
+    """Attention of operands of two dtypes."""
+    rest = torch.ones(1, 2, 2, 2, dtype=others).to(device)
+    return F.scaled_dot_product_attention(torch.ones(batch, 2, 2, 2, dtype=query).to(device), rest, rest, **options)
+
+
 # ----- errors at the call, whether it runs or is recorded
 
 REFUSED: dict[str, Call] = {
@@ -75,6 +81,14 @@ REFUSED: dict[str, Call] = {
     "distances of two dtypes": lambda d: torch.cdist(floats(d, 2, 3), floats(d, 2, 3).bfloat16()),
     "multi_margin_loss of bfloat16": lambda d: F.multi_margin_loss(floats(d, 2, 3).bfloat16(), ints(d, 0, 1)),
     "multilabel_margin_loss of float16": lambda d: F.multilabel_margin_loss(floats(d, 2).half(), ints(d, 0, 1)),
+    "attention of two dtypes": lambda d: attention_of(d, torch.bfloat16, torch.float32),
+    "attention of two dtypes, with dropout": lambda d: attention_of(d, torch.float32, torch.bfloat16, dropout_p=0.5),
+    "attention of nothing and another dtype": lambda d: attention_of(d, torch.bfloat16, torch.float32, batch=0),
+    "attention with a mask of another dtype": lambda d: attention_of(
+        d, torch.float32, torch.float32, attn_mask=floats(d, 2, 2).double()
+    ),
+    "attention with negative dropout": lambda d: attention_of(d, torch.float32, torch.float32, dropout_p=-1.0),
+    "attention of one dimension": lambda d: F.scaled_dot_product_attention(*[floats(d, 2)] * 3),
 }
 
 
@@ -367,3 +381,12 @@ def test_a_kernel_that_conjugates_inside(name: str, dtype: torch.dtype, way: str
         with modes.get(way, contextlib.nullcontext)():
             found = CONJUGATING[name](*(operand.to("lazy") for operand in operands))
         torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16])
+def test_attention_takes_the_masks_that_eager_takes(dtype: torch.dtype) -> None:
+    def call(device: str) -> torch.Tensor:
+        mask = torch.ones(2, 2, dtype=dtype).to(device)
+        return attention_of(device, torch.bfloat16, torch.bfloat16, attn_mask=mask)
+
+    assert_same(call("lazy"), call("cpu"))
