@@ -39,10 +39,32 @@ PLACE_IN_GRAPH = frozenset((
     "is_leaf", "grad_fn", "retains_grad", "output_nr", "get_gradient_edge", IS_VIEW, "_base", "_backward_hooks",
     "_version",
 ))  # fmt: skip
+_is_leaf: Callable[[torch.Tensor], bool] = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")  # references from C++
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_indices")
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_values")
 mark_uncoalesced: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_coalesced_", False)
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf of autograd's graphs.
+
+    PyTorch raises if it is asked that of a view that was made without gradients, of memory that wants them and was
+    written since: a program that only computes with such a view never asks.
+    """
+    try:
+        return _is_leaf(tensor)
+    except RuntimeError:
+        return False
+
+
+def grad_fn_of(tensor: torch.Tensor) -> Any:
+    """The node of autograd's that made a tensor; None for a view of which PyTorch cannot tell, as for `is_leaf`."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
 
 # ----- storages and generators
 

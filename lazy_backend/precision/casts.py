@@ -16,7 +16,7 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.devices.cast_lists import CastRule
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.ports.replacements.mixed_precision import AUTOCAST_KEY, without_autocast_key
-from lazy_backend.ports.tensor_types import is_view
+from lazy_backend.ports.tensor_types import is_leaf, is_view
 from lazy_backend.precision.autocast_state import autocast_state
 from lazy_backend.precision.cast_rules import rules_for
 from lazy_backend.tensors.contexts import contexts
@@ -107,7 +107,7 @@ def _cast(arg: Any, dtype: torch.dtype) -> Any:
     is_weight = (
         arg.dtype == torch.float32
         and arg.requires_grad
-        and arg.is_leaf
+        and is_leaf(arg)
         and not is_view(arg)
         and torch.is_autocast_cache_enabled()
         and not torch.is_inference_mode_enabled()  # its tensors could not serve a later use that wants gradients

@@ -51,7 +51,7 @@ from lazy_backend.ports.autograd_engine import (
     saves_tensors,
     will_execute,
 )
-from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.tensor_types import is_leaf, version_of
 from lazy_backend.ports.thread_modes import WithoutSubclasses, dispatch_depth
 from lazy_backend.recording.arguments import with_leaves
 from lazy_backend.recording.record import record
@@ -395,7 +395,7 @@ class Lesson:
         given = [
             (place, leaf, gradient._data)
             for place, leaf, gradient in zip(self._operands, inputs, found, strict=True)
-            if place is not None and isinstance(gradient, LazyTensor) and leaf.is_leaf
+            if place is not None and isinstance(gradient, LazyTensor) and is_leaf(leaf)
         ]
 
         def see() -> None:
@@ -672,7 +672,7 @@ def _takes(leaf: LazyTensor, gradient: LazyTensor) -> bool:
     """Whether a leaf takes `gradient` as it is, and nothing is to be called when it does."""
     return (
         leaf.requires_grad
-        and leaf.is_leaf  # it was one when the backward was learned
+        and is_leaf(leaf)  # it was one when the backward was learned
         and backward_hooks_of(leaf) is None
         and accumulate_hooks_of(leaf) is None
         and gradient._data.meta is leaf._data.meta

@@ -17,7 +17,7 @@ import torch
 from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import container_kind, is_a, items_of, name_of
-from lazy_backend.ports.tensor_types import device_of
+from lazy_backend.ports.tensor_types import device_of, is_leaf
 from lazy_backend.replay.plain_values import class_key, has_plain_hash, is_plain, plain_key, value_key
 from lazy_backend.replay.structure import marks_of, same_containers
 from lazy_backend.tensors.contexts import contexts
@@ -121,7 +121,7 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | s
 
 def _place_of(tensor: LazyTensor) -> tuple[bool, ...]:
     """What decides how autograd takes a tensor."""
-    return tensor.requires_grad, tensor.is_leaf, is_parameter(tensor), tensor.is_inference()
+    return tensor.requires_grad, is_leaf(tensor), is_parameter(tensor), tensor.is_inference()
 
 
 def _detached(tensor: LazyTensor) -> torch.Tensor:

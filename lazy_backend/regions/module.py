@@ -43,7 +43,7 @@ from lazy_backend.ports.hooks import (
     set_entry,
 )
 from lazy_backend.ports.table import REGIONS
-from lazy_backend.ports.tensor_types import PLACE_IN_GRAPH, version_of
+from lazy_backend.ports.tensor_types import PLACE_IN_GRAPH, grad_fn_of, is_leaf, version_of
 from lazy_backend.ports.thread_modes import is_any_autocast_enabled
 from lazy_backend.precision.autocast import autocast_as
 from lazy_backend.precision.autocast_state import autocast_state
@@ -487,7 +487,7 @@ class CapturedModule:
         wanting = {id(one): one for one in arguments.tensors if one.requires_grad}
         if not wanting.keys().isdisjoint(number for _, number in named.those_of(arguments.tensors)):
             return "it got a tensor that its code can name, too, and may compare with that"
-        if len(wanting) > 1 and DIFFERENTIATES in self._ran.about and not all(one.is_leaf for one in wanting.values()):
+        if len(wanting) > 1 and DIFFERENTIATES in self._ran.about and not all(is_leaf(one) for one in wanting.values()):
             return "it may differentiate one argument by another, whose graphs are separate while it is learned"
         return ""
 
@@ -666,7 +666,7 @@ def _run_again(module: torch.nn.Module, arguments: CallArguments) -> tuple[list[
 
 
 def _grads_of(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> list[torch.Tensor | None]:
-    return [tensor.grad if tensor.is_leaf else None for _, tensor in members]
+    return [tensor.grad if is_leaf(tensor) else None for _, tensor in members]
 
 
 def _context_of(module: torch.nn.Module) -> DeviceContext | None:
@@ -680,7 +680,7 @@ def _context_of(module: torch.nn.Module) -> DeviceContext | None:
 
 def _are_leaves_without_hooks(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> bool:
     """Whether a node may stand for the body's graph: one that leads through a member is not the body's alone."""
-    return not _hooked(members) and all(tensor.is_leaf for _, tensor in members)
+    return not _hooked(members) and all(is_leaf(tensor) for _, tensor in members)
 
 
 def _hooked(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> str | None:
@@ -690,5 +690,5 @@ def _hooked(members: Sequence[tuple[MemberPlace, LazyTensor]]) -> str | None:
 
 def _differentiable(leaves: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors among the results of a body that its graph leads to, each once."""
-    found = {id(leaf): leaf for leaf in leaves if is_a(leaf, LazyTensor) and leaf.grad_fn is not None}
+    found = {id(leaf): leaf for leaf in leaves if is_a(leaf, LazyTensor) and grad_fn_of(leaf) is not None}
     return list(found.values())

@@ -16,6 +16,7 @@ import torch
 from lazy_backend.floats.hyperparameters import GROUPS, SettingsGuard
 from lazy_backend.ports.cpython import attributes_of, is_a, name_of
 from lazy_backend.ports.hooks import CALL_HOOKS, modules_within, registered_tensors
+from lazy_backend.ports.tensor_types import is_leaf
 from lazy_backend.replay.reachable import Reachable
 from lazy_backend.replay.structure import HostGuard, StructureGuard
 from lazy_backend.replay.unseen_reads import (
@@ -150,7 +151,7 @@ class _GradGuard:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         within = {id(one): one for module in modules for _, one in modules_within(module)}
         tensors = chain.from_iterable(map(registered_tensors, within.values()))
-        self._tensors = [(weakref.ref(one), one.grad is None) for one in tensors if one.is_leaf]
+        self._tensors = [(weakref.ref(one), one.grad is None) for one in tensors if is_leaf(one)]
 
     def ids(self) -> list[int]:
         return [id(tensor.grad) for reference, _ in self._tensors if (tensor := reference()) is not None]

@@ -44,6 +44,7 @@ from lazy_backend.ports.hooks import (
     step_hooks_of,
 )
 from lazy_backend.ports.table import REGIONS
+from lazy_backend.ports.tensor_types import is_leaf
 from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.regions.conditions import why_as_written
 from lazy_backend.regions.jump import Known, key_of, learn_jump, make_jump, take_jump
@@ -601,7 +602,7 @@ def _find_operands(
     known: dict[Token, _Operand] = {}
     for operand, tensor in _operands_of(optimizer):
         data = tensor._data
-        if not tensor.is_leaf and not isinstance(operand, int):
+        if not is_leaf(tensor) and not isinstance(operand, int):
             raise NotReplayable("one of its tensors is no leaf, and autograd may follow what it writes")
         if data.epoch is stretch.epoch and data.token is not None:
             other = known.setdefault(data.token, operand)

@@ -18,7 +18,7 @@ from lazy_backend.lowering.checks.rounding import are_equal
 from lazy_backend.lowering.ir.graph import meta_of
 from lazy_backend.lowering.ir.program import Call
 from lazy_backend.ports.cpython import is_a
-from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.tensor_types import is_leaf, version_of
 from lazy_backend.precision.grad_scaler import UnsettledStep
 from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.captured_state import ClearedGrad, GradsAtStart, Holder, TensorHolder
@@ -166,7 +166,7 @@ def _writes(
     held = [source.reference() for source in sources if isinstance(source, HeldTensor)]
     memory = {id(data.storage) for data in held if data is not None}
     kept = [one for one in found.tensors.values() if one._data in used and id(one._data.storage) in memory]
-    leaves = {id(one): one for one in (*found.tensors.values(), *(one for one, _ in start.grads)) if one.is_leaf}
+    leaves = {id(one): one for one in (*found.tensors.values(), *(one for one, _ in start.grads)) if is_leaf(one)}
     return Writes(
         tuple(one for one in kept if is_written(one)),
         tuple(one for one in leaves.values() if one.grad is not None and is_written(one.grad)),
@@ -307,7 +307,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _check_arguments(arguments: Arguments, record: RecordedCall, sources: Sequence[Source]) -> None:
     """Raise `NotReplayable` for an argument that is part of the state, or that the body made stand for other data."""
     given = {tensor._data.storage for tensor in arguments.tensors}
-    grads: list[Any] = [tensor.grad for tensor in arguments.tensors if tensor.is_leaf]
+    grads: list[Any] = [tensor.grad for tensor in arguments.tensors if is_leaf(tensor)]
     of_grads = {grad._data.storage for grad in grads if is_a(grad, LazyTensor)}
     for place, source in enumerate(sources):
         data = record.inputs[place]()

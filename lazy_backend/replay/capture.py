@@ -40,7 +40,7 @@ from lazy_backend.floats.formula_program import Stale
 from lazy_backend.ports import trees
 from lazy_backend.ports.cpython import is_a, name_of
 from lazy_backend.ports.table import REPLAYS
-from lazy_backend.ports.tensor_types import PLACE_IN_GRAPH, base_of, device_of
+from lazy_backend.ports.tensor_types import PLACE_IN_GRAPH, base_of, device_of, is_leaf
 from lazy_backend.ports.thread_modes import active_transform
 from lazy_backend.precision.grad_scaler import UnsettledStep, unsettled_steps
 from lazy_backend.replay.accounts import PATIENCE, RETRY, Account, Attempts, NotReplayable
@@ -163,8 +163,14 @@ def _place_of(tensor: LazyTensor) -> tuple[bool, ...]:
 
     Whether it is a leaf, a view, a parameter or an inference tensor, or has a .grad.
     """
-    is_leaf, has_grad = tensor.is_leaf, tensor.is_leaf and tensor.grad is None
-    return is_leaf, has_grad, base_of(tensor) is None, is_parameter(tensor), tensor.is_inference()
+    of_autograd = is_leaf(tensor)
+    return (
+        of_autograd,
+        of_autograd and tensor.grad is None,
+        base_of(tensor) is None,
+        is_parameter(tensor),
+        tensor.is_inference(),
+    )
 
 
 def _context_of(tensors: Sequence[LazyTensor]) -> DeviceContext | None:

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from lazy_backend.floats.torch_hooks import FloatSeer, TorchHooks
 from lazy_backend.ports.cpython import UNHELD, attributes_of, counts_of, is_a, young_objects
 from lazy_backend.ports.hooks import HOOKS_OF_ALL, PARAMETERS
-from lazy_backend.ports.tensor_types import base_of, use_count, version_of
+from lazy_backend.ports.tensor_types import base_of, is_leaf, use_count, version_of
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
 from lazy_backend.tensors.tensor import LazyTensor, wrap
 
@@ -73,7 +73,7 @@ class Watch:
             first = operand[0] if type(operand) is list and operand else operand
             if type(first) is LazyTensor:
                 self.contexts.add(first._data.context)
-            if type(operand) is LazyTensor and operand.requires_grad and operand.is_leaf and not _is_inner(operand):
+            if type(operand) is LazyTensor and operand.requires_grad and is_leaf(operand) and not _is_inner(operand):
                 self._leaves[id(operand)] = weakref.ref(operand)
 
     def leaves(self) -> list[LazyTensor]:

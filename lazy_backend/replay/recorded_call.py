@@ -27,7 +27,7 @@ from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.ports import trees
 from lazy_backend.ports.autograd_engine import next_node_number, node_number, nodes_before, nodes_of, saves_tensors
 from lazy_backend.ports.cpython import is_a, name_of
-from lazy_backend.ports.tensor_types import base_of, version_of
+from lazy_backend.ports.tensor_types import base_of, grad_fn_of, is_leaf, version_of
 from lazy_backend.replay.accounts import NotReplayable
 from lazy_backend.replay.captured_state import (
     GradHolder,
@@ -203,7 +203,7 @@ def unflatten_result(leaves: Sequence[Any], spec: trees.TreeSpec | None) -> Any:
 def graph_of(tensor: torch.Tensor) -> Any:
     """The node that made a tensor, or its base: autograd makes that of a view anew when the base was written."""
     base = base_of(tensor)
-    return (tensor if base is None else base).grad_fn
+    return grad_fn_of(tensor if base is None else base)
 
 
 class Given:
@@ -220,7 +220,7 @@ class Given:
         self._was_left = False
         self._graphs = [graph_of(leaf) for leaf, _ in self._tensors]
         self._has_other_graph = False
-        self._nodes: set[Any] = {leaf.grad_fn for leaf, _ in self._tensors if leaf.grad_fn is not None}
+        self._nodes: set[Any] = {node for leaf, _ in self._tensors if (node := grad_fn_of(leaf)) is not None}
         self._hooks = [node.register_prehook(self._leave) for node in self._nodes]
 
     def _leave(self, grads: Any) -> None:
@@ -231,7 +231,9 @@ class Given:
         if not inputs or not self._nodes:
             return
         own = {id(leaf) for leaf, _ in self._tensors}
-        ends = {one.grad_fn for one in inputs if is_a(one, torch.Tensor)} if own.issuperset(map(id, inputs)) else set()
+        ends = (
+            {grad_fn_of(one) for one in inputs if is_a(one, torch.Tensor)} if own.issuperset(map(id, inputs)) else set()
+        )
         self._was_left = self._was_left or any(node in self._nodes - ends for node in nodes_of(results))
 
     def end(self) -> None:
@@ -283,7 +285,7 @@ class MadeGraphs:
 
     def _is_left_by(self, tensor: torch.Tensor) -> bool:
         """Whether the graph of a tensor, or of its `.grad`, is one of these, and can be differentiated."""
-        holder = tensor.grad if tensor.is_leaf else tensor
+        holder = tensor.grad if is_leaf(tensor) else tensor
         node = None if holder is None else graph_of(holder)
         if node is None or node_number(node) < self._first:
             return False
@@ -341,7 +343,7 @@ def start_of_call(
     structure, leaves = Structure(last.roots), last.watch.leaves()
     parameters = last.watch.parameters()
     tensors = [*reach.tensors.values(), *structure.tensors, *structure.state_tensors, *leaves, *parameters, *arguments]
-    tensors += [grad for one in tensors if one.is_leaf and (grad := one.grad) is not None]
+    tensors += [grad for one in tensors if is_leaf(one) and (grad := one.grad) is not None]
     return Start(
         left=outputs,
         settings=[numbers_in(guard.optimizer) for guard in last.guards],

@@ -14,6 +14,7 @@ import torch
 
 from lazy_backend.floats.hyperparameters import GROUPS, SettingsGuard
 from lazy_backend.ports.cpython import young_ids
+from lazy_backend.ports.tensor_types import is_leaf
 from lazy_backend.replay.captured_state import GlobalHookGuard
 from lazy_backend.replay.reachable import PlaceGuard, Reachable, StatePlace
 from lazy_backend.replay.structure import Root, StructureGuard, hooks_of
@@ -76,7 +77,7 @@ class Found:
 
     def data(self) -> set[TensorData]:
         """What the tensors and their gradients stand for."""
-        grads = [tensor.grad for tensor in self.tensors.values() if tensor.is_leaf]
+        grads = [tensor.grad for tensor in self.tensors.values() if is_leaf(tensor)]
         return {tensor._data for tensor in (*self.tensors.values(), *grads) if isinstance(tensor, LazyTensor)}
 
     def _shared_places(self, replaced: set[int]) -> list[StatePlace]:

@@ -38,6 +38,7 @@ import torch
 from lazy_backend.lowering.ir.graph import TensorMeta
 from lazy_backend.ports.cpython import is_a, length_of
 from lazy_backend.ports.hooks import REGISTRIES
+from lazy_backend.ports.tensor_types import is_leaf
 from lazy_backend.replay.plain_values import text_of
 from lazy_backend.replay.reachable import Reachable, name_of_key
 from lazy_backend.replay.structure import Structure
@@ -78,7 +79,7 @@ class PlaceNumbers:
 
     def _note(self, found: PlacedState, values: _Values, place: int, tensor: LazyTensor) -> None:
         values.setdefault(place, set()).add(value_of(tensor._data))
-        grad = tensor.grad if tensor.is_leaf else None
+        grad = tensor.grad if is_leaf(tensor) else None
         if isinstance(grad, LazyTensor):
             of_grad = self._of(place, ".grad")
             values.setdefault(of_grad, set()).add(value_of(grad._data))

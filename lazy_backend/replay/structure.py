@@ -49,7 +49,7 @@ from lazy_backend.ports.cpython import (
     values_view,
 )
 from lazy_backend.ports.hooks import REGISTRIES, UNREAD
-from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.tensor_types import is_leaf, version_of
 from lazy_backend.ports.thread_modes import WithoutSubclasses
 from lazy_backend.replay.plain_values import is_plain, is_process_wide, plain_key, same_plain, text_of, value_key
 from lazy_backend.tensors.tensor import LazyTensor, own_attributes
@@ -63,7 +63,6 @@ _LARGEST_CONTAINER = 1000
 _LARGEST_CONFIGURATION = 5000
 _OPAQUE = (torch.nn.Module, torch.optim.Optimizer, types.ModuleType)
 _IDENTITIES = (torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
-_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _HOOKS = {name: getattr(torch.Tensor, name).__get__ for name in TENSOR_HOOKS}
 _FACTS = (_REQUIRES_GRAD, *_HOOKS.values())
@@ -97,7 +96,7 @@ def marks_of(tensor: LazyTensor) -> tuple[Any, ...]:
     """What code may do to a tensor that it is given, besides writing to it. Keeps no tensor alive."""
     hooks = hooks_of(tensor) if tensor.requires_grad else ()
     own = [(name, _mark_of(value)) for name, value in own_attributes(tensor).items()]
-    grad = tensor.grad if tensor.is_leaf else None
+    grad = tensor.grad if is_leaf(tensor) else None
     return tensor.requires_grad, tensor.retains_grad, own, list(map(id, hooks)), None if grad is None else ref(grad)
 
 
@@ -177,7 +176,7 @@ class Structure:
             self.attributes.append(attributes_of(tensor))
             self.entries.append((place, "number of attributes", len(self.attributes[-1])))
         with WithoutSubclasses():
-            if _IS_LEAF(tensor):
+            if is_leaf(tensor):
                 self.entries.append((place, "requires_grad", _REQUIRES_GRAD(tensor)))
             hooks = [(name, read(tensor)) for name, read in _HOOKS.items()]
         for name, found in hooks:

@@ -73,7 +73,7 @@ from lazy_backend.ports.cpython import (
     registered_with,
     shows_attributes,
 )
-from lazy_backend.ports.tensor_types import version_of
+from lazy_backend.ports.tensor_types import is_leaf, version_of
 from lazy_backend.replay.plain_values import is_array, is_plain, plain_key, same_plain
 from lazy_backend.replay.reachable import (
     MOST_KEYS,
@@ -291,7 +291,7 @@ def _answers_of(reference: weakref.ref[Any]) -> Any:
         (name, type(value), plain_key(value) if is_plain(value) else id(value))
         for name, value in own_attributes(tensor).items()
     ]
-    return tensor.requires_grad, tensor.is_leaf and tensor.grad is None, own
+    return tensor.requires_grad, is_leaf(tensor) and tensor.grad is None, own
 
 
 def _levels_of(logger: Any) -> list[Any]:

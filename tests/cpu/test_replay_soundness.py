@@ -1409,3 +1409,57 @@ def test_an_inference_tensor_is_refused_as_in_eager(name: str) -> None:
             taker(x)
         with torch.inference_mode():
             taker(x)
+
+
+def _halve_a_row(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    row = weight[0]
+    row.mul_(0.5)
+    return row * 2 + x
+
+
+def _limit_the_norms(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    norms = []
+    for row in weight:
+        row.mul_(1 / row.norm().clamp(min=1))
+        norms.append(row.norm())
+    return torch.stack(norms) + x
+
+
+def _read_a_view_of_what_was_written(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    view = weight.t()
+    weight.mul_(2.0)
+    return view * 1 + x
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("body", [_halve_a_row, _limit_the_norms, _read_a_view_of_what_was_written])
+def test_a_view_made_without_gradients_serves_after_a_write(body: Callable, mode: Callable) -> None:
+    def trained(device: str) -> list[torch.Tensor]:
+        weight = nn.Parameter(torch.arange(16.0).reshape(4, 4).to(device))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with mode():
+                made = body(weight, x)
+            return made * x
+
+        call = capture(step) if device == "lazy" else step
+        results = [call(torch.full((4,), float(i)).to(device)) for i in range(6)]
+        return [*(one.detach().cpu() for one in results), weight.detach().cpu()]
+
+    assert_same(trained("lazy"), trained("cpu"))
+
+
+def test_a_view_that_cannot_say_whether_it_is_a_leaf_is_an_argument() -> None:
+    def trained(device: str) -> torch.Tensor:
+        weight = nn.Parameter(torch.arange(4.0).reshape(2, 2).to(device))
+        with torch.no_grad():
+            view = weight[0]
+            view.mul_(2.0)
+
+            def double(x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            call = capture(double) if device == "lazy" else double
+            return torch.stack([call(view) for _ in range(4)]).cpu()
+
+    assert_same([trained("lazy")], [trained("cpu")])
