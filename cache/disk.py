@@ -61,7 +61,7 @@ STALE_AFTER = 600.0
 LOCK_TIMEOUT = 2.0
 LOCK_FILE = ".lock"
 # Lock files for makers, of which each serves many keys: one for each key would have to be removed, by whoever is last.
-_MAKERS = 64
+_MAKERS = 1024
 
 _ENTRY = re.compile(r"[0-9a-f]{32}\.entry")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.tmp")
@@ -299,11 +299,11 @@ class DiskCache:
             lock.release()
 
     @contextlib.contextmanager
-    def made_once(self, key: Key, patience: float) -> Iterator[bytes | None]:
+    def made_once(self, key: Key, patience: float, lock_name: str = "") -> Iterator[bytes | None]:
         """Within the block no other process makes the entry for `key`; gives the entry if one did so meanwhile.
 
         See Note [One maker]. Waits at most `patience` seconds, and never raises. An entry that is there already is one
-        that the caller cannot use.
+        that the caller cannot use. `lock_name`: of entries that take so long that none of another kind may wait.
         """
         from filelock import Timeout
 
@@ -313,8 +313,8 @@ class DiskCache:
             with self._counted_failures(), contextlib.suppress(Timeout):
                 folder = self._current_folder()
                 if folder is not None:
-                    name = f".making-{int(key.hash_hex()[:8], 16) % _MAKERS:02}"
-                    lock = _acquired(folder, name, patience, 0.02)
+                    name = lock_name or f"{int(key.hash_hex()[:8], 16) % _MAKERS:04}"
+                    lock = _acquired(folder, f".making-{name}", patience, 0.02)
         try:
             if not was_there and self.has(key):
                 found = self.get(key)

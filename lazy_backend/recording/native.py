@@ -207,7 +207,7 @@ def obtain(may_build: bool) -> bytes | None:
     found = None if store is None else store.get(key)
     if found is not None or not may_build or store is None or store.own is None:
         return found
-    with store.own.made_once(key, _PATIENCE) as made:
+    with store.own.made_once(key, _PATIENCE, "recorder") as made:
         if made is not None:
             return made
         built = build()
@@ -237,14 +237,18 @@ def _command(target: Path) -> list[str]:
     return [*compiler, *options, *(f"-I{path}" for path in included), str(_SOURCE), "-o", str(target), *linked]
 
 
+# Runs a command in the group of processes that the shell leads, which ends with the program, as its standard input does.
+_WHILE_THE_PROGRAM_RUNS = 'exec 3<&0 </dev/null; (read _ <&3; kill -9 0) & exec 3<&-; exec "$@"'
+
+
 def _run(command: list[str], folder: Path) -> None:
-    """Run the compiler, in a session of its own: Ctrl-C ends the program, and this with it."""
+    """Run the compiler, in a session of its own: Ctrl-C ends the program, and this with it, as every other end does."""
     log = folder / "log"
     with log.open("w") as output:
         # nice: the program's own threads come first
         process = subprocess.Popen(
-            ["nice", "-n", "10", *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=folder,
-            start_new_session=True,
+            ["sh", "-c", _WHILE_THE_PROGRAM_RUNS, "sh", "nice", "-n", "10", *command], stdin=subprocess.PIPE,
+            stdout=output, stderr=output, cwd=folder, start_new_session=True,
         )  # fmt: skip
 
     is_over = False
@@ -264,7 +268,7 @@ def _run(command: list[str], folder: Path) -> None:
         raise CannotBeBuilt(f"the C++ compiler took more than {_LONGEST_BUILD:.0f} s") from None
     finally:
         end()
-        process.wait()
+        process.communicate()
         atexit.unregister(end)
     if code != 0:
         errors = [line for line in log.read_text(errors="replace").splitlines() if "error" in line]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -927,6 +928,25 @@ def test_a_cache_with_no_room_keeps_no_recorder_and_the_program_has_it(tmp_path:
     done = _run(place, CXX=compiler, LAZY_BACKEND_BACKEND="eager", LAZY_BACKEND_CACHE_BYTES="1000")
     assert done.stdout.splitlines() == ["in C++", "[2.0, 2.0, 2.0]"], done.stderr
     assert built.read_text() == "\n"
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_compiler_ends_with_the_program(tmp_path: Any, end: signal.Signals) -> None:
+    begun = tmp_path / "begun"
+    compiler = _compiler(tmp_path, f"echo $$ >{begun}.new; mv {begun}.new {begun}; sleep 100; true")
+    environment = {**os.environ, "LAZY_BACKEND_CACHE_DIR": str(tmp_path / "cache"), "LAZY_BACKEND_BACKEND": "eager"}
+    with subprocess.Popen([sys.executable, "-c", _LOOP], env={**environment, "CXX": compiler}) as program:
+        while not begun.exists() and program.poll() is None:
+            time.sleep(0.05)
+        program.send_signal(end)
+    building = int(begun.read_text())
+    for _ in range(100):
+        try:
+            os.kill(building, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{building} goes on")
 
 
 def test_two_programs_at_once_build_it_once(tmp_path: Any) -> None:

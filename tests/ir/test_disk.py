@@ -926,6 +926,18 @@ def test_a_maker_that_takes_too_long_or_fails_is_not_waited_for(place: Path) -> 
         assert entry is None
 
 
+def test_a_maker_with_a_lock_of_its_own_is_waited_for_by_its_kind_alone(place: Path) -> None:
+    one, other = DiskCache(place, LARGE), DiskCache(place, LARGE)
+    with one.made_once(key("a"), 20.0, "slow"):
+        begin = time.monotonic()
+        with other.made_once(key("a"), 20.0) as entry:
+            assert entry is None
+        assert time.monotonic() - begin < 10
+        begin = time.monotonic()
+        with other.made_once(key("a"), 0.5, "slow"):
+            assert time.monotonic() - begin >= 0.5
+
+
 def test_a_maker_that_is_killed_holds_nothing(place: Path) -> None:
     program = (
         "import sys, time\n"
