@@ -68,7 +68,7 @@ class Inference:
                 raise NotRecordable("its fake kernel refuses what eager takes") from None
             raise
         if rng.draws_random_numbers(op, args):
-            probe.try_drawing(op, args, kwargs, output, self._meta)
+            tried = probe.try_drawing(op, args, kwargs, output, self._meta)
         output = self._laid_out_like(output, tried)
         if isinstance(tiny, torch.Tensor) and tiny.dtype != output.dtype:
             raise NotRecordable("its fake kernel gives another dtype")

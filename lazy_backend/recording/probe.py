@@ -97,14 +97,15 @@ _LAID_OUT_BY_KERNELS = frozenset(
 )  # fmt: skip
 
 
-def try_drawing(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, read: Reader) -> None:
-    """Call a random `op` on ones, which none refuses, if these and its results, `made`, are small.
+def try_drawing(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, read: Reader) -> Any:
+    """What a random `op` gives for ones, which none refuses; None if these or its results, `made`, are large.
 
     Raises what eager raises.
     """
     results = sum(result.numel() for result in flat([made]) if isinstance(result, torch.Tensor))
-    if results <= _MAX_NUMEL:
-        try_ones(op, args, kwargs, read)
+    if results > _MAX_NUMEL or not _are_small(_metas(args, kwargs, read)):
+        return None
+    return _call_on(_ones, op, args, kwargs, read)
 
 
 def try_zeros(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:

@@ -147,3 +147,17 @@ def test_results_are_resized_again_by_the_same_call() -> None:
         torch.split_with_sizes_copy(x, [2, 3], out=parts)
         assert [tuple(part.shape) for part in parts] == [(2, 5), (3, 5)]
         assert torch.equal(torch.cat(parts).cpu(), x.cpu())
+
+
+@pytest.mark.parametrize("first_sight", ["record", "run"])
+def test_random_numbers_have_the_dtype_and_strides_that_eager_gives_them(first_sight: str) -> None:
+    """The fake kernel of `normal` promotes dtypes and is contiguous; eager's takes those of the mean."""
+    lazy_backend.config.first_sight = first_sight
+    mean, spread = torch.zeros(3, 2, dtype=torch.bfloat16).t(), torch.ones(2, 3)
+    expected = torch.normal(mean, spread)
+    for _ in range(2):
+        found = torch.normal(mean.to("lazy"), spread.to("lazy"))
+        lazy_backend.mark_step()
+        assert (found.dtype, found.cpu().shape) == (expected.dtype, expected.shape)
+        base = torch.zeros(3, 2).to("lazy")
+        assert torch.normal(base.t(), 1.0).stride() == torch.normal(torch.zeros(3, 2).t(), 1.0).stride()
