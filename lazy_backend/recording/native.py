@@ -237,7 +237,7 @@ def _command(target: Path) -> list[str]:
     return [*compiler, *options, *(f"-I{path}" for path in included), str(_SOURCE), "-o", str(target), *linked]
 
 
-# Runs a command in the group of processes that the shell leads, which ends with the program, as its standard input does.
+# Runs a command in the group of processes that the shell leads. They end with the program, as its standard input does.
 _WHILE_THE_PROGRAM_RUNS = 'exec 3<&0 </dev/null; (read _ <&3; kill -9 0) & exec 3<&-; exec "$@"'
 
 

@@ -297,6 +297,7 @@ def test_finalizers_may_do_anything_while_results_are_wrapped() -> None:
     lazy_backend.config.run_in_background = "never"  # on the thread of a run, a finalizer may not read
     # nor on that of a compile, whose modes would take its calls; and none may import, within an import
     lazy_backend.wait_for_compiles()
+    lazy_backend.config.compile = "off"
     for kind in range(3):
         Finalized(kind)
     gc.collect()
