@@ -208,10 +208,11 @@ def test_storages_that_are_gone_leave_no_references() -> None:
     _toggle(True)
     kept = [torch.ones(2, device="lazy") for _ in range(10)]
     before = len(_context().registry.references)
-    for _ in range(400):
+    for _ in range(4000):
         kept[0] = kept[0] + 1
-    assert len(_context().registry.references) < before + 200
-    assert_same(kept[0].cpu(), torch.full((2,), 401.0))
+    # one round of four looks each through what others keep, and what that round left is found by the next
+    assert len(_context().registry.references) < 1.5 * before + 200
+    assert_same(kept[0].cpu(), torch.full((2,), 4001.0))
 
 
 def test_usual_calls_do_not_reach_python() -> None:
