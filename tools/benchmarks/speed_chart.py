@@ -146,13 +146,13 @@ def sentences(runs: Sequence[Run]) -> str:
     table, plain_loops = "docs/benchmarks.md#speed-beside-eagers", "docs/benchmarks.md#plain-loops"
     cores = _counted(runs[0]["about"]["cores"])
     compiled_ones = f"the {number}" if len(compiled) == len(captured) else f"{_counted(len(compiled))} of them"
-    faster = sum(speed > 1 for speed in plain.values())
+    faster, every = sum(speed > 1 for speed in plain.values()), _counted(len(plain))
+    faster_ones = f"all {every}" if faster == len(plain) else f"{_counted(faster)} of the {every}"
     text = (
         f"On {cores} cores, captured loops of {number} small models ran at {_range(captured)} times eager's speed with "
         f"one thread per operator, and {others} at {_range(both)} times with two. `torch.compile`, in its faster form, "
         f"ran {compiled_ones} at {_range(compiled)} times with one thread ([table]({table})). Without "
-        f"`capture`, [plain loops]({plain_loops}) of {_counted(faster)} of the {_counted(len(plain))} were faster than "
-        "eager."
+        f"`capture`, [plain loops]({plain_loops}) of {faster_ones} were faster than eager."
     )
     return textwrap.fill(text, 127, break_long_words=False, break_on_hyphens=False)
 
