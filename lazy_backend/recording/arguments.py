@@ -24,13 +24,17 @@ K = TypeVar("K")
 # Up to this many operands, each result is compared with each operand.
 _FEW = 8
 
+# Types of arguments other than floats that are the same whatever tensors stand for, and at each replay.
+LITERALS = frozenset((int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format))
+
 
 def mutated_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a call writes."""
-    operands = schema_of(op).mutates
-    if not operands:
-        return []
-    return flat([args[o.place] if o.place < len(args) else kwargs.get(o.name) for o in operands])
+    written: list[Any] = []
+    for operand in schema_of(op).mutates:
+        arg = args[operand.place] if operand.place < len(args) else kwargs.get(operand.name)
+        written += arg if arg.__class__ is list else flat(arg)
+    return written
 
 
 def flat(arg: Any) -> list[Any]:

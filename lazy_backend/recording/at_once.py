@@ -21,7 +21,7 @@ from lazy_backend.lowering.ir.graph import TensorMeta, extent, meta_of
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.ports.tensor_types import share_memory
 from lazy_backend.precision.autocast_state import autocast_state
-from lazy_backend.recording.arguments import StandIns, with_leaves
+from lazy_backend.recording.arguments import LITERALS, StandIns, with_leaves
 from lazy_backend.recording.operators import traits_of
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.outside import new_data, whole_storage
@@ -134,7 +134,7 @@ class RealCall:
         return with_runs(self.context.backing, lambda: self._run_as_needed(op, args, kwargs, seed))
 
     def _run_as_needed(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int | None) -> Any:
-        if seed is not None or op.namespace != "aten" or has_modes():
+        if seed is not None or not traits_of(op).is_aten or has_modes():
             return run_clean(self._run, op, args, kwargs, seed)
         real_args, real_kwargs = self._make_real(op, args, kwargs)
         if not self._is_complex:
@@ -161,7 +161,7 @@ class RealCall:
         self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], Mapping[str, Any]]:
         to_real = self._to_own_real if traits_of(op).resizes else self._to_real
-        real_args = [to_real(arg) for arg in args]
+        real_args = [arg if arg.__class__ in LITERALS else to_real(arg) for arg in args]
         return real_args, {name: to_real(arg) for name, arg in kwargs.items()} if kwargs else kwargs
 
     def source_of(self, real: torch.Tensor) -> TensorData | None:
@@ -181,11 +181,8 @@ class RealCall:
         return with_leaves(self._to_own_real, arg) if isinstance(arg, list | tuple) else self._to_real(arg)
 
     def _to_real(self, arg: Any) -> Any:
-        kind = arg.__class__
-        if kind is LazyTensor:
+        if arg.__class__ is LazyTensor:
             return self._add(arg, backing_tensor(arg._data))
-        if kind is int or kind is float or kind is bool or arg is None:
-            return arg
         if isinstance(arg, torch.Tensor):
             self._is_complex = self._is_complex or arg.is_complex()
             if isinstance(arg, LazySparseTensor):

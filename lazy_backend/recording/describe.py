@@ -15,11 +15,11 @@ from lazy_backend.cache.trie import TrieNode
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import further_frames, user_site
 from lazy_backend.lowering.ir import rng
-from lazy_backend.lowering.ir.graph import Constant, TensorMeta, intern_meta, is_contiguous, meta_of
+from lazy_backend.lowering.ir.graph import Constant, intern_meta, is_contiguous, meta_of
 from lazy_backend.lowering.ir.program import SLOTS, Call, Cut, Entered, Fresh, Result, Same, Token, View
 from lazy_backend.lowering.ir.schema import OpSchema
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
-from lazy_backend.recording.arguments import mutated_arguments, operand_at, path_of, path_to
+from lazy_backend.recording.arguments import LITERALS, mutated_arguments, operand_at, path_of, path_to
 from lazy_backend.recording.operators import INDEX_OPS, NotRecordable, Traits, float_shaped_ops, traits_of
 from lazy_backend.settings import config
 from lazy_backend.tensors.outside import mixed_devices, quantized_error
@@ -86,8 +86,9 @@ def describe(
     traits = traits_of(op)
     schema = traits.schema
     converter = _Converter(context, op)
-    call_args = tuple([converter.convert(arg) for arg in args])
-    call_kwargs = tuple([(name, converter.convert(arg)) for name, arg in kwargs.items()]) if kwargs else ()
+    convert = converter.convert
+    call_args = tuple([arg if arg.__class__ in LITERALS else convert(arg) for arg in args])
+    call_kwargs = tuple([(name, convert(arg)) for name, arg in kwargs.items()]) if kwargs else ()
     first_slot = num_slots_of(context.trace.cursor)
     results, num_made = _describe_results(context, op, args, kwargs, output, source_of, schema, first_slot)
     mutates: tuple[Token, ...] = ()
@@ -125,7 +126,7 @@ class _Converter:
         kind = arg.__class__
         if kind is LazyTensor:
             return arg._data.token
-        if kind in _LITERALS:
+        if kind in LITERALS:
             return arg
         if kind is list or kind is tuple:
             return tuple([self.convert(item) for item in arg])
@@ -139,10 +140,6 @@ class _Converter:
             self.num_constants += 1
             return Constant(self.num_constants - 1)
         return arg
-
-
-# Types of arguments that a `Call` stores unchanged.
-_LITERALS = frozenset((int, bool, type(None), str, torch.dtype, torch.layout, torch.memory_format))
 
 
 def _describe_results(
@@ -171,16 +168,11 @@ def _describe_results(
             path = path_of(alias.operand, args)
             results.append(Same(operand_at(path, args, kwargs)._data.token, path))
             continue
-        if given.layout in SPARSE_LAYOUTS:
-            raise NotRecordable(GIVES_SPARSE)
         if given.layout is not torch.strided:
-            raise LazyBackendError(
-                f"{op} gives a {str(given.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"
-                f"  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
-            )
+            raise _refusal(op, given)
         source = source_of(given)
         if source is None:
-            meta = _base_meta(given)
+            meta = intern_meta(given.shape, given.stride(), 0, given.dtype)
             results.append(Fresh(SLOTS[slot], meta, wrapper_arguments(context, meta)))
         else:
             path = path_to(source, args, kwargs)
@@ -197,5 +189,11 @@ def num_slots_of(cursor: TrieNode[Call | Cut]) -> int:
     return call.num_slots if isinstance(call, Call) else 0
 
 
-def _base_meta(fake: torch.Tensor) -> TensorMeta:
-    return intern_meta(tuple(fake.shape), tuple(fake.stride()), 0, fake.dtype)
+def _refusal(op: OpOverload, given: torch.Tensor) -> Exception:
+    """Why a result of another layout cannot be recorded."""
+    if given.layout in SPARSE_LAYOUTS:
+        return NotRecordable(GIVES_SPARSE)
+    return LazyBackendError(
+        f"{op} gives a {str(given.layout).removeprefix('torch.')} tensor, which lazy tensors cannot be\n"
+        f"  at {user_site()}\n  compute it on the CPU, as in tensor.cpu()"
+    )

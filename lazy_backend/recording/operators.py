@@ -62,10 +62,11 @@ class Traits:
     """What an operator is like, whatever its arguments. Looking takes 50 µs, so it is done once."""
 
     schema: OpSchema
+    is_aten: bool  # of PyTorch's own kernels
     draws: bool  # may draw random numbers
     runs_at_once: str | None  # why its calls cannot be recorded
     is_checked: bool  # whether a call can be recorded depends on its arguments
-    resizes: bool  # may change the geometry of an operand: of `out`, or of what its name says
+    resizes: bool  # may change the geometry of an operand: of `out`, of what its name says, or of whatever it writes
     asks_fake: bool  # its fake kernel may know better than a run whether a call can be recorded
 
 
@@ -94,10 +95,16 @@ def _inspect(op: OpOverload) -> Traits:
         reason = "it has no fake kernel"
     return Traits(
         schema=schema,
+        is_aten=op.namespace == "aten",
         draws=draws,
         runs_at_once=reason,
         is_checked=bool(schema.mutates or draws or reason or name in INDEX_OPS or name == "aten::as_strided_scatter"),
-        resizes=name in _RESIZING or any(arg.kwarg_only and arg.is_write for arg in function_schema(op).arguments),
+        resizes=(
+            name in _RESIZING
+            or torch.Tag.inplace_view in tags
+            or bool(schema.mutates and not is_ours)
+            or any(arg.kwarg_only and arg.is_write for arg in function_schema(op).arguments)
+        ),
         # For custom operators, only the fake kernel says that shapes depend on values; for powers of booleans, only
         # the fake kernel says what a compiler would make of them.
         asks_fake=not is_ours or name in _POWERS or op is aten._padded_dense_to_jagged_forward.default,

@@ -610,7 +610,7 @@ def _run_unseen(
         output = real.run(op, args, kwargs, None)
     trace.run_seconds += perf_counter() - begin
     try:
-        if traits.schema.mutates and real.resized():
+        if traits.resizes and real.resized():
             raise NotRecordable("it resizes an operand")
         call = describe(context, op, args, kwargs, output, real.source_of, entered)
     except NotRecordable as reason:

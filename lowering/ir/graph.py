@@ -92,9 +92,10 @@ def intern_meta(
     neg: bool = False,
 ) -> TensorMeta:
     """The unique `TensorMeta` with these properties."""
-    key = (shape, stride, storage_offset, dtype, conj, neg)
-    found = _metas.get(key)
+    found = _metas.get((shape, stride, storage_offset, dtype, conj, neg))
     if found is None:
+        # a `torch.Size` equals its tuple, which is kept
+        key = (tuple(shape), tuple(stride), int(storage_offset), dtype, conj, neg)
         # setdefault: two threads may race here, and metas are compared by identity
         found = _metas.setdefault(key, TensorMeta(*key))
     return found
@@ -103,12 +104,7 @@ def intern_meta(
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """The meta of a strided tensor (real or fake)."""
     return intern_meta(
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
+        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
     )
 
 
