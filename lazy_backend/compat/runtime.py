@@ -137,6 +137,7 @@ PARTS: tuple[Part, ...] = (
     Part("recording.record", ("_handlers", "_handlers_of", "_recorded_alike", "_run_alike", "_arriving", "INSTALLED"),
          Life.PROCESS, "who handles each operator"),
     Part("floats.formulas", ("traced_integer",), Life.FACTS, "the class of integers that are followed"),
+    Part("recording.attention", ("_chosen",), Life.FACTS, "kernels of attention that PyTorch chose"),
     Part("recording.native", ("native_recorder", "_SOURCE"), Life.PROCESS, "the recorder in C++"),
     Part("recording.sparse_operators", ("_handlers",), Life.PROCESS, "who handles operators on sparse tensors"),
     Part("replay.accounts", ("_accounts",), Life.USERS, "what replays of captured functions gain"),

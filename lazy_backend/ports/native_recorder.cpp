@@ -161,6 +161,9 @@ PyObject *draw, *take_back;  // () -> (seed, ...), and (that) for a seed that wa
 PyObject* make_meta;  // (shape, stride, offset, dtype) -> the meta of that geometry
 PyObject* wrap_result;  // (context, real, [(lazy, real)]) -> a lazy tensor for a result that is not plain
 PyObject* see_calls;  // (context, storages): so many storages were made by calls that ran at once
+// Operators that draw random numbers for dropout alone, and the argument that is its probability: only without it they
+// are recorded and run here
+PyObject* dropouts;  // ((name, place), ...)
 std::optional<c10::impl::LocalDispatchKeySet> kernel_keys;  // of a kernel of PyTorch's in a thread in no mode
 int64_t num_known = 0, num_others = 0, num_at_once = 0, num_reads = 0;
 
@@ -569,6 +572,15 @@ std::optional<OperatorHandle> operator_of(PyObject* name) {
   return c10::Dispatcher::singleton().findSchema({full, overload});
 }
 
+// The place of a probability that has to be 0 for calls of `op` to be made here; -1 if there is none.
+int dropout_of(const OperatorHandle& op) {
+  for (Py_ssize_t one = 0; one < PyTuple_Size(dropouts); ++one) {
+    PyObject* pair = PyTuple_GET_ITEM(dropouts, one);
+    if (operator_of(PyTuple_GetItem(pair, 0)) == op) return static_cast<int>(PyLong_AsLong(PyTuple_GetItem(pair, 1)));
+  }
+  return -1;
+}
+
 bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
   if (Py_TYPE(call) != classes.call || !PyTuple_Check(key)) return false;
   PyObject* op = attribute(call, "op");
@@ -580,6 +592,13 @@ bool read_node(PyObject* key, PyObject* call, Known::Content& content) {
   const auto handle = operator_of(name.get());
   PyObject *ops = PyTuple_GET_ITEM(content.alike.get(), 0), *left_out = PyTuple_GET_ITEM(content.alike.get(), 1);
   if (!handle || !read_arguments(handle->schema(), key, call, left_out, content)) return false;
+  if (const int dropout = dropout_of(*handle); dropout >= 0) {
+    Part& part = content.parts[dropout];
+    const bool is_none = (part.kind == Kind::Int && part.number == 0) || part.kind == Kind::Default;
+    if (!is_none) return false;
+    part.kind = Kind::Default;
+    part.value = 0.0;
+  }
   PyObject* results = attribute(call, "results");
   content.results.resize(PyTuple_GET_SIZE(results));
   for (size_t place = 0; place < content.results.size(); ++place)
@@ -1113,6 +1132,7 @@ struct Running {  // an operator
   bool is_approved = false, is_read = false;
   bool may_leave = false;  // the device, for the host
   int generator = -1;  // the argument that random numbers come from
+  int dropout = -1;  // the argument that has to be 0
   std::vector<bool> written;  // by argument
 };
 
@@ -1129,6 +1149,7 @@ const Running& running(const OperatorHandle& op, PyObject* python_op) {
     if (draws.get() == Py_True && argument.name() == "generator") made.generator = static_cast<int>(made.written.size());
     made.written.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
   }
+  made.dropout = dropout_of(op);
   made.is_approved = draws.get() == Py_False || made.generator >= 0;
   return known.emplace(python_op, std::move(made)).first->second;
 }
@@ -1267,6 +1288,7 @@ bool run_at_once(const Arrival& arrival, torch::jit::Stack* stack) {
   const Running& known = running(op, arrival.python_op);
   const auto backing = device_in(context, context_slots.backing);
   if (!known.is_approved || !backing) return false;
+  if (known.dropout >= 0 && !(args[known.dropout].isDouble() && args[known.dropout].toDouble() == 0)) return false;
   if (!backing->is_cpu()) {
     // Python puts a call into order with runs if its thread is on a stream of its own
     const c10::impl::VirtualGuardImpl streams(backing->type());
@@ -1656,6 +1678,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "make_meta", make_meta);
   take(given, "wrap_result", wrap_result);
   take(given, "see_calls", see_calls);
+  take(given, "dropouts", dropouts);
   if (PyErr_Occurred() != nullptr) return nullptr;
   for (size_t format = 0; format < markers.formats.size(); ++format)
     markers.formats[format] = PyTuple_GetItem(formats, static_cast<Py_ssize_t>(format));

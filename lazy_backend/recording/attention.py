@@ -17,7 +17,7 @@ from lazy_backend.errors.tracebacks import hide_internals
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import empty_of
 from lazy_backend.ports.table import ATTENTION
-from lazy_backend.recording.record import add_handler, record
+from lazy_backend.recording.record import add_handler, record, records_alike
 from lazy_backend.tensors.contexts import contexts
 from lazy_backend.tensors.tensor import LazyTensor
 from lazy_backend.tensors.thread_state import run_clean
@@ -38,6 +38,27 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
         return SDPBackend.MATH
     # about 8 µs; torch.nn.attention can only restrict the choice
     return contexts.backing().attention([*map(_stand_in, args)], kwargs)
+
+
+# The kernels that were chosen, by all that the choice depends on
+_chosen: dict[tuple[Any, ...], SDPBackend] = {}
+_MOST_CHOSEN = 1024
+
+
+def _circumstances(operands: Sequence[torch.Tensor | None], *options: Any) -> tuple[Any, ...] | None:
+    """What the choice of a kernel depends on. None where that is not known."""
+    switches = contexts.backing().attention_switches()
+    if switches is None:
+        return None
+    found: list[Any] = [torch.is_grad_enabled(), *switches, *options]
+    for operand in operands:
+        if operand.__class__ is LazyTensor:
+            found += (operand._data.meta, operand.requires_grad)  # type: ignore[union-attr]
+        elif operand is None:
+            found.append(None)
+        else:
+            return None
+    return tuple(found)
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -73,15 +94,22 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel of `aten::scaled_dot_product_attention` on the AutogradLazy key."""
-    if not _is_usual(query, key, value, attn_mask, dropout_p):
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        stand_ins = map(_stand_in, (query, key, value, attn_mask))
-        run_clean(aten.scaled_dot_product_attention.default, *stand_ins, dropout_p, is_causal, **options)  # may raise
-    if 0 in (query.numel(), key.numel(), value.numel()):
-        return _of_nothing(query, key, value)
-    backend = SDPBackend.MATH
-    if dropout_p == 0:  # fused kernels draw their dropout from the default generator, not from a seed that we give
-        backend = _choice(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    place = _circumstances((query, key, value, attn_mask), dropout_p, is_causal, scale, enable_gqa)
+    backend = None if place is None else _chosen.get(place)
+    if backend is None:
+        if not _is_usual(query, key, value, attn_mask, dropout_p):
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            stand_ins = map(_stand_in, (query, key, value, attn_mask))
+            run_clean(aten.scaled_dot_product_attention.default, *stand_ins, dropout_p, is_causal, **options)  # may raise
+        if 0 in (query.numel(), key.numel(), value.numel()):
+            return _of_nothing(query, key, value)
+        backend = SDPBackend.MATH
+        if dropout_p == 0:  # fused kernels draw their dropout from the default generator, not from a seed that we give
+            backend = _choice(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if place is not None:
+            if len(_chosen) >= _MOST_CHOSEN:
+                _chosen.clear()
+            _chosen[place] = backend
     if backend == SDPBackend.MATH or query.dim() == 4:
         return _run(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     # since 2.14 fused kernels are chosen for three dimensions, too, and PyTorch calls them with a batch of one
@@ -104,7 +132,6 @@ def _run(
     """Attention by the kernel that was chosen, or written out if it is one that we do not call."""
     mask = _additive(attn_mask, query.dtype)
     on_cpu = isinstance(query, LazyTensor) and query._data.context.backing.type == "cpu"
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if backend == SDPBackend.FLASH_ATTENTION and on_cpu:
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
         return flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]  # type: ignore[no-any-return]
@@ -112,6 +139,7 @@ def _run(
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend == SDPBackend.EFFICIENT_ATTENTION and mask is None:
         efficient = aten._scaled_dot_product_efficient_attention.default
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         return efficient(query, key, value, None, needs_grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     written_out = aten._scaled_dot_product_attention_math.default
     options = {"scale": scale, "enable_gqa": enable_gqa}
@@ -135,8 +163,12 @@ def _handler(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return scaled_dot_product_attention(*args, **kwargs)
 
 
+@records_alike()
 def _fused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Record a fused kernel. Without dropout it draws no random numbers; a literal 0 puts that into the key."""
+    """Record a fused kernel. Without dropout it draws no random numbers; a literal 0 puts that into the key.
+
+    The recorder in C++ takes calls without dropout only.
+    """
     place = rng.DROPOUT_PLACES[op]
     if len(args) > place and args[place] == 0:
         args = (*args[:place], 0, *args[place + 1 :])
@@ -145,6 +177,6 @@ def _fused(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def install_attention(library: torch.library.Library) -> None:
     for op in rng.DROPOUT_PLACES:
-        add_handler(op, _fused)
+        add_handler(op, _fused, runs_alike=True)
     add_handler(aten.scaled_dot_product_attention.default, _handler)
     library.impl("scaled_dot_product_attention", hide_internals(scaled_dot_product_attention), "AutogradLazy")

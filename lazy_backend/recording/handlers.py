@@ -403,7 +403,7 @@ def install_handlers() -> None:
     add_handler(aten._local_scalar_dense.default, _local_scalar, runs_alike=True)
     add_handler(aten.is_same_size.default, _is_same_size)
     add_handler(aten._has_same_storage_numel.default, _has_same_storage_numel)
-    add_handler(aten.equal.default, _equal)
+    add_handler(aten.equal.default, _equal, runs_alike=True)
     add_handler(aten.resize_.default, _resize)
     add_handler(aten.resize_as_.default, _resize)
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)

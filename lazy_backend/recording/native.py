@@ -180,6 +180,7 @@ def _handed_over() -> dict[str, Any]:
         "download_bytes": "InboundData",
         "lock": threading.RLock(),
         "runs_alike": record.runs_alike,
+        "dropouts": tuple((op.name(), place) for op, place in rng.DROPOUT_PLACES.items()),
         "draw": at_once.draw,
         "take_back": at_once.take_back,
         "make_meta": intern_meta,

@@ -184,9 +184,10 @@ def runs_alike(op: OpOverload) -> bool | None:
     if op.namespace != "aten" or not (handler in _recorded_alike or id(op) in _run_alike):
         return None
     traits = traits_of(op)
-    if traits.resizes or (traits.draws and (handler is not _record_random or op in rng.DROPOUT_PLACES)):
+    draws = traits.draws and op not in rng.DROPOUT_PLACES  # C++ takes no calls of these with dropout
+    if traits.resizes or (draws and handler is not _record_random):
         return None
-    return traits.draws
+    return draws
 
 
 def add_handlers_of(namespace: str, choose: Callable[[OpOverload], Handler]) -> None:
@@ -216,7 +217,7 @@ INSTALLED = staticmethod(dispatch)
 def _choose_handler(op: OpOverload) -> Handler:
     """Choose the handler for an operator that arrives for the first time."""
     # composite operators arrive undecomposed only where autograd is off altogether, in inference mode
-    handler: Handler = _decompose if can_decompose(op) else record
+    handler: Handler = _decompose if _is_composite(op) else record
     if op is aten._nested_tensor_from_mask_left_aligned.default:
         handler = _ask  # it returns a bool: whether a mask could become a nested tensor
     elif op.namespace in _handlers_of:
@@ -232,6 +233,11 @@ def _choose_handler(op: OpOverload) -> Handler:
     learn(op)
     add_handler(op, handler)
     return handler
+
+
+def _is_composite(op: OpOverload) -> bool:
+    """Whether `op` is no more than calls of others. PyTorch has some written out in Python that have kernels, too."""
+    return can_decompose(op) and (has_kernel(op.name(), "CompositeImplicitAutograd") or not has_kernel(op.name(), "Meta"))
 
 
 def prepare() -> None:

@@ -39,5 +39,8 @@ class CpuDevice(BackingDevice):
     def attention(self, operands: Sequence[Any], options: Mapping[str, Any]) -> SDPBackend:
         return SDPBackend(attention_choice(*operands, **options))
 
+    def attention_switches(self) -> tuple[Any, ...]:
+        return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()  # of the CPU, too
+
 
 CPU = CpuDevice("cpu")

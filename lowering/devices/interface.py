@@ -116,6 +116,10 @@ class BackingDevice:
         """The fused kernel of attention for these arguments of `scaled_dot_product_attention`, or `MATH` for none."""
         return SDPBackend.MATH
 
+    def attention_switches(self) -> tuple[Any, ...] | None:
+        """All that `attention` depends on besides its arguments and the grad mode. None: it is asked at each call."""
+        return None
+
     def graph_device(self, device: torch.device) -> GraphDevice | None:
         """The streams and graphs of one device. None: runs happen within the call, on the stream of its thread."""
         return None

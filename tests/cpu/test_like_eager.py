@@ -157,6 +157,23 @@ def test_histc_of_ints_counts_as_of_floats(dtype: torch.dtype, first_sight) -> N
     assert_same(torch.histc(x.to("lazy"), 4, 0, 3), torch.histc(x.double(), 4, 0, 3).to(dtype))
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("sizes", [{"scale_factor": 2}, {"scale_factor": 1.7}, {"size": 5}])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_interpolation_by_the_nearest_is_eagers_kernel(
+    dims: int, sizes: dict[str, Any], mode: str, first_sight
+) -> None:
+    seen = []
+    for device in ("cpu", "lazy"):
+        x = floats(device, 3, 2, *(6, 4, 3)[:dims]).transpose(0, 1).requires_grad_()
+        larger = F.interpolate(x, mode=mode, **sizes)
+        (gradient,) = torch.autograd.grad(larger.square().sum(), x)
+        seen.append([(one.detach().cpu(), one.stride()) for one in (larger, gradient)])
+    for found, expected in zip(*seen, strict=True):
+        assert torch.equal(found[0], expected[0])
+        assert found[1] == expected[1]
+
+
 @pytest.mark.parametrize("classes", [(0, -2, 1), (0, 7, 1)])
 def test_one_hot_of_a_class_out_of_range_is_refused(classes: tuple[int, ...]) -> None:
     for first_sight in ("run", "record"):

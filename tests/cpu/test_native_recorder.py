@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from harness import assert_same
 from known_calls import CALLS, FACTORIES, draws
 from torch._C import DisableTorchFunctionSubclass
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazy_backend
-from lazy_backend import ir_cache
+from lazy_backend import config, ir_cache
 from lazy_backend.cache.disk import DiskCache
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.ports.dispatcher import dispatch_keys
@@ -120,7 +121,19 @@ def _gradients_of_gradients(device: str, step: int, state: dict[str, Any]) -> to
         return torch.stack([first.detach().sum(), second.sum(), (value * 2).sum()])
 
 
-PROGRAMS = (_mlp, _norms, _views, _branches, _arguments, _gradients_of_gradients)
+def _attention(device: str, step: int, state: dict[str, Any]) -> torch.Tensor:
+    operand = (torch.arange(96.0) * (1 + step)).cos().reshape(1, 2, 6, 8).to(device).requires_grad_()
+    bias = torch.arange(36.0).reshape(6, 6).to(device) / 10
+    attended = F.scaled_dot_product_attention(operand, operand * 2, operand.sin(), is_causal=True)
+    attended = F.scaled_dot_product_attention(attended, operand, attended, attn_mask=bias, scale=0.5)
+    with torch.no_grad():
+        plain = F.scaled_dot_product_attention(operand, operand, operand)
+    larger = F.interpolate(attended + plain, scale_factor=1.5, mode="nearest")
+    (gradient,) = torch.autograd.grad(larger.square().sum(), operand)
+    return gradient
+
+
+PROGRAMS = (_mlp, _norms, _views, _branches, _arguments, _gradients_of_gradients, _attention)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -138,6 +151,36 @@ def test_programs_are_recorded_in_cpp_and_give_what_eager_gives(program: Callabl
             in_cpp += _known() - known
             assert contexts.get_device_context(0).trie.size == size  # the very nodes that Python made
     assert in_cpp > 0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_attention_asks_python_for_its_kernel_alone(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is recorded, or run, in C++, and refuses to drop something out as in eager."""
+    monkeypatch.setattr(config, "eager", eager)
+    operand = torch.ones(1, 2, 4, 8).to("lazy")
+    for _ in range(2):
+        operand + 1  # the first call of a step asks whether calls run at once
+        others = native_recorder.counts()[1]
+        F.scaled_dot_product_attention(operand, operand, operand)
+        others = native_recorder.counts()[1] - others
+        with pytest.raises(RuntimeError, match="do not support dropout"):
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(operand, operand, operand, 0.5)
+        lazy_backend.mark_step()
+    assert others == 0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_attention_follows_the_switches_of_its_kernels(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "eager", eager)
+    operand = torch.randn(1, 2, 4, 8)
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH) * 2:
+        with sdpa_kernel(kernel):
+            found, expected = (F.scaled_dot_product_attention(*(operand.to(d),) * 3) for d in ("lazy", "cpu"))
+        assert torch.equal(found.cpu(), expected)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        for device in ("lazy", "cpu"):
+            with pytest.raises(RuntimeError, match="No viable backend"):
+                F.scaled_dot_product_attention(*(operand.to(device),) * 3)
 
 
 def _random(state: dict[str, Any]) -> list[torch.Tensor]:
@@ -533,7 +576,7 @@ _COLLECTED = """
 import gc, sys
 import torch, lazy_backend
 from known_calls import CALLS, FACTORIES, draws
-from lazy_backend import ir_cache
+from lazy_backend import config, ir_cache
 from lazy_backend.recording.native import native_recorder
 
 lazy_backend.config.compile = "off"
