@@ -41,6 +41,7 @@ from lazy_backend.lowering.collectives.agreement import agreements
 from lazy_backend.lowering.compilation.background import worker
 from lazy_backend.lowering.device_graphs.launcher import launches
 from lazy_backend.lowering.ir.passes import watch_passes
+from lazy_backend.ports.dispatcher import import_what_dispatch_imports
 from lazy_backend.ports.port import check_version, ports_off, renew_imported_names
 from lazy_backend.ports.replacements import bundles, collectives, functions, mixed_precision, moving, optimizing
 from lazy_backend.precision import autocast
@@ -187,6 +188,7 @@ def _switch_device_graphs() -> None:
 
 def _prepare() -> None:
     """Prepare for the first lazy device, just before it is made: merely importing this package should cost nothing."""
+    import_what_dispatch_imports()
     record.prepare()
     autocast.follow_backing_device()
     step_ends.watch()

@@ -30,6 +30,7 @@ from lazy_backend.diagnostics.run_log import RunLog
 from lazy_backend.lowering.ir.graph import Graph, print_arg
 from lazy_backend.lowering.ir.program import Call, Cut, Entered, Fresh, Result, Token, View
 from lazy_backend.ports.autograd_engine import trace_structured, writes_traces
+from lazy_backend.ports.cpython import pass_on_interruption
 from lazy_backend.ports.table import STRUCTURED_TRACE
 from lazy_backend.settings import config
 
@@ -226,6 +227,7 @@ def explaining(record: SyncRecord) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        pass_on_interruption(error)
         if config.check_graphs:
             raise
         text = f"{type(error).__name__}: {error}"

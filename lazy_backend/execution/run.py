@@ -48,6 +48,7 @@ from lazy_backend.lowering.ir.ranges import is_profiling, profiled
 from lazy_backend.lowering.plans.cached_computation import CachedComputation
 from lazy_backend.lowering.plans.profiling import ExecutionPlan
 from lazy_backend.lowering.plans.trial import Trial
+from lazy_backend.ports.cpython import from_signal_handler, pass_on_interruption
 from lazy_backend.settings import config
 from lazy_backend.tensors.locks import DeviceRun, Work
 from lazy_backend.tensors.state import DeviceContext, LazyStorage, TensorData, ViewData
@@ -148,7 +149,8 @@ class Async(Work):
                     run_clean(lambda: beside.begin(self._inputs(), self.constants, self.seeds))
                 else:
                     beside.begin(inputs, self.constants, self.seeds)
-            except Exception:
+            except Exception as raised:
+                pass_on_interruption(raised)
                 if not beside.jobs:  # by a call that interrupted this one, and took what it needed
                     # the error comes again there, and is told as every other
                     self.place, self.beside = RunPlace.WITHIN_CALL, None
@@ -207,6 +209,7 @@ class Async(Work):
         Raises no exception except Ctrl-C and the like, so that errors surface in the same way wherever the run happens.
         """
         start = perf_counter()
+        self.interruption = None
         # finalizers on this thread would find results that are not there yet; they run after the run. On the device's
         # thread they are kept from running anything: pausing the collector there would pause it for all threads
         pauses = not self.collection.context.queue.is_here() and gc.isenabled()
@@ -221,15 +224,24 @@ class Async(Work):
             else:
                 run_clean(self._execute_in_order)
         except Exception as raised:
-            self.error = self._describe(raised)
+            # what an earlier run has left may have been interrupted, too
+            is_of_earlier = isinstance(raised, ExecutionError | PoisonedTensorError)
+            self.interruption = None if is_of_earlier else from_signal_handler(raised)
+            if self.interruption is None:
+                self.error = self._describe(raised)
         except BaseException as raised:
             self.interruption = raised
         finally:
             if pauses:
                 gc.enable()
-        self._report(start)
+        if self.interruption is None or not self.is_repeatable():
+            self._report(start)
         if self.interruption is not None:
             raise self.interruption
+
+    def is_repeatable(self) -> bool:
+        """Whether all that is left to do is to hand out what a run beside this thread has made."""
+        return self.beside is not None and bool(self.beside.jobs)
 
     def finish(self) -> None:
         """Nothing waits for this run any more, and it keeps no tensor alive. What it did not compute is poisoned."""
@@ -239,6 +251,8 @@ class Async(Work):
         self.parameters_data.clear()
         self.tensors_data.clear()
         self.collection.storages.clear()
+        if self.beside is not None:
+            self.beside.outputs.clear()
         self.collection.context.locker.unlock(self, self.error)
 
     def _execute_in_order(self) -> None:
@@ -272,7 +286,7 @@ class Async(Work):
         storage = None
         try:
             for place, storage in enumerate(self.tensors_data):
-                if storage is not None:
+                if storage is not None and storage.tensor is None:
                     storage.tensor = outputs[place] if is_known else conform(outputs[place], storage.meta)
                 conforms = conforms and (is_known or (storage is not None and storage.tensor is outputs[place]))
                 outputs[place] = None  # type: ignore[call-overload]
@@ -284,9 +298,10 @@ class Async(Work):
         """Those of a run beside this thread."""
         while not (beside.is_over or beside.wait(_LONGEST_WAIT)):
             pass
-        outputs, ago, self.seconds = beside.results()
-        self.began = perf_counter() - ago
-        self.plan.overlap.note(self.seconds, self.waited)
+        outputs, ago, seconds = beside.results()
+        if seconds:
+            self.began, self.seconds = perf_counter() - ago, seconds
+            self.plan.overlap.note(seconds, self.waited)
         return outputs
 
     def _computed(self, execute: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -18,8 +18,11 @@ import ctypes
 import dis
 import functools
 import gc
+import inspect
 import re
+import signal
 import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, starmap
@@ -47,6 +50,42 @@ def function_of(frame: FrameType) -> FunctionType | None:
     except ctypes.ArgumentError:  # made of what a call raises at the limit of recursion
         raise RecursionError("maximum recursion depth exceeded") from None
     return found if type(found) is FunctionType and found.__code__ is frame.f_code else None
+
+
+def from_signal_handler(error: BaseException) -> BaseException | None:
+    """The exception that a signal handler of the program raised on this thread, if `error` is that or was made of it.
+
+    It is no error of the code that it came into.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {id(code) for handler in handlers if (code := _code_of(handler)) is not None}
+    chained: BaseException | None = error if codes else None
+    while chained is not None:
+        entry = chained.__traceback__
+        while entry is not None:
+            if id(entry.tb_frame.f_code) in codes:
+                return chained
+            entry = entry.tb_next
+        chained = chained.__cause__ if chained.__cause__ is not chained else None
+    return None
+
+
+def pass_on_interruption(error: Exception) -> None:
+    """Raise what a signal handler of the program raised, if `error` is that or was made of it."""
+    interruption = from_signal_handler(error)
+    if interruption is not None:
+        raise interruption
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """The code that a call of `function` begins with; None for what is not in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__code__"):
+        function = getattr(function, "__func__", None) or inspect.getattr_static(type(function), "__call__", None)
+    return getattr(function, "__code__", None)
 
 
 def frames_tell_functions() -> bool:

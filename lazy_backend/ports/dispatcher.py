@@ -5,6 +5,10 @@ In: `torch._ops`, `torch._C`. Out: the same under public names. A name that is m
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
+import threading
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -42,6 +46,22 @@ attention_choice: Any = optional("torch._fused_sdp_choice")
 # The key of the kernels of a type of device: "PrivateUse1" for one that another package added.
 key_of_device: Any = optional("torch._C._dispatch_key_for_device")
 _registered: Any = optional("torch.library._impls")  # where `Library.impl` notes what it registered
+
+
+def import_what_dispatch_imports() -> None:
+    """Import what PyTorch imports when it first asks Python for a call, on a thread that no signal interrupts.
+
+    It takes up to 0.8 s. Interrupted, it leaves modules that are half imported, and each later call fails.
+    """
+
+    def find() -> None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch.distributed.tensor")
+
+    if "torch.distributed.tensor" not in sys.modules:
+        thread = threading.Thread(target=find, name="lazy_backend imports")
+        thread.start()
+        thread.join()
 
 
 def runs_python(op: OpOverload, device_type: str) -> bool:

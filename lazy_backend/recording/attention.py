@@ -82,6 +82,21 @@ def _is_usual(
     return is_alike and dropout_p >= 0 and (mask is None or mask.dtype in (torch.bool, torch.float32, query.dtype))
 
 
+# Attention of at most so many scores is tried on unfilled operands when it is seen for the first time.
+_MOST_TRIED = 1 << 22
+
+
+def _try(operands: tuple[Any, ...], is_causal: bool, options: Mapping[str, Any]) -> None:
+    """Raise what eager raises for attention that is written out, if it is not large.
+
+    For tensors of subclasses, PyTorch adds the mask out of place, which broadcasts the scores.
+    """
+    query, key = operands[:2]
+    if query.numel() // max(query.shape[-1], 1) * max(key.shape[-2], 1) <= _MOST_TRIED:
+        written_out = aten._scaled_dot_product_attention_math.default
+        run_clean(written_out, *map(_stand_in, operands), 0.0, is_causal, None, **options)
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -94,18 +109,24 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel of `aten::scaled_dot_product_attention` on the AutogradLazy key."""
+    options = {"scale": scale, "enable_gqa": enable_gqa}
     place = _circumstances((query, key, value, attn_mask), dropout_p, is_causal, scale, enable_gqa)
     backend = None if place is None else _chosen.get(place)
     if backend is None:
-        if not _is_usual(query, key, value, attn_mask, dropout_p):
-            options = {"scale": scale, "enable_gqa": enable_gqa}
-            stand_ins = map(_stand_in, (query, key, value, attn_mask))
-            run_clean(aten.scaled_dot_product_attention.default, *stand_ins, dropout_p, is_causal, **options)  # may raise
-        if 0 in (query.numel(), key.numel(), value.numel()):
-            return _of_nothing(query, key, value)
+        operands = (query, key, value, attn_mask)
+        if not _is_usual(*operands, dropout_p):  # may raise
+            op = aten.scaled_dot_product_attention.default
+            run_clean(op, *map(_stand_in, operands), dropout_p, is_causal, **options)
         backend = SDPBackend.MATH
-        if dropout_p == 0:  # fused kernels draw their dropout from the default generator, not from a seed that we give
-            backend = _choice(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        is_empty = 0 in (query.numel(), key.numel(), value.numel())
+        # fused kernels draw their dropout from the default generator, not from a seed that we give
+        if dropout_p == 0 and not is_empty:
+            backend = _choice(*operands, dropout_p, is_causal, **options)
+        if is_empty:
+            run_clean(aten.scaled_dot_product_attention.default, *map(_stand_in, operands), 0.0, is_causal, **options)
+            return _of_nothing(query, key, value)
+        if backend == SDPBackend.MATH:
+            _try(operands, is_causal, options)
         if place is not None:
             if len(_chosen) >= _MOST_CHOSEN:
                 _chosen.clear()

@@ -223,6 +223,12 @@ def _lazy_local_scalar(tensor: torch.Tensor) -> Any:
     return _local_scalar(aten._local_scalar_dense.default, (tensor,), {})
 
 
+def _view_as_dtype(op: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Unlike other views, whether it is an inference tensor depends on the mode, and not on what it is a view of."""
+    made = record(op, args, kwargs)
+    return made if made.is_inference() is torch.is_inference_mode_enabled() else wrap(made._data)
+
+
 def _equal(op: Op, args: Args, kwargs: Kwargs) -> bool:
     a, b = args
     if a.shape != b.shape:
@@ -404,6 +410,7 @@ def install_handlers() -> None:
     add_handler(aten.is_same_size.default, _is_same_size)
     add_handler(aten._has_same_storage_numel.default, _has_same_storage_numel)
     add_handler(aten.equal.default, _equal, runs_alike=True)
+    add_handler(aten.view.dtype, _view_as_dtype)
     add_handler(aten.resize_.default, _resize)
     add_handler(aten.resize_as_.default, _resize)
     add_handler(aten._pack_padded_sequence.default, _pack_padded_sequence)

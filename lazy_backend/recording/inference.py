@@ -15,6 +15,7 @@ from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent, meta_of
 from lazy_backend.lowering.ir.optimizers import is_fused_optimizer
 from lazy_backend.lowering.ir.overlap import overlap, overlaps_itself
 from lazy_backend.lowering.ir.schema import schema_of
+from lazy_backend.ports.cpython import from_signal_handler, pass_on_interruption
 from lazy_backend.ports.dispatcher import OpOverload
 from lazy_backend.ports.fake_tensors import (
     FAKE_KEY,
@@ -63,7 +64,8 @@ class Inference:
             raise NotRecordable("its output depends on values") from None
         except (HasNoFake, NotImplementedError):
             raise NotRecordable("it has no fake kernel") from None
-        except Exception:
+        except Exception as error:
+            pass_on_interruption(error)
             if probe.try_ones(op, args, kwargs, self._meta):
                 raise NotRecordable("its fake kernel refuses what eager takes") from None
             raise
@@ -142,7 +144,14 @@ class Inference:
                 unset_mode(FAKE_KEY)
 
         with quiet_fake_tensors():
-            return run_clean(call)
+            try:
+                return run_clean(call)
+            except BaseException as error:
+                if not isinstance(error, Exception) or from_signal_handler(error):
+                    # a fake mode notes in Python whether it is within a kernel, and would stay there
+                    self.context.fake_mode = None
+                    self.context.fakes.clear()
+                raise
 
     def _meta(self, arg: Any) -> Any:
         """The pair (geometry, device) of a tensor, for `probe`; the backing device in place of the lazy one."""

@@ -11,7 +11,6 @@ kernels: there a call's results are those of ones or zeros of the operands' own 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from lazy_backend.lowering.ir import rng
 from lazy_backend.lowering.ir.graph import TensorMeta, empty_of, extent, is_contiguous
+from lazy_backend.ports.cpython import pass_on_interruption
 from lazy_backend.ports.dispatcher import OpOverload, function_schema
 from lazy_backend.recording.arguments import flat, with_leaves
 from lazy_backend.recording.operators import INDEX_OPS, NotRecordable
@@ -47,7 +47,8 @@ def try_tiny(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], rea
     """Call `op` on operands with sizes above 2 reduced to 2. Returns what eager returns, raises what eager raises."""
     try:
         return _call_on(_tiny, op, args, kwargs, read)
-    except Exception:
+    except Exception as error:
+        pass_on_interruption(error)
         try_ones(op, args, kwargs, read)  # for an error that names the real sizes
         raise
 
@@ -141,11 +142,14 @@ def try_layout(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], r
         if len(dtypes) > 1 and is_listed:
             raise NotRecordable("the dtypes of its results are not known")
         return None
-    with contextlib.suppress(Exception):
+    try:
         return _call_on(_zeros, op, args, kwargs, read)
+    except Exception as error:
+        pass_on_interruption(error)
     try:
         return _call_on(_ones, op, args, kwargs, read)  # zeros break divisions, ones may be out of range as indices
-    except Exception:
+    except Exception as error:
+        pass_on_interruption(error)
         if is_known:
             raise
         raise NotRecordable("its operands have several dtypes") from None
@@ -196,7 +200,8 @@ def try_shared(
     except RuntimeError as error:
         if "single memory location" in str(error):
             raise
-    except Exception:
+    except Exception as error:
+        pass_on_interruption(error)
         return  # another error: about values, or one that is found elsewhere
 
 

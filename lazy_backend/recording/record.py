@@ -237,7 +237,9 @@ def _choose_handler(op: OpOverload) -> Handler:
 
 def _is_composite(op: OpOverload) -> bool:
     """Whether `op` is no more than calls of others. PyTorch has some written out in Python that have kernels, too."""
-    return can_decompose(op) and (has_kernel(op.name(), "CompositeImplicitAutograd") or not has_kernel(op.name(), "Meta"))
+    if not can_decompose(op):
+        return False
+    return has_kernel(op.name(), "CompositeImplicitAutograd") or not has_kernel(op.name(), "Meta")
 
 
 def prepare() -> None:

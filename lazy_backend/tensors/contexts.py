@@ -83,7 +83,11 @@ class DeviceContextArena:
             )
             raise DeviceError(f"there is no device lazy:{index}\n  devices: lazy:0 to lazy:{count - 1} ({advice})")
         prepare, self.prepare = self.prepare, lambda: None
-        prepare()
+        try:
+            prepare()
+        except BaseException:  # interrupted
+            self.prepare = prepare
+            raise
         with self._lock:
             return self._contexts.setdefault(index, DeviceContext(index, found.device(index)))
 

@@ -21,7 +21,8 @@ several statements change is therefore changed as follows:
 - Code that prepares something compares that count in the statement before the commit. If the count differs, something
   was recorded or run in between, and the preparation starts again.
 - A run is done once, by the first thread that gets to it (`Work`). So a run that was scheduled and then forgotten is
-  done by the next caller that waits for it.
+  done by the next caller that waits for it; and so are results of a run beside recording, if handing them out is
+  interrupted: the step that made them had ended.
 
 Locks are taken by `with`, and only those whose `__enter__` and `__exit__` are C functions (`Lock`, `RLock`): CPython
 checks for signals when a Python function is entered, so a `Condition` may lose the lock that it just took. For the same
@@ -72,7 +73,7 @@ class Work:
     """Work that is done once, by the first thread that gets to it, while others wait. See Note [Interruption].
 
     A subclass does the work in `perform`, which may raise only what interrupted it, and cleans up in `finish`, which is
-    also called after an interruption, possibly twice.
+    also called after an interruption, possibly twice; unless `is_repeatable`, which leaves the work to the next caller.
     """
 
     __slots__ = ("turn", "ended", "done", "thread", "queued")
@@ -91,6 +92,10 @@ class Work:
     def finish(self) -> None:
         raise NotImplementedError
 
+    def is_repeatable(self) -> bool:
+        """Whether `perform` can be done again after an interruption, and nothing is lost by it."""
+        return False
+
     def leave_to(self, queue: DeviceQueue) -> None:
         """Note that a queue's thread is about to do the work: `join` then leaves it to that thread."""
         self.queued = queue
@@ -105,18 +110,26 @@ class Work:
         with self.turn:
             if self.done or self.thread is not None:
                 return
+            is_left = False
             try:
                 try:
                     self.thread = thread  # no call since the check: an interrupting call may do all the work
                     self.perform()
+                except BaseException:
+                    is_left = self.is_repeatable()
+                    raise
                 finally:
-                    self.finish()
-                    self.done = True
+                    if not is_left:
+                        self.finish()
+                        self.done = True
             finally:  # once more, if the interruption came within the block above
-                if not self.done:
-                    self.finish()
-                    self.done = True
-                self.ended.release()
+                if is_left:
+                    self.thread = None
+                else:
+                    if not self.done:
+                        self.finish()
+                        self.done = True
+                    self.ended.release()
 
     def join(self) -> None:
         """Wait until the work is done; do it if no thread is about to. Returns at once on the thread that does it.

@@ -494,12 +494,16 @@ static PyObject* wait(PyObject*, PyObject* given) {{
     return PyBool_FromLong(done);
 }}
 
-// Takes a job that is done. Returns the results, when it began in seconds before now, and the seconds that it took.
-static PyObject* results(PyObject*, PyObject* capsule) {{
+// Takes a job that is done, and an empty list, which gets the results, once. Returns when the job began in seconds
+// before now, and the seconds that it took. An exception of the job comes each time.
+static PyObject* results(PyObject*, PyObject* given) {{
+    PyObject *capsule, *into;
+    if (!PyArg_ParseTuple(given, "OO!", &capsule, &PyList_Type, &into)) return nullptr;
     OwnJob* const job = job_of(capsule);
-    if (!job) return nullptr;
-    PyObject* made = job->task.given();
-    return made ? Py_BuildValue("Ndd", made, now() - job->began, job->ended - job->began) : nullptr;
+    PyObject* made = job ? job->task.given() : nullptr;
+    const bool is_done = made && !PyList_SetSlice(into, 0, 0, made);
+    Py_XDECREF(made);
+    return is_done ? Py_BuildValue("dd", now() - job->began, job->ended - job->began) : nullptr;
 }}
 
 static PyObject* make_queue(PyObject*, PyObject*) {{
@@ -700,7 +704,7 @@ static PyMethodDef methods[] = {{
     {{"make_queue", make_queue, METH_NOARGS, ""}},
     {{"serve", serve, METH_O, ""}},
     {{"wait", wait, METH_VARARGS, ""}},
-    {{"results", results, METH_O, ""}},
+    {{"results", results, METH_VARARGS, ""}},
     {{NULL, NULL, 0, NULL}}}};
 static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "compiled", "{identity}", -1, methods}};
 PyMODINIT_FUNC PyInit_compiled(void) {{

@@ -237,13 +237,14 @@ class CompiledRun:
     See Note [Runs beside recording].
     """
 
-    __slots__ = ("jobs", "is_over", "makes_inputs", "_plan", "_sizes", "_starter")
+    __slots__ = ("jobs", "outputs", "is_over", "makes_inputs", "_plan", "_sizes", "_starter")
 
     def __init__(self, plan: CompiledPlan, starter: RunStarter, sizes: Sequence[int]) -> None:
         self._plan = plan
         self._sizes = sizes
         self._starter = starter
         self.jobs: list[Any] = []  # the job, once the run has begun
+        self.outputs: list[torch.Tensor] = []  # once `results` was asked
         self.is_over = False  # as far as somebody has waited for it
         self.makes_inputs = plan.makes_inputs  # by operators
 
@@ -271,13 +272,18 @@ class CompiledRun:
         return self.is_over
 
     def results(self) -> tuple[list[torch.Tensor], float, float]:
-        """The outputs of a run that is over, seconds since it began, and those that it took. Called once."""
-        try:
-            outputs, ago, seconds = self._starter.extension.results(self.jobs[0])
-        except Exception as error:
-            described = self._plan.described(error)
-            raise described from described.__cause__
-        aliases = self._plan.aliases
+        """The outputs of a run that is over, seconds since it began, and those that it took; zeros if asked again.
+
+        May be interrupted, and called again.
+        """
+        ago = seconds = 0.0
+        if not self.outputs:
+            try:
+                ago, seconds = self._starter.extension.results(self.jobs[0], self.outputs)
+            except Exception as error:
+                described = self._plan.described(error)
+                raise described from described.__cause__
+        outputs, aliases = self.outputs.copy(), self._plan.aliases
         return aliases.separate({}, outputs) if aliases.copied else outputs, ago, seconds
 
 

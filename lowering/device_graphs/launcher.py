@@ -39,6 +39,7 @@ from lazy_backend.lowering.devices.registration import backing_of, graph_device
 from lazy_backend.lowering.ir.graph import Graph, Node
 from lazy_backend.lowering.ir.portable import StoredGraph
 from lazy_backend.lowering.ir.rng import drawing_from
+from lazy_backend.ports.cpython import pass_on_interruption
 from lazy_backend.ports.dispatcher import runs_python
 from lazy_backend.ports.table import DEVICE_GRAPHS
 from lazy_backend.ports.tensor_types import address_of, foreach_copy, storage_use_count
@@ -228,6 +229,7 @@ class GraphLauncher:
             with torch.inference_mode(False):
                 captured = self._captured(recurring, compute, tensors)
         except Exception as error:
+            pass_on_interruption(error)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             self.refused = re.sub(r" at 0x[0-9a-f]+", "", reason)  # equal reasons are counted under one name
             if isinstance(error, torch.OutOfMemoryError):

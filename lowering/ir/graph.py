@@ -103,9 +103,8 @@ def intern_meta(
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """The meta of a strided tensor (real or fake)."""
-    return intern_meta(
-        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    )
+    offset: Any = tensor.storage_offset()
+    return intern_meta(tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def empty_of(meta: TensorMeta, device: torch.device) -> torch.Tensor:

@@ -37,6 +37,7 @@ from lazy_backend.lowering.plans.evidence import Evidence, Judgement, disagreeme
 from lazy_backend.lowering.plans.policy import CompilePolicy, GraphTooLarge
 from lazy_backend.lowering.plans.repair import Repair, known
 from lazy_backend.lowering.plans.trial import Compared, TriedRun
+from lazy_backend.ports.cpython import pass_on_interruption
 
 # What the artefact of a refused plan says of the search for the fault.
 _FOUND = ("left", "because", "patterns")
@@ -172,6 +173,7 @@ class PendingCompile:
         try:
             self._succeed_with(data, "loaded" if job.found else "compiled", job.seconds)
         except Exception as error:
+            pass_on_interruption(error)
             self._fail(error, job.seconds)
             return
         store = self.policy.store
@@ -193,6 +195,7 @@ class PendingCompile:
         try:
             self._succeed_with(data, "loaded", time.perf_counter() - start)
         except Exception as error:  # as where the C library is older than where it was compiled: compile again
+            pass_on_interruption(error)
             self.policy.store.reject(f"{type(error).__name__}: {error}")
 
     def _send(self) -> None:
@@ -213,6 +216,7 @@ class PendingCompile:
             with profiled("compile"):
                 plan = compile_graph(self.request)
         except Exception as error:
+            pass_on_interruption(error)
             self._fail(error, time.perf_counter() - start)
         else:
             self._succeed(plan, "compiled", time.perf_counter() - start)

@@ -46,6 +46,7 @@ from lazy_backend.lowering.compilation.compiler import CompiledPlan
 from lazy_backend.lowering.compilation.plan_kinds import PlanKind
 from lazy_backend.lowering.interpreter.serial import SerialGraphExecutor
 from lazy_backend.lowering.ir.graph import Graph, Node, Value, makes_views, meta_of
+from lazy_backend.ports.cpython import pass_on_interruption
 from lazy_backend.ports.dispatcher import base_name
 
 # What is told of a trial: its verdict, which is a stage of `CompileReport`, and its seconds.
@@ -171,6 +172,7 @@ class Trial:
             proof.go_without()
             return "unverified"
         except Exception as error:
+            pass_on_interruption(error)
             if not self._fails_again(ours, run, conversation):
                 raise
             wrong = f"{type(error).__name__}: {error}"
@@ -275,7 +277,8 @@ def described(graph: Graph, sent: Sequence[int], suspects: Mapping[int, Discrepa
 def _raises(run: Callable[[], object]) -> bool:
     try:
         run()
-    except Exception:
+    except Exception as error:
+        pass_on_interruption(error)
         return True
     return False
 

@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import signal
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from forks import TORCH
-from harness import assert_same, count, run_program
+from harness import assert_same, count, run_program, run_python
 from interruption import Interrupted, Place, interrupt, places_of, raise_interrupted
 from torch import nn
 
@@ -419,6 +420,103 @@ def test_interruptions_leave_no_hook_behind(stride: int) -> None:
         train()
         assert LazyTensor.__torch_dispatch__ == dispatch, place
         assert hooks() == before, place
+
+
+def test_an_exception_at_any_line_loses_no_step_that_has_ended() -> None:
+    lazy_backend.config.backend = "inductor"
+    lazy_backend.config.run_in_background = "always"
+    state = {"total": torch.zeros(3, device="lazy")}
+
+    def step() -> None:
+        state["total"] = state["total"] * 1 + 1
+        lazy_backend.mark_step()
+
+    def end_a_step_and_read() -> None:
+        step()
+        state["total"].sum().item()
+
+    for _ in range(6):
+        step()
+    with count("ExecuteBeside") as runs:
+        step()
+        settle()
+    assert runs()
+    places = places_of(end_a_step_and_read)
+    assert len(places) > 100
+    for place, number in places.items():
+        for time in times_of(number):
+            expected = state["total"][0].item() + 1
+            step()
+            ended = state["total"]
+            with contextlib.suppress(Interrupted):
+                interrupt(end_a_step_and_read, place, time, raise_interrupted)
+            assert ended.tolist() == [expected] * 3, (place, time)
+            state["total"] = ended
+            settle()
+
+
+class Timeout(Exception):
+    """What the handlers of programs raise that limit a call's time."""
+
+
+@pytest.mark.parametrize("background", ["always", "never"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("raised", [Timeout, KeyboardInterrupt])
+def test_what_a_signal_handler_raises_reaches_the_program_as_it_is(
+    raised: type[BaseException], backend: str, background: str
+) -> None:
+    lazy_backend.config.backend, lazy_backend.config.run_in_background = backend, background
+    weight = torch.full((16, 16), 1 / 16, device="lazy")
+
+    class Handler:
+        def __call__(self, number: int, frame: Any) -> None:
+            raise raised
+
+    random = Random(0)
+
+    def compute() -> None:
+        end, value = monotonic() + 20.0, weight
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
+        while monotonic() < end:
+            for _ in range(5):
+                value = value @ weight
+            lazy_backend.mark_step()
+            value[0, 0].item()
+
+    before = signal.signal(signal.SIGALRM, functools.partial(Handler()))
+    try:
+        for _ in range(NUM_SIGNALS):
+            with pytest.raises(raised):
+                compute()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            settle()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert weight[0, 0].item() == 1 / 16
+
+
+@pytest.mark.parametrize("delay", [0.01, 0.1, 0.3])
+def test_ctrl_c_while_the_first_tensor_is_made(delay: float, tmp_path: Path) -> None:
+    """PyTorch imports much when it first asks Python for a call."""
+    code = f"""
+    import signal
+    import torch
+    import lazy_backend
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, {delay})
+        while True:
+            (torch.ones(3, device="lazy") @ torch.ones(3, device="lazy")).item()
+    except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    print((torch.ones(3, device="lazy") @ torch.ones(3, device="lazy")).item())
+    """
+    assert run_python(textwrap.dedent(code), tmp_path) == "3.0\n"
 
 
 def test_the_error_of_a_run_that_was_interrupted_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -1096,3 +1097,27 @@ def test_a_lazy_copy_is_a_copy() -> None:
     y = x.clone()
     y.zero_()
     assert x.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("first_sight", ["run", "record", "eager"])
+@pytest.mark.parametrize(
+    "look",
+    [lambda x: x.view(torch.int32), lambda x: x.view(torch.float32), lambda x: x.view(2, 2), lambda x: x[1:]],
+    ids=["bits", "same dtype", "view", "slice"],
+)
+def test_views_are_inference_tensors_where_eagers_are(
+    look: Callable[[torch.Tensor], torch.Tensor], first_sight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "eager", first_sight == "eager")
+    monkeypatch.setattr(config, "first_sight", "run" if first_sight == "eager" else first_sight)
+
+    def found(device: str) -> list[bool]:
+        normal = torch.ones(4).to(device)
+        with torch.inference_mode():
+            made = torch.ones(4).to(device)
+            within = [look(normal), look(made)]
+        return [one.is_inference() for one in (*within, look(normal), look(made))]
+
+    for _ in range(3):
+        assert found("lazy") == found("cpu")
+        lazy_backend.mark_step()
