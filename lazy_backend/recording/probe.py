@@ -35,12 +35,14 @@ _CHECKING = frozenset(
     for name in (
         "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr",
         "rsub", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "linear",
+        "std", "var", "std_mean", "var_mean",
     )
 )  # fmt: skip
 
 
 def checks_more_than_its_fake(op: OpOverload) -> bool:
-    return torch.Tag.pointwise in op.tags or function_schema(op).name in _CHECKING
+    name = function_schema(op).name
+    return torch.Tag.pointwise in op.tags or name in _CHECKING or name.startswith("aten::_foreach_")
 
 
 def try_tiny(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], read: Reader) -> Any:
