@@ -319,8 +319,12 @@ def compile_graph(request: CompileRequest) -> CompiledPlan:
         return CompiledPlan(request, _run_as_it_is(module))
     examples = request.examples()
     own = _inductor_here() if request.backend == "inductor" else contextlib.nullcontext()
-    with torch.no_grad(), WithoutAutocast(), quiet_fake_tensors(), examples.tracing(), own:
-        call = boxed(lookup_backend(request.backend)(module, examples.arguments))
+    grad_mode = torch.is_grad_enabled()
+    try:
+        with torch.no_grad(), WithoutAutocast(), quiet_fake_tensors(), examples.tracing(), own:
+            call = boxed(lookup_backend(request.backend)(module, examples.arguments))
+    finally:
+        set_grad_enabled(grad_mode)  # a function of C: what interrupts `no_grad`, which is Python, leaves gradients off
     return CompiledPlan(request, call, examples.guards())
 
 

@@ -490,6 +490,7 @@ def test_what_a_signal_handler_raises_reaches_the_program_as_it_is(
                 compute()
             signal.setitimer(signal.ITIMER_REAL, 0)
             settle()
+            check_clean()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
