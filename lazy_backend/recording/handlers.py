@@ -597,8 +597,9 @@ def _ormqr(*args: Any) -> torch.Tensor:
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`aten::masked_select` on the AutogradLazy key: for subclasses PyTorch's formula gives contiguous gradients."""
     chosen: torch.Tensor = kernel_caller(aten.masked_select.default)(DispatchKey.Autograd, input, mask)
-    is_whole = torch.broadcast_shapes(input.shape, mask.shape) == input.shape  # else its gradient is a sum
-    if chosen.grad_fn is not None and is_whole and not input.is_contiguous():
+    if chosen.grad_fn is None or input.is_contiguous():
+        return chosen
+    if torch.broadcast_shapes(input.shape, mask.shape) == input.shape:  # else its gradient is a sum
         like = torch.empty_like(input.detach())
         chosen.grad_fn.register_hook(lambda found, given: _with_strides_of(like, found))
     return chosen
