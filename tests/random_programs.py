@@ -182,8 +182,13 @@ class _Generator:
     def _run_all(self) -> None:
         torch.manual_seed(self.seed)
         self.names = _start("cpu", lambda: None)
-        for statement in self.statements:
-            exec(statement, self.names)
+        for place, statement in enumerate(self.statements):
+            try:
+                exec(statement, self.names)
+            except Exception:  # what worked took half an effect of one that was dropped
+                del self.statements[place]
+                self._run_all()
+                return
 
     # ----- choices
 
