@@ -60,8 +60,12 @@ def import_what_dispatch_imports() -> None:
 
     if "torch.distributed.tensor" not in sys.modules:
         thread = threading.Thread(target=find, name="lazy_backend imports")
-        thread.start()
-        thread.join()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter shuts down
+            find()
+        else:
+            thread.join()
 
 
 def runs_python(op: OpOverload, device_type: str) -> bool:

@@ -161,9 +161,6 @@ PyObject *draw, *take_back;  // () -> (seed, ...), and (that) for a seed that wa
 PyObject* make_meta;  // (shape, stride, offset, dtype) -> the meta of that geometry
 PyObject* wrap_result;  // (context, real, [(lazy, real)]) -> a lazy tensor for a result that is not plain
 PyObject* see_calls;  // (context, storages): so many storages were made by calls that ran at once
-// Operators that draw random numbers for dropout alone, and the argument that is its probability: only without it they
-// are recorded and run here
-PyObject* dropouts;  // ((name, place), ...)
 std::optional<c10::impl::LocalDispatchKeySet> kernel_keys;  // of a kernel of PyTorch's in a thread in no mode
 int64_t num_known = 0, num_others = 0, num_at_once = 0, num_reads = 0;
 
@@ -572,12 +569,13 @@ std::optional<OperatorHandle> operator_of(PyObject* name) {
   return c10::Dispatcher::singleton().findSchema({full, overload});
 }
 
-// The place of a probability that has to be 0 for calls of `op` to be made here; -1 if there is none.
+// Operators that draw random numbers for dropout alone, and the argument that is its probability.
+std::vector<std::pair<OperatorHandle, int>> dropouts;
+
+// The argument that has to be 0 for calls of `op` to be recorded and run here; -1 if there is none.
 int dropout_of(const OperatorHandle& op) {
-  for (Py_ssize_t one = 0; one < PyTuple_Size(dropouts); ++one) {
-    PyObject* pair = PyTuple_GET_ITEM(dropouts, one);
-    if (operator_of(PyTuple_GetItem(pair, 0)) == op) return static_cast<int>(PyLong_AsLong(PyTuple_GetItem(pair, 1)));
-  }
+  for (const auto& [other, place] : dropouts)
+    if (other == op) return place;
   return -1;
 }
 
@@ -1647,7 +1645,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "enter", markers.enter);
   take(given, "unwritten", markers.unwritten);
   take(given, "strided", markers.layout);
-  PyObject *formats, *shares, *returns, *factories, *copies, *data, *trace, *pace, *node, *lock;
+  PyObject *formats, *shares, *returns, *factories, *copies, *drops, *data, *trace, *pace, *node, *lock;
   take(given, "formats", formats);
   take(given, "shares", shares);
   take(given, "returns", returns);
@@ -1678,7 +1676,7 @@ PyObject* start(PyObject*, PyObject* given) {
   take(given, "make_meta", make_meta);
   take(given, "wrap_result", wrap_result);
   take(given, "see_calls", see_calls);
-  take(given, "dropouts", dropouts);
+  take(given, "dropouts", drops);
   if (PyErr_Occurred() != nullptr) return nullptr;
   for (size_t format = 0; format < markers.formats.size(); ++format)
     markers.formats[format] = PyTuple_GetItem(formats, static_cast<Py_ssize_t>(format));
@@ -1704,6 +1702,11 @@ PyObject* start(PyObject*, PyObject* given) {
   for (auto& [names_of, ops] : {std::pair{shares, &sharing}, std::pair{returns, &returning}})
     for (Py_ssize_t place = 0; place < PyTuple_Size(names_of); ++place)
       if (const auto op = operator_of(PyTuple_GET_ITEM(names_of, place))) ops->push_back(*op);
+  for (Py_ssize_t one = 0; one < PyTuple_Size(drops); ++one) {
+    PyObject* pair = PyTuple_GET_ITEM(drops, one);
+    if (const auto op = operator_of(PyTuple_GetItem(pair, 0)))
+      dropouts.emplace_back(*op, static_cast<int>(PyLong_AsLong(PyTuple_GetItem(pair, 1))));
+  }
   copying = c10::Dispatcher::singleton().findSchema({"aten::copy_", ""});
   usual_keys = c10::impl::tls_local_dispatch_key_set();
   kernel_keys = usual_keys;

@@ -110,7 +110,9 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """The kernel of `aten::scaled_dot_product_attention` on the AutogradLazy key."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    place = _circumstances((query, key, value, attn_mask), dropout_p, is_causal, scale, enable_gqa)
+    place = None
+    if dropout_p >= 0:
+        place = _circumstances((query, key, value, attn_mask), dropout_p > 0, is_causal, enable_gqa)
     backend = None if place is None else _chosen.get(place)
     if backend is None:
         operands = (query, key, value, attn_mask)
@@ -125,9 +127,9 @@ def scaled_dot_product_attention(
         if is_empty:
             run_clean(aten.scaled_dot_product_attention.default, *map(_stand_in, operands), 0.0, is_causal, **options)
             return _of_nothing(query, key, value)
-        if backend == SDPBackend.MATH:
-            _try(operands, is_causal, options)
         if place is not None:
+            if backend == SDPBackend.MATH:
+                _try(operands, is_causal, options)
             if len(_chosen) >= _MOST_CHOSEN:
                 _chosen.clear()
             _chosen[place] = backend

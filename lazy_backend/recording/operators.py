@@ -102,7 +102,7 @@ def _inspect(op: OpOverload) -> Traits:
         resizes=(
             name in _RESIZING
             or torch.Tag.inplace_view in tags
-            or bool(schema.mutates and not is_ours)
+            or bool(schema.mutates and op.namespace != "aten")
             or any(arg.kwarg_only and arg.is_write for arg in function_schema(op).arguments)
         ),
         # For custom operators, only the fake kernel says that shapes depend on values; for powers of booleans, only

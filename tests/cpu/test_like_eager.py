@@ -92,7 +92,7 @@ REFUSED: dict[str, Call] = {
     ),
     "attention with negative dropout": lambda d: attention_of(d, torch.float32, torch.float32, dropout_p=-1.0),
     "attention whose mask broadcasts the scores": lambda d: F.scaled_dot_product_attention(
-        floats(d, 2, 1, 4).requires_grad_(), floats(d, 2, 4, 4), floats(d, 2, 4, 4), floats(d, 2, 4)
+        floats(d, 1, 2, 1, 4).requires_grad_(), *(floats(d, 1, 2, 4, 4),) * 2, floats(d, 2, 4)
     ),
     "attention of nothing with values of another length": lambda d: F.scaled_dot_product_attention(
         floats(d, 2, 4, 5, 8), floats(d, 2, 4, 0, 8), floats(d, 2, 4, 1, 8)
