@@ -20,7 +20,6 @@ import functools
 import gc
 import inspect
 import re
-import signal
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -53,23 +52,32 @@ def function_of(frame: FrameType) -> FunctionType | None:
 
 
 def from_signal_handler(error: BaseException) -> BaseException | None:
-    """The exception that a signal handler of the program raised on this thread, if `error` is that or was made of it.
+    """The exception that a signal handler raised on this thread, if `error` is that, or is PyTorch's or ours about it.
 
-    It is no error of the code that it came into.
+    It is no error of the code that it came into. Python gives a handler the frame that it interrupts.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = {id(code) for handler in handlers if (code := _code_of(handler)) is not None}
-    chained: BaseException | None = error if codes else None
+    chained: BaseException | None = error
     while chained is not None:
-        entry = chained.__traceback__
+        above, entry = None, chained.__traceback__
         while entry is not None:
-            if id(entry.tb_frame.f_code) in codes:
+            if above is not None and _was_given(entry.tb_frame, above):
                 return chained
-            entry = entry.tb_next
-        chained = chained.__cause__ if chained.__cause__ is not chained else None
+            above, entry = entry.tb_frame, entry.tb_next
+        if chained.__cause__ is chained or type(chained).__module__.partition(".")[0] not in ("lazy_backend", "torch"):
+            return None  # the program's own code has made something else of it
+        chained = chained.__cause__
     return None
+
+
+def _was_given(frame: FrameType, value: Any) -> bool:
+    """Whether `value` is among the arguments of the call that `frame` runs."""
+    code = frame.f_code
+    num_names = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    variables = frame.f_locals
+    given = [variables.get(name) for name in code.co_varnames[:num_names]]
+    return any(one is value or (type(one) is tuple and any(item is value for item in one)) for one in given)
 
 
 def pass_on_interruption(error: Exception) -> None:
@@ -77,15 +85,6 @@ def pass_on_interruption(error: Exception) -> None:
     interruption = from_signal_handler(error)
     if interruption is not None:
         raise interruption
-
-
-def _code_of(function: Any) -> CodeType | None:
-    """The code that a call of `function` begins with; None for what is not in Python."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not hasattr(function, "__code__"):
-        function = getattr(function, "__func__", None) or inspect.getattr_static(type(function), "__call__", None)
-    return getattr(function, "__code__", None)
 
 
 def frames_tell_functions() -> bool:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.cpython import pass_on_interruption
+
 # The versions of PyTorch on which all tests were run.
 VERSIONS = ("2.13", "2.14", "2.15")
 
@@ -156,6 +158,7 @@ class Port:
         except DoesNotFit as misfit:
             return str(misfit)
         except Exception as error:  # an import or a probe that fails in ways of its own
+            pass_on_interruption(error)
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -62,7 +62,8 @@ class Inference:
             output = self._infer_view(op, args, kwargs) if is_view else self._infer(op, args, kwargs)
         except DependsOnValues:
             raise NotRecordable("its output depends on values") from None
-        except (HasNoFake, NotImplementedError):
+        except (HasNoFake, NotImplementedError) as error:
+            pass_on_interruption(error)
             raise NotRecordable("it has no fake kernel") from None
         except Exception as error:
             pass_on_interruption(error)

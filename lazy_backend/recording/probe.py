@@ -200,6 +200,7 @@ def try_shared(
     try:
         _call(op, args, kwargs, convert)
     except RuntimeError as error:
+        pass_on_interruption(error)
         if "single memory location" in str(error):
             raise
     except Exception as error:

@@ -101,14 +101,20 @@ class Work:
         self.queued = queue
 
     def is_beneath(self) -> bool:
-        """Whether this very thread is doing the work: the caller, a signal handler or a finalizer, interrupted it."""
-        return not self.done and self.thread == threading.get_ident()
+        """Whether this very thread is doing the work: the caller, a signal handler or a finalizer, interrupted it.
+
+        Work that can be repeated is not beneath its interruption, which may do it.
+        """
+        return not self.done and self.thread == threading.get_ident() and not self.is_repeatable()
 
     def do(self) -> None:
-        """Do the work unless it is done; wait if another thread does it. Returns at once on the thread that does it."""
+        """Do the work unless it is done; wait if another thread does it. Returns at once on the thread that does it.
+
+        What interrupts work that can be repeated does it all, and what was interrupted finds it done.
+        """
         thread = threading.get_ident()
         with self.turn:
-            if self.done or self.thread is not None:
+            if self.done or (self.thread is not None and not self.is_repeatable()):
                 return
             is_left = False
             try:
@@ -129,7 +135,8 @@ class Work:
                     if not self.done:
                         self.finish()
                         self.done = True
-                    self.ended.release()
+                    if self.ended.locked():  # what interrupted this may have released it
+                        self.ended.release()
 
     def join(self) -> None:
         """Wait until the work is done; do it if no thread is about to. Returns at once on the thread that does it.

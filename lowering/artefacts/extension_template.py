@@ -302,6 +302,7 @@ struct Task {{
         }}
         std::vector<AtenTensorHandle> all;
         all.swap(results.t);  // `give` takes what it can turn into tensors
+        if (all.empty()) return PyList_New(0);  // there are none, or they were given
         return give(all.data(), sizes.num_results);
     }}
 }};

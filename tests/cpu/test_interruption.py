@@ -497,6 +497,110 @@ def test_what_a_signal_handler_raises_reaches_the_program_as_it_is(
     assert weight[0, 0].item() == 1 / 16
 
 
+def _decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+def _raise_timeout(number: int, frame: Any) -> None:
+    raise Timeout
+
+
+def _raise_once(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Timeout
+
+
+@_decorated
+def _refuse() -> None:
+    raise ValueError("refused")
+
+
+class _Raising(Exception):
+    def __init__(self, *args: Any) -> None:
+        raise Timeout
+
+
+_asked: list[str] = []
+
+
+@torch.library.custom_op("interruption_tests::disturbed", mutates_args=())
+def _disturbed(x: torch.Tensor) -> torch.Tensor:
+    what = _asked.pop() if _asked else ""
+    if what == "refuse":
+        _refuse()
+    if what:
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except Timeout as error:
+            if what == "wrap":
+                raise ValueError("refused") from error
+            raise
+    return x * 2
+
+
+@_disturbed.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("what", ["interrupt", "wrap", "refuse"])
+@pytest.mark.parametrize(
+    "handler",
+    [_raise_timeout, _raise_once, _decorated(_raise_timeout), torch.no_grad()(_raise_timeout), _Raising,
+     functools.lru_cache(_raise_timeout)],
+)  # fmt: skip
+def test_handlers_are_told_from_operators_that_fail(handler: Any, what: str) -> None:
+    lazy_backend.config.run_in_background, lazy_backend.config.compile = "never", "off"
+    x = torch.ones(3, device="lazy")
+    lazy_backend.mark_step(wait=True)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        made = _disturbed(x)
+        _asked.append(what)
+        with pytest.raises(Timeout if what == "interrupt" else LazyBackendError) as raised:
+            lazy_backend.mark_step(wait=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        _asked.clear()
+    assert what == "interrupt" or "refused" in str(raised.value)
+    with pytest.raises(LazyBackendError):
+        made.tolist()
+    settle()
+    assert (x + 1).tolist() == [2.0] * 3
+
+
+def test_a_handler_may_read_anything_while_a_steps_results_are_handed_out() -> None:
+    lazy_backend.config.backend = "inductor"
+    lazy_backend.config.run_in_background = "always"
+    other = torch.full((4,), 2.0, device="lazy")
+    state = {"total": torch.zeros(3, device="lazy")}
+    lazy_backend.mark_step(wait=True)
+
+    def step() -> None:
+        state["total"] = state["total"] * 1 + 1
+        lazy_backend.mark_step()
+
+    def two_steps() -> None:
+        step()
+        step()
+
+    for _ in range(6):
+        step()
+    settle()
+    places = places_of(two_steps, instructions=True)
+    found: list[float] = []
+    attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+    for place, time in attempts[::4]:
+        expected = state["total"][0].item() + 2
+        interrupt(two_steps, place, time, lambda: found.append((other * 2 + 1).sum().item()))
+        assert state["total"].tolist() == [expected] * 3, (place, time)
+    assert set(found) == {20.0}
+
+
 @pytest.mark.parametrize("delay", [0.01, 0.1, 0.3])
 def test_ctrl_c_while_the_first_tensor_is_made(delay: float, tmp_path: Path) -> None:
     """PyTorch imports much when it first asks Python for a call."""
