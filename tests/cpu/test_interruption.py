@@ -684,7 +684,12 @@ def test_a_handler_may_read_and_compute_in_an_unseen_program(stride: int) -> Non
 
     def attempt(training: Training, place: Place, time: int) -> None:
         training.resize(next(sizes))
-        try_reading_at(training, place, time)
+        try:
+            try_reading_at(training, place, time)
+        except AssertionError as error:  # of PyTorch's fake mode, to the handler: see limits.md
+            if "allow_non_fake_inputs" not in str(error):
+                raise
+            settle()
 
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     check_all(lambda: trained(Training, ""), attempts[:: 2 * stride if stride > 1 else 1], attempt)
