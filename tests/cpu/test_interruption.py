@@ -468,15 +468,20 @@ def test_what_a_signal_handler_raises_reaches_the_program_as_it_is(
     lazy_backend.config.backend, lazy_backend.config.run_in_background = backend, background
     weight = torch.full((16, 16), 1 / 16, device="lazy")
 
+    calls = 0
+
     class Handler:
         def __call__(self, number: int, frame: Any) -> None:
+            nonlocal calls
+            calls += 1
             raise raised
 
     random = Random(0)
 
     def compute() -> None:
         end, value = monotonic() + 20.0, weight
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
+        # Python drops what is raised within a finalizer or a callback of a weak reference: then it comes once more
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3), 0.2)
         while monotonic() < end:
             for _ in range(5):
                 value = value @ weight
@@ -494,6 +499,7 @@ def test_what_a_signal_handler_raises_reaches_the_program_as_it_is(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert calls <= 1.05 * NUM_SIGNALS
     assert weight[0, 0].item() == 1 / 16
 
 
