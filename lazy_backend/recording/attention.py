@@ -40,27 +40,6 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
     return contexts.backing().attention([*map(_stand_in, args)], kwargs)
 
 
-# The kernels that were chosen, by all that the choice depends on
-_chosen: dict[tuple[Any, ...], SDPBackend] = {}
-_MOST_CHOSEN = 1024
-
-
-def _circumstances(operands: Sequence[torch.Tensor | None], *options: Any) -> tuple[Any, ...] | None:
-    """What the choice of a kernel depends on. None where that is not known."""
-    switches = contexts.backing().attention_switches()
-    if switches is None:
-        return None
-    found: list[Any] = [torch.is_grad_enabled(), *switches, *options]
-    for operand in operands:
-        if operand.__class__ is LazyTensor:
-            found += (operand._data.meta, operand.requires_grad)  # type: ignore[union-attr]
-        elif operand is None:
-            found.append(None)
-        else:
-            return None
-    return tuple(found)
-
-
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """`mask` in the form that is added to the scores, converted if it is boolean: fused kernels take no other form."""
     if mask is None or mask.dtype != torch.bool:
@@ -86,15 +65,46 @@ def _is_usual(
 _MOST_TRIED = 1 << 22
 
 
-def _try(operands: tuple[Any, ...], is_causal: bool, options: Mapping[str, Any]) -> None:
-    """Raise what eager raises for attention that is written out, if it is not large.
+def _refuse_as_eager(
+    operands: tuple[Any, ...], dropout_p: float, is_causal: bool, options: Mapping[str, Any], is_written_out: bool
+) -> None:
+    """Raise what eager raises for these operands.
 
-    For tensors of subclasses, PyTorch adds the mask out of place, which broadcasts the scores.
+    `is_written_out`: whether products are what they come to. For tensors of subclasses, PyTorch adds the mask out of
+    place there, which broadcasts the scores; so they are computed of unfilled tensors, unless there are many.
     """
-    query, key = operands[:2]
-    if query.numel() // max(query.shape[-1], 1) * max(key.shape[-2], 1) <= _MOST_TRIED:
-        written_out = aten._scaled_dot_product_attention_math.default
-        run_clean(written_out, *map(_stand_in, operands), 0.0, is_causal, None, **options)
+    query, key, value, mask = operands
+    call: tuple[Any, ...]
+    if not _is_usual(query, key, value, mask, dropout_p):
+        call = aten.scaled_dot_product_attention.default, dropout_p, is_causal
+    elif 0 in (query.numel(), key.numel(), value.numel()):
+        call = aten.scaled_dot_product_attention.default, 0.0, is_causal
+    elif is_written_out and query.numel() // query.shape[-1] * key.shape[-2] <= _MOST_TRIED:
+        call = aten._scaled_dot_product_attention_math.default, 0.0, is_causal, None
+    else:
+        return
+    run_clean(call[0], *map(_stand_in, operands), *call[1:], **options)
+
+
+# The kernels that were chosen, by all that the choice depends on
+_chosen: dict[tuple[Any, ...], SDPBackend] = {}
+_MOST_CHOSEN = 1024
+
+
+def _circumstances(operands: Sequence[torch.Tensor | None], *options: Any) -> tuple[Any, ...] | None:
+    """What the choice of a kernel depends on. None where that is not known."""
+    switches = contexts.backing().attention_switches()
+    if switches is None:
+        return None
+    found: list[Any] = [torch.is_grad_enabled(), *switches, *options]
+    for operand in operands:
+        if operand.__class__ is LazyTensor:
+            found += (operand._data.meta, operand.requires_grad)  # type: ignore[union-attr]
+        elif operand is None:
+            found.append(None)
+        else:
+            return None
+    return tuple(found)
 
 
 def scaled_dot_product_attention(
@@ -116,20 +126,16 @@ def scaled_dot_product_attention(
     backend = None if place is None else _chosen.get(place)
     if backend is None:
         operands = (query, key, value, attn_mask)
-        if not _is_usual(*operands, dropout_p):  # may raise
-            op = aten.scaled_dot_product_attention.default
-            run_clean(op, *map(_stand_in, operands), dropout_p, is_causal, **options)
-        backend = SDPBackend.MATH
         is_empty = 0 in (query.numel(), key.numel(), value.numel())
+        backend = SDPBackend.MATH
         # fused kernels draw their dropout from the default generator, not from a seed that we give
-        if dropout_p == 0 and not is_empty:
+        if dropout_p == 0 and not is_empty and _is_usual(*operands, dropout_p):
             backend = _choice(*operands, dropout_p, is_causal, **options)
+        is_written_out = place is not None and backend == SDPBackend.MATH  # else it would be tried at each call
+        _refuse_as_eager(operands, dropout_p, is_causal, options, is_written_out)
         if is_empty:
-            run_clean(aten.scaled_dot_product_attention.default, *map(_stand_in, operands), 0.0, is_causal, **options)
             return _of_nothing(query, key, value)
         if place is not None:
-            if backend == SDPBackend.MATH:
-                _try(operands, is_causal, options)
             if len(_chosen) >= _MOST_CHOSEN:
                 _chosen.clear()
             _chosen[place] = backend
