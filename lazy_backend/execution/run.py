@@ -107,6 +107,7 @@ class Async(Work):
     beside: CompiledRun | None = None  # at that place
     deliveries: list[tuple[Callable[[TensorData, Any], None], TensorData]] = field(default_factory=list)
     delivered: bool = False
+    is_handed_out: bool = False  # what a run beside this thread has made
     below: DeviceRun | None = None
     error: BaseException | None = None
     interruption: BaseException | None = None
@@ -224,9 +225,7 @@ class Async(Work):
             else:
                 run_clean(self._execute_in_order)
         except Exception as raised:
-            # what an earlier run has left may have been interrupted, too
-            is_of_earlier = isinstance(raised, ExecutionError | PoisonedTensorError)
-            self.interruption = None if is_of_earlier else from_signal_handler(raised)
+            self.interruption = from_signal_handler(raised)
             if self.interruption is None:
                 self.error = self._describe(raised)
         except BaseException as raised:
@@ -241,7 +240,7 @@ class Async(Work):
 
     def is_repeatable(self) -> bool:
         """Whether all that is left to do is to hand out what a run beside this thread has made."""
-        return self.beside is not None and bool(self.beside.jobs)
+        return self.beside is not None and bool(self.beside.jobs) and not self.is_handed_out
 
     def finish(self) -> None:
         """Nothing waits for this run any more, and it keeps no tensor alive. What it did not compute is poisoned."""
@@ -266,7 +265,10 @@ class Async(Work):
     def _execute(self) -> None:
         beside = self.beside
         if beside is not None and beside.jobs:
-            self._deliver(self._results(beside))
+            outputs = self._results(beside)
+            if not self.done:  # what interrupted this may have done it all
+                self._deliver(outputs)
+            self.is_handed_out = True
         elif isinstance(self.plan, Trial):
             self._computed(partial(self.plan.execute, deliver=self._deliver))
         else:

@@ -20,6 +20,7 @@ import functools
 import gc
 import inspect
 import re
+import signal
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -27,7 +28,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import methodcaller
 from sys import getrefcount
-from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
+from types import (
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    TracebackType,
+)
 from typing import Any, NamedTuple
 
 # The frame of the caller at a depth; that of each thread, by the thread's number. Functions of C.
@@ -51,33 +60,55 @@ def function_of(frame: FrameType) -> FunctionType | None:
     return found if type(found) is FunctionType and found.__code__ is frame.f_code else None
 
 
+# What exceptions say of themselves, whatever their classes define.
+_traceback_of: Callable[[BaseException], TracebackType | None] = BaseException.__dict__["__traceback__"].__get__
+_cause_of: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__cause__"].__get__
+
+
 def from_signal_handler(error: BaseException) -> BaseException | None:
     """The exception that a signal handler raised on this thread, if `error` is that, or is PyTorch's or ours about it.
 
-    It is no error of the code that it came into. Python gives a handler the frame that it interrupts.
+    It is no error of the code that it came into. Python gives a handler the signal and the frame that it interrupts.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
     chained: BaseException | None = error
-    while chained is not None:
-        above, entry = None, chained.__traceback__
+    seen: set[int] = set()
+    while chained is not None and id(chained) not in seen:  # causes may make a ring
+        seen.add(id(chained))
+        above, entry = None, _traceback_of(chained)
         while entry is not None:
-            if above is not None and _was_given(entry.tb_frame, above):
+            if above is not None and _is_handler(entry.tb_frame, above):
                 return chained
             above, entry = entry.tb_frame, entry.tb_next
-        if chained.__cause__ is chained or type(chained).__module__.partition(".")[0] not in ("lazy_backend", "torch"):
-            return None  # the program's own code has made something else of it
-        chained = chained.__cause__
+        module = module_of(type(chained))
+        # else an error of an earlier run, or what the program's own code has made of it
+        if type(module) is not str or not module.startswith(("lazy_backend.lowering.", "torch.")):
+            return None
+        chained = _cause_of(chained)
     return None
 
 
-def _was_given(frame: FrameType, value: Any) -> bool:
-    """Whether `value` is among the arguments of the call that `frame` runs."""
+def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether `frame` runs a signal handler: by its arguments, and by its code where it has let one of them go."""
     code = frame.f_code
     num_names = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     variables = frame.f_locals
-    given = [variables.get(name) for name in code.co_varnames[:num_names]]
-    return any(one is value or (type(one) is tuple and any(item is value for item in one)) for one in given)
+    given: list[Any] = []
+    for name in code.co_varnames[:num_names]:
+        value: Any = variables.get(name)
+        given += value if type(value) in (tuple, list) else (value,)
+    if not any(one in _signals() for one in given if type(one) in (int, signal.Signals)):
+        return False
+    if any(one is interrupted for one in given):
+        return True
+    handlers = [signal.getsignal(number) for number in _signals()]
+    return any(getattr(handler, "__code__", None) is code for handler in handlers if type(handler) is FunctionType)
+
+
+@functools.cache
+def _signals() -> frozenset[int]:
+    return frozenset(map(int, signal.valid_signals()))
 
 
 def pass_on_interruption(error: Exception) -> None:

@@ -284,7 +284,8 @@ class CompiledRun:
                 described = self._plan.described(error)
                 raise described from described.__cause__
         outputs, aliases = self.outputs.copy(), self._plan.aliases
-        return aliases.separate({}, outputs) if aliases.copied else outputs, ago, seconds
+        # none are left once somebody else has handed them out
+        return aliases.separate({}, outputs) if aliases.copied and outputs else outputs, ago, seconds
 
 
 class _Below:

@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import textwrap
 import threading
 import traceback
@@ -520,9 +521,20 @@ def _raise_once(number: int, frame: Any) -> None:
     raise Timeout
 
 
+def _raise_without_frame(number: int, frame: Any) -> None:
+    del frame
+    raise Timeout
+
+
 @_decorated
-def _refuse() -> None:
+def _refuse(frame: Any = None) -> None:
     raise ValueError("refused")
+
+
+def _refuse_in_a_ring() -> None:
+    one, other = torch.OutOfMemoryError("refused"), torch.OutOfMemoryError("refused")
+    one.__cause__, other.__cause__ = other, one
+    raise one
 
 
 class _Raising(Exception):
@@ -538,6 +550,10 @@ def _disturbed(x: torch.Tensor) -> torch.Tensor:
     what = _asked.pop() if _asked else ""
     if what == "refuse":
         _refuse()
+    if what == "with a frame":
+        _refuse(sys._getframe())
+    if what == "in a ring":
+        _refuse_in_a_ring()
     if what:
         try:
             signal.raise_signal(signal.SIGUSR1)
@@ -553,11 +569,11 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@pytest.mark.parametrize("what", ["interrupt", "wrap", "refuse"])
+@pytest.mark.parametrize("what", ["interrupt", "wrap", "refuse", "with a frame", "in a ring"])
 @pytest.mark.parametrize(
     "handler",
-    [_raise_timeout, _raise_once, _decorated(_raise_timeout), torch.no_grad()(_raise_timeout), _Raising,
-     functools.lru_cache(_raise_timeout)],
+    [_raise_timeout, _raise_once, _raise_without_frame, _decorated(_raise_timeout), torch.no_grad()(_raise_timeout),
+     _Raising, functools.lru_cache(_raise_timeout)],
 )  # fmt: skip
 def test_handlers_are_told_from_operators_that_fail(handler: Any, what: str) -> None:
     lazy_backend.config.run_in_background, lazy_backend.config.compile = "never", "off"
@@ -588,6 +604,11 @@ def test_a_handler_may_read_anything_while_a_steps_results_are_handed_out() -> N
 
     def step() -> None:
         state["total"] = state["total"] * 1 + 1
+        state["part"] = state["total"][1:]  # results that share memory are copied apart
+        lazy_backend.mark_step()
+
+    def handle() -> None:
+        found.append((other * 2 + 1).sum().item())
         lazy_backend.mark_step()
 
     def two_steps() -> None:
@@ -602,7 +623,7 @@ def test_a_handler_may_read_anything_while_a_steps_results_are_handed_out() -> N
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
     for place, time in attempts[::4]:
         expected = state["total"][0].item() + 2
-        interrupt(two_steps, place, time, lambda: found.append((other * 2 + 1).sum().item()))
+        interrupt(two_steps, place, time, handle)
         assert state["total"].tolist() == [expected] * 3, (place, time)
     assert set(found) == {20.0}
 
