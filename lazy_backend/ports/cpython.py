@@ -60,6 +60,8 @@ def function_of(frame: FrameType) -> FunctionType | None:
     return found if type(found) is FunctionType and found.__code__ is frame.f_code else None
 
 
+_SIGNALS = frozenset(map(int, signal.valid_signals()))
+
 # What exceptions say of themselves, whatever their classes define.
 _traceback_of: Callable[[BaseException], TracebackType | None] = BaseException.__dict__["__traceback__"].__get__
 _cause_of: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__cause__"].__get__
@@ -98,17 +100,12 @@ def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
     for name in code.co_varnames[:num_names]:
         value: Any = variables.get(name)
         given += value if type(value) in (tuple, list) else (value,)
-    if not any(one in _signals() for one in given if type(one) in (int, signal.Signals)):
+    if not any(one in _SIGNALS for one in given if type(one) in (int, signal.Signals)):
         return False
     if any(one is interrupted for one in given):
         return True
-    handlers = [signal.getsignal(number) for number in _signals()]
+    handlers = [signal.getsignal(number) for number in _SIGNALS]
     return any(getattr(handler, "__code__", None) is code for handler in handlers if type(handler) is FunctionType)
-
-
-@functools.cache
-def _signals() -> frozenset[int]:
-    return frozenset(map(int, signal.valid_signals()))
 
 
 def pass_on_interruption(error: Exception) -> None:
