@@ -81,7 +81,19 @@ def settle() -> list[BaseException]:
 def thread_state() -> tuple[object, ...]:
     """What this thread's modes change of all that it calls."""
     modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *modes
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    of_autograd = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled(),
+        torch._C._is_fwd_grad_enabled(),
+        torch._C._is_view_replay_enabled(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+        torch._C._functorch.peek_interpreter_stack(),
+    )
+    return torch.get_default_dtype(), torch._C._is_torch_function_enabled(), *of_autograd, *modes, *map(str, keys)
 
 
 # ----- comparisons

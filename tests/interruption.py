@@ -52,24 +52,36 @@ def places_of(call: Callable[[], Any], instructions: bool = False) -> dict[Place
     return found
 
 
-def interrupt(call: Callable[[], Any], place: Place, time: int, action: Callable[[], Any]) -> bool:
+def interrupt(call: Callable[[], Any], place: Place, time: int, action: Callable[[], Any], again: int = 0) -> bool:
     """Call `call`, and `action` before it comes to `place` for the `time`-th time. Returns whether it came there.
 
-    An action that raises interrupts `call`; what it raises passes through.
+    An action that raises interrupts `call`; what it raises passes through. With `again`, it comes once more, so many
+    places later, if `call` comes to as many.
     """
     left = time
+    later = again
     reached = False
 
+    def act() -> None:
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        action()
+        if later:
+            sys.settrace(tracer)
+
     def see(current: Place) -> None:
-        nonlocal left, reached
-        if current == place and left:
+        nonlocal left, later, reached
+        if reached and later:
+            later -= 1
+            if not later:
+                act()
+        elif current == place and left:
             left -= 1
             if not left:
                 reached = True
-                sys.settrace(None)
-                action()
+                act()
 
-    with _traced(see, instructions=place[2] >= 0, only=place):
+    with _traced(see, instructions=place[2] >= 0, only=None if again else place):
         call()
     return reached
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import re
@@ -20,7 +21,7 @@ from harness import run_python
 
 from lazy_backend.ports import port as port_module
 from lazy_backend.ports import table
-from lazy_backend.ports.cpython import UNHELD, counts_of, has_only_a_dict, young_objects
+from lazy_backend.ports.cpython import UNHELD, counts_of, has_only_a_dict, leave_interrupted_blocks, young_objects
 from lazy_backend.ports.port import (
     VARIABLE,
     DoesNotFit,
@@ -453,3 +454,36 @@ def test_the_package_may_be_imported_in_any_mode(tmp_path: Path) -> None:
         "import torch\nwith torch.inference_mode():\n    from lazy_backend.ports import port\nprint(port.ports_off())"
     )
     assert run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0").strip() == "[]"
+
+
+@pytest.mark.parametrize("is_stack", [False, True])
+def test_blocks_that_an_interruption_kept_from_being_left_are_left(is_stack: bool) -> None:
+    left = []
+
+    @contextlib.contextmanager
+    def block(name: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            left.append(name)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(block("inner"))
+    manager: Any = stack if is_stack else block("inner")
+    code = type(manager).__exit__.__code__
+
+    def interrupt(frame: types.FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt if frame.f_code is code else None
+
+    try:
+        with block("outer"), manager:
+            sys.settrace(interrupt)
+    except KeyboardInterrupt as error:
+        assert left == ["outer"]
+        leave_interrupted_blocks(error)
+        assert left == ["outer", "inner"]
+    else:
+        pytest.fail("not interrupted")

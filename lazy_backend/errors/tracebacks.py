@@ -23,6 +23,7 @@ from typing import ParamSpec, TypeVar
 from lazy_backend.errors import LazyBackendError
 from lazy_backend.errors.sites import is_internal, is_ours, user_site
 from lazy_backend.ports.compilers import shortened_error
+from lazy_backend.ports.cpython import leave_interrupted_blocks
 from lazy_backend.settings import config
 
 P = ParamSpec("P")
@@ -48,6 +49,7 @@ def hide_internals(function: Callable[P, R]) -> Callable[P, R]:
 
 def hide_frames(error: BaseException) -> None:
     """Remove internal frames from the traceback of `error` and of its causes. For `except` blocks, before a `raise`."""
+    leave_interrupted_blocks(error)
     if config.debug:
         return
     _forget_what_we_handled(error)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import _thread
 import abc
+import contextlib
 import ctypes
 import dis
 import functools
@@ -113,6 +114,34 @@ def pass_on_interruption(error: Exception) -> None:
     interruption = from_signal_handler(error)
     if interruption is not None:
         raise interruption
+
+
+# Where `contextlib` enters and leaves blocks: in Python, which a signal may interrupt. With what leaves such a block.
+_AROUND_BLOCKS: dict[CodeType, Callable[[Any], object]] = {
+    contextlib.ExitStack.__exit__.__code__: methodcaller("close"),
+    **{
+        method.__code__: lambda manager: manager.gen.close()
+        for name in ("__enter__", "__exit__")
+        if type(method := getattr(type(contextlib.contextmanager(iter)(())), name)) is FunctionType
+    },
+}
+
+
+def leave_interrupted_blocks(error: BaseException) -> None:
+    """Leave the blocks that `error` kept `contextlib` from entering or leaving, the innermost first.
+
+    Those of generators would be left when the traceback is gone. PyTorch's guards in them, as in its fake kernels,
+    would then give the thread the dispatch keys that it had within a kernel, without autograd, for ever.
+    """
+    left: list[tuple[Callable[[Any], object], FrameType]] = []
+    entry = _traceback_of(error)
+    while entry is not None:
+        leave = _AROUND_BLOCKS.get(entry.tb_frame.f_code)
+        if leave is not None:
+            left.append((leave, entry.tb_frame))
+        entry = entry.tb_next
+    for leave, frame in reversed(left):
+        leave(frame.f_locals["self"])
 
 
 def frames_tell_functions() -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from lazy_backend.lowering.artefacts.environment import switches
 from lazy_backend.lowering.devices.registration import backing_devices
-from lazy_backend.ports.cpython import is_a
+from lazy_backend.ports.cpython import is_a, leave_interrupted_blocks
 from lazy_backend.ports.dispatcher import BelowViewTracking
 from lazy_backend.ports.thread_modes import (
     DeviceMode,
@@ -127,7 +127,11 @@ def run_clean(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     # what `torch.inference_mode(False)` and `torch.no_grad()` call
     with InferenceMode(False), ForceDispatchKeys(_INCLUDED, _EXCLUDED):
         set_grad_enabled(False)
-        return _run_without_modes(function, args, kwargs) if has_further_modes() else function(*args, **kwargs)
+        try:
+            return _run_without_modes(function, args, kwargs) if has_further_modes() else function(*args, **kwargs)
+        except BaseException as error:
+            leave_interrupted_blocks(error)
+            raise
 
 
 class Watcher:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from forks import TORCH
-from harness import assert_same, count, run_program, run_python
+from harness import assert_same, count, run_program, run_python, thread_state
 from interruption import Interrupted, Place, interrupt, places_of, raise_interrupted
 from torch import nn
 
@@ -163,11 +163,17 @@ class Transformer(Training):
         return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets)
 
 
+_USUAL = thread_state()
+
+
 def check_clean() -> None:
     """No lock is held, and this thread is as it was."""
-    assert torch.is_grad_enabled()
-    assert not torch.is_inference_mode_enabled()
-    assert not torch._C._len_torch_function_stack()
+    assert thread_state() == _USUAL
+    for device in ("cpu", "lazy"):
+        leaf = torch.ones(2, device=device, requires_grad=True)
+        (leaf * leaf).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [2.0, 2.0]
     gc.enable()
     made: list[Any] = []
     thread = threading.Thread(target=lambda: made.append((torch.ones(2, device="lazy") + 1).tolist()), daemon=True)
@@ -191,8 +197,11 @@ def try_at(training: Training, place: Place, time: int) -> None:
     training.check(before)
 
 
-def try_reading_at(training: Training, place: Place, time: int) -> None:
-    """A handler reads the state and computes in the midst of a step, which is eager's all the same."""
+def try_reading_at(training: Training, place: Place, time: int, again: int = 0) -> None:
+    """A handler reads the state and computes in the midst of a step, which is eager's all the same.
+
+    With `again`, it comes once more, so many places later.
+    """
     with torch.no_grad():
         for parameter, value in zip(training.eager.parameters(), training.state(), strict=True):
             parameter.copy_(value)
@@ -205,10 +214,11 @@ def try_reading_at(training: Training, place: Place, time: int) -> None:
         lazy_backend.mark_step()
 
     losses: list[torch.Tensor] = []
-    reached = interrupt(lambda: losses.append(training.train()), place, time, handle)
+    reached = interrupt(lambda: losses.append(training.train()), place, time, handle, again)
     training.compare(losses[0], training.eager_step(*training.inputs))
     training.compare_state()
-    assert sums == [15.0] * reached
+    assert sums == [15.0] * len(sums)
+    assert reached <= len(sums) <= reached * (1 + bool(again))
     check_clean()
 
 
@@ -454,6 +464,55 @@ def test_an_exception_at_any_line_loses_no_step_that_has_ended() -> None:
             assert ended.tolist() == [expected] * 3, (place, time)
             state["total"] = ended
             settle()
+
+
+# Where `contextlib` enters and leaves blocks, in Python
+_MANAGERS = [contextlib.contextmanager(iter)(()), contextlib.ExitStack()]
+_AROUND_BLOCKS = {getattr(type(one), name).__code__ for one in _MANAGERS for name in ("__enter__", "__exit__")}
+
+
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+def test_an_exception_about_any_block_of_an_unseen_step_leaves_autograd_on(first_sight: str) -> None:
+    """PyTorch's fake kernels have blocks in which this thread is without autograd."""
+    lazy_backend.config.first_sight = first_sight
+    lazy_backend.config.backend = "aot_eager"
+    sizes = iter(range(7, 1_000_000))
+    weight = torch.ones(3, device="lazy", requires_grad=True)
+
+    def step() -> None:
+        (torch.ones(next(sizes), 3, device="lazy") * weight).sum().backward()
+        lazy_backend.mark_step()
+
+    def interrupted_at(number: int) -> bool:
+        left = number
+
+        def count_instructions(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal left
+            if frame.f_code not in _AROUND_BLOCKS:
+                return None
+            frame.f_trace_lines, frame.f_trace_opcodes = False, True
+            left -= event == "opcode"
+            if not left:
+                sys.settrace(None)
+                raise Interrupted
+            return count_instructions
+
+        try:
+            sys.settrace(count_instructions)
+            step()
+            return False
+        except Interrupted:
+            return True
+        finally:
+            sys.settrace(None)
+
+    step()
+    number = 1
+    while interrupted_at(number):
+        settle()
+        check_clean()
+        number += 7
+    assert number > (200 if first_sight == "record" else 20)
 
 
 class Timeout(Exception):
@@ -703,7 +762,8 @@ def test_a_handler_may_read_and_compute_about_a_run_beside(
 
 
 @pytest.mark.timeout(3600)
-def test_a_handler_may_read_and_compute_in_an_unseen_program(stride: int) -> None:
+@pytest.mark.parametrize("again", [0, 1, 5])
+def test_a_handler_may_read_and_compute_in_an_unseen_program(again: int, stride: int) -> None:
     training = trained(Training, captured="")
     training.resize(6)
     places = places_of(training.train, instructions=True)
@@ -712,18 +772,22 @@ def test_a_handler_may_read_and_compute_in_an_unseen_program(stride: int) -> Non
     def attempt(training: Training, place: Place, time: int) -> None:
         training.resize(next(sizes))
         try:
-            try_reading_at(training, place, time)
+            try_reading_at(training, place, time, again)
         except AssertionError as error:  # of PyTorch's fake mode, to the handler: see limits.md
             if "allow_non_fake_inputs" not in str(error):
                 raise
             settle()
 
     attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
-    check_all(lambda: trained(Training, ""), attempts[:: 2 * stride if stride > 1 else 1], attempt)
+    stride = 1 if stride == 1 else (4 if again else 2) * stride
+    check_all(lambda: trained(Training, ""), attempts[again % stride :: stride], attempt)
 
 
-def test_a_call_is_not_lost_by_a_handler_that_reads() -> None:
+@pytest.mark.parametrize("first_sight", ["run", "record"])
+@pytest.mark.parametrize("again", [0, 2])
+def test_a_call_is_not_lost_by_a_handler_that_reads(again: int, first_sight: str) -> None:
     """At every moment of a call that is the first or a later one of its trace, in a known or an unseen program."""
+    lazy_backend.config.first_sight = first_sight
     total = torch.zeros(3, device="lazy")
     sizes = iter(range(2, 1_000_000))
 
@@ -738,12 +802,12 @@ def test_a_call_is_not_lost_by_a_handler_that_reads() -> None:
         places = places_of(functools.partial(program, fresh), instructions=True)
         lazy_backend.mark_step()
         count = total[0].item()
-        for place, number in places.items():
-            for time in times_of(number):
-                interrupt(functools.partial(program, fresh), place, time, total.tolist)
-                lazy_backend.mark_step()
-                count += 1
-                assert total.tolist() == [count] * 3, (place, time)
+        attempts = [(place, time) for place, number in places.items() for time in times_of(number)]
+        for place, time in attempts[:: 6 if again else 1]:
+            interrupt(functools.partial(program, fresh), place, time, total.tolist, again)
+            lazy_backend.mark_step()
+            count += 1
+            assert total.tolist() == [count] * 3, (place, time)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
