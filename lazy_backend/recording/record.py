@@ -380,7 +380,7 @@ def record(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
                             if cursor is context.eager_root:
                                 raise NotRecordable(EAGER)
                             if trace.computed or _runs_unseen(context):
-                                made = _run_unseen(context, trace, changes, full_key, op, args, kwargs)
+                                made = _run_unseen(context, trace, changes, interrupted, full_key, op, args, kwargs)
                                 trace.unfinished = interrupted
                                 return made
                             node = _add_unseen(context, trace, changes, full_key, op, args, kwargs)
@@ -587,6 +587,7 @@ def _run_unseen(
     context: DeviceContext,
     trace: Trace,
     changes: int,
+    interrupted: Any,
     full_key: tuple[Any, ...],
     op: OpOverload,
     args: Sequence[Any],
@@ -623,8 +624,8 @@ def _run_unseen(
         call = describe(context, op, args, kwargs, output, real.source_of, entered)
     except NotRecordable as reason:
         if trace.changes != changes:
-            return _return_unrecorded(context, op, real, output)
-        _end_after(context, trace, full_key, op, str(reason))
+            return _return_unrecorded(context, trace, interrupted, op, real, output)
+        _end_after(context, trace, interrupted, full_key, op, str(reason))
         return real.to_lazy(output)  # after the cut: this changes operands, and with them the live set
     if seed is not None:
         trace.seeds.append(seed)
@@ -632,19 +633,21 @@ def _run_unseen(
     _give_values(call, results, output)
     if trace.changes != changes:
         # it has run but cannot be recorded at `cursor`: what came in between ended the trace, or continued it there
-        return _return_unrecorded(context, op, real, output)
+        return _return_unrecorded(context, trace, interrupted, op, real, output)
     node = _add_node(context, cursor, full_key, call)
     # the commit, as in `record`
     if trace.changes == changes:
         trace.cursor = node
         context.outside.clear()
         return results
-    return _return_unrecorded(context, op, real, output)
+    return _return_unrecorded(context, trace, interrupted, op, real, output)
 
 
-def _return_unrecorded(context: DeviceContext, op: OpOverload, real: RealCall, output: Any) -> Any:
+def _return_unrecorded(
+    context: DeviceContext, trace: Trace, interrupted: Any, op: OpOverload, real: RealCall, output: Any
+) -> Any:
     """The results of a call during which a signal handler or a finalizer recorded something."""
-    _undo(context, context.trace, None)
+    _undo(context, trace, interrupted)
     executor.cut(context, f"{op}: something was recorded while it ran")
     return real.to_lazy(output)
 
@@ -656,10 +659,12 @@ def _fake_decides(op: OpOverload, args: Sequence[Any]) -> bool:
     return any(arg.dtype == torch.bool for arg in flat(list(args)) if isinstance(arg, torch.Tensor))
 
 
-def _end_after(context: DeviceContext, trace: Trace, key: tuple[Any, ...], op: OpOverload, reason: str) -> None:
+def _end_after(
+    context: DeviceContext, trace: Trace, interrupted: Any, key: tuple[Any, ...], op: OpOverload, reason: str
+) -> None:
     """End the trace before a call that has run but turned out not to be recordable, as it will end next time."""
     _add_node(context, trace.cursor, key, Cut(reason))
-    _undo(context, trace, None)
+    _undo(context, trace, interrupted)
     count_fallback(op, reason)
     executor.cut(context, f"{op}: {reason}")
 
