@@ -318,16 +318,18 @@ class LazyGraphExecutor:
         trace.unfinished = None
         return run
 
-    def catch_up(self, context: DeviceContext, changes: int) -> None:
+    def catch_up(self, context: DeviceContext, trace: Trace, changes: int) -> None:
         """Give everything recorded so far its value, without ending the trace. See Note [First sight runs].
 
-        The caller holds the context's lock, no run is under way, and the trace has changed `changes` times; nothing
-        happens if something came in between. If this run fails, or an earlier one did, the trace is dropped.
+        The caller holds the context's lock, no run is under way, and `trace` is the context's and has changed `changes`
+        times; nothing happens if something came in between. If this run fails, or an earlier one did, the trace is
+        dropped.
         """
-        trace, cursor = context.trace, context.trace.cursor
-        if trace.is_empty():
+        cursor = trace.cursor
+        if cursor.depth == 0:
             context.locker.check_reset_exception()
-            if trace.cursor.depth == 0 and trace.changes == changes:  # no call between the check and the store
+            # no call between the check and the store
+            if context.trace is trace and trace.cursor is cursor and trace.changes == changes:
                 trace.computed = True
             return
         run = self._prepare_catch_up(context)

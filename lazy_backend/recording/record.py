@@ -608,7 +608,7 @@ def _run_unseen(
     if not trace.computed:
         if not context.locker.is_idle():
             raise _StepOut(lambda context: context.locker.wait_idle())
-        executor.catch_up(context, changes)
+        executor.catch_up(context, trace, changes)
     _check_uninterrupted(trace, changes)
     real = RealCall(context)
     seed: int | None = None
