@@ -9,8 +9,9 @@ VENV := .venv$(TORCH:%=-%)
 WILD := .venv-wild$(TORCH:%=-%)
 BIN := $(VENV)/bin
 # processes of the test run: a third gains nothing on two cores. A file stays in one process, as its tests share what
-# they set up, and files come in the order of tests/conftest.py. WORKERS= runs all in this one
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# they set up, and files come in the order of tests/conftest.py. A process that a test ends is started again, twice at
+# most. WORKERS= runs all in this one
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 # threads of operators in each of them: with two, the processes wait for each other on two cores, a fifth of the time.
 # `make ground` leaves PyTorch's own number, with which programs run
 THREADS ?= 1
@@ -112,7 +113,8 @@ conformance: $(VENV)/test.installed
 
 # takes long: an exception, a signal handler and a finalizer at every place that a step comes to
 interruptions: $(VENV)/test.installed
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) --runslow tests/cpu/test_interruption.py $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) --runslow -o faulthandler_timeout=0 \
+		tests/cpu/test_interruption.py $(ARGS)
 
 soak: $(VENV)/test.installed
 	$(BIN)/python tools/soak.py $(ARGS)
