@@ -19,6 +19,7 @@ import ctypes
 import dis
 import functools
 import gc
+import importlib
 import inspect
 import re
 import signal
@@ -114,6 +115,26 @@ def pass_on_interruption(error: Exception) -> None:
     interruption = from_signal_handler(error)
     if interruption is not None:
         raise interruption
+
+
+def import_uninterrupted(module: str) -> None:
+    """Import a module that may be missing, on a thread, as signal handlers run on the main one.
+
+    Interrupted, an import of PyTorch's leaves modules half imported, and whatever needs them fails from then on.
+    """
+
+    def find() -> None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+
+    if module not in sys.modules:
+        thread = threading.Thread(target=find, name="lazy_backend imports")
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter shuts down
+            find()
+        else:
+            thread.join()
 
 
 # Where `contextlib` enters and leaves blocks: in Python, which a signal may interrupt. With what leaves such a block.

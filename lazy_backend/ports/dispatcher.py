@@ -5,10 +5,6 @@ In: `torch._ops`, `torch._C`. Out: the same under public names. A name that is m
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
-import threading
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -19,6 +15,7 @@ from torch._C import DispatchKeySet as DispatchKeySet
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
+from lazy_backend.ports.cpython import import_uninterrupted
 from lazy_backend.ports.port import optional
 
 # Of an operator such as `aten.add.Tensor`.
@@ -49,23 +46,8 @@ _registered: Any = optional("torch.library._impls")  # where `Library.impl` note
 
 
 def import_what_dispatch_imports() -> None:
-    """Import what PyTorch imports when it first asks Python for a call, on a thread that no signal interrupts.
-
-    It takes up to 0.8 s. Interrupted, it leaves modules that are half imported, and each later call fails.
-    """
-
-    def find() -> None:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("torch.distributed.tensor")
-
-    if "torch.distributed.tensor" not in sys.modules:
-        thread = threading.Thread(target=find, name="lazy_backend imports")
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter shuts down
-            find()
-        else:
-            thread.join()
+    """Import what PyTorch imports when it first asks Python for a call. It takes up to 0.8 s."""
+    import_uninterrupted("torch.distributed.tensor")
 
 
 def runs_python(op: OpOverload, device_type: str) -> bool:

@@ -18,7 +18,7 @@ import torch.optim.lr_scheduler
 import torch.overrides
 from torch.nn.modules import module as _modules
 
-from lazy_backend.ports.cpython import attributes_of, is_a
+from lazy_backend.ports.cpython import attributes_of, import_uninterrupted, is_a
 
 # torch.optim deletes the attribute `optimizer` that the import of its module sets
 _optimizers: Any = sys.modules["torch.optim.optimizer"]
@@ -119,6 +119,7 @@ HOOKS_OF_ALL = (*HOOKS_OF_ALL_MODULES, HOOKS_BEFORE_ALL_STEPS, HOOKS_AFTER_ALL_S
 
 def has_known_attributes_of_optimizers() -> bool:
     """Whether a new optimizer has the attributes that are named here, and hooks can be had of all."""
+    import_uninterrupted("torch._dynamo")  # as the first optimizer does
     optimizer = torch.optim.SGD([torch.zeros(())], lr=0.0)
     step_hooks_of(optimizer)
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")

@@ -710,6 +710,29 @@ def test_ctrl_c_while_the_first_tensor_is_made(delay: float, tmp_path: Path) -> 
     assert run_python(textwrap.dedent(code), tmp_path) == "3.0\n"
 
 
+def test_ctrl_c_in_the_first_captured_call_leaves_pytorch_imported_whole(tmp_path: Path) -> None:
+    code = """
+    import os, signal, sys, torch, lazy_backend
+    from lazy_backend.ports.table import REPLAYS
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "torch._dynamo.config":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    x = torch.ones(3, device="lazy")
+    x.tolist()
+    sys.meta_path.insert(0, Finder)
+    try:
+        lazy_backend.capture(lambda x: x * 2)(x)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist(), REPLAYS.obstacle())
+    """
+    assert run_python(textwrap.dedent(code), tmp_path) == "interrupted\n[2.0, 2.0] None\n"
+
+
 def test_the_error_of_a_run_that_was_interrupted_says_so() -> None:
     lazy_backend.config.run_in_background = "never"
     lazy_backend.config.compile = "off"
