@@ -264,8 +264,8 @@ class FloatRecorder(FloatSeer):
     def _try(self, note: Callable[..., None], call: _SeenCall, *further: Any) -> bool:
         """Whether a call could be noted. Tensors of rare kinds, as in transforms, have no storage or no version."""
         try:
-            with WithoutSubclasses():
-                unwatched(getprofile(), note, call, *further)
+            # the guard within: where what watches this thread is interrupted, the next function of C is not called
+            unwatched(getprofile(), _without_subclasses, note, call, *further)
         except (RuntimeError, TypeError) as error:
             why, _, _ = str(error).partition(". ")  # PyTorch tells of all kernels that it has
             self.refuse(f"{call.name} takes a tensor on the CPU that cannot be followed: {why}")
@@ -471,6 +471,11 @@ def _choices(numbers: Sequence[int], values: Sequence[Any]) -> dict[Hashable, li
     for number in numbers:
         found.setdefault(bits(-values[number]), []).append((number, True))
     return found
+
+
+def _without_subclasses(note: Callable[..., None], *args: Any) -> None:
+    with WithoutSubclasses():
+        note(*args)
 
 
 def _property_of(func: Any) -> str:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lazy_backend.floats.formulas import of_kept, of_traced
 from lazy_backend.ports import hooks
-from lazy_backend.ports.cpython import frame_at
+from lazy_backend.ports.cpython import frame_at, leave_interrupted_blocks
 from lazy_backend.ports.thread_modes import function_depth, function_mode_at, pop_function_mode, push_function_mode
 
 P = ParamSpec("P")
@@ -43,6 +43,9 @@ class FloatSeer(TorchFunctionMode):
             try:
                 push_function_mode(self)
                 return function(*args, **kwargs)
+            except BaseException as error:
+                leave_interrupted_blocks(error)  # in which PyTorch takes this mode off, and puts it back when they end
+                raise
             finally:
                 self._leave()
         finally:

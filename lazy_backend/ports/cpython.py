@@ -154,15 +154,20 @@ def leave_interrupted_blocks(error: BaseException) -> None:
     Those of generators would be left when the traceback is gone. PyTorch's guards in them, as in its fake kernels,
     would then give the thread the dispatch keys that it had within a kernel, without autograd, for ever.
     """
-    left: list[tuple[Callable[[Any], object], FrameType]] = []
+    frames: list[FrameType] = []
     entry = _traceback_of(error)
     while entry is not None:
-        leave = _AROUND_BLOCKS.get(entry.tb_frame.f_code)
-        if leave is not None:
-            left.append((leave, entry.tb_frame))
+        # a function that a profiler was told of, and was interrupted at that, has no entry
+        caller = entry.tb_frame.f_back
+        if frames and caller is not None and caller is not frames[-1]:
+            frames.append(caller)
+        frames.append(entry.tb_frame)
         entry = entry.tb_next
-    for leave, frame in reversed(left):
-        leave(frame.f_locals["self"])
+    for frame in reversed(frames):
+        leave = _AROUND_BLOCKS.get(frame.f_code)
+        if leave is not None:
+            with contextlib.suppress(Exception):  # Python, too, drops what such a block raises
+                leave(frame.f_locals["self"])
 
 
 def frames_tell_functions() -> bool:

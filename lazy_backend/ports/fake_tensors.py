@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lazy_backend.ports.cpython import leave_interrupted_blocks
 from lazy_backend.ports.dispatcher import has_kernel
 from lazy_backend.ports.port import optional
 
@@ -32,6 +33,23 @@ _log = logging.getLogger("torch._subclasses.fake_tensor")
 # `unset_mode(FAKE_KEY)` takes the thread out of a fake mode, if it is in one. A function of C.
 unset_mode: Callable[[Any], Any] = optional("torch._C._unset_dispatch_mode")
 FAKE_KEY: Any = optional("torch._C._TorchDispatchModeKey.FAKE")
+
+
+class InterruptibleFakeMode(FakeTensorMode or object):  # type: ignore[misc]
+    """A fake mode whose calls leave no mode set where a signal handler raises in them.
+
+    PyTorch takes the mode off for a call, and its code may put it on again within. If that is left on, the guard that
+    puts the mode back after the call finds one there, and ends the process.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except BaseException as error:
+            leave_interrupted_blocks(error)
+            unset_mode(FAKE_KEY)
+            raise
+
 
 # Whether an operator has a fake kernel of any kind.
 has_fake_kernel: Callable[[Any], bool] = optional("torch._library.utils.has_fake_kernel", lambda op: False)

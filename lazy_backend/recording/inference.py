@@ -20,8 +20,8 @@ from lazy_backend.ports.dispatcher import OpOverload
 from lazy_backend.ports.fake_tensors import (
     FAKE_KEY,
     DependsOnValues,
-    FakeTensorMode,
     HasNoFake,
+    InterruptibleFakeMode,
     cache_results,
     quiet_fake_tensors,
     unset_mode,
@@ -213,7 +213,7 @@ def _check_bounds(window: TensorMeta, storage: LazyStorage) -> None:
 def _fake_mode(context: DeviceContext) -> Any:
     # one per context, whose lock is held: two threads must not enter the same mode
     if context.fake_mode is None:
-        context.fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
+        context.fake_mode = InterruptibleFakeMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
     return context.fake_mode
 
 

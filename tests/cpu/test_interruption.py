@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import itertools
 import os
 import signal
@@ -25,10 +26,14 @@ from forks import TORCH
 from harness import assert_same, count, run_program, run_python, thread_state
 from interruption import Interrupted, Place, interrupt, places_of, raise_interrupted
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazy_backend
 from lazy_backend.errors import LazyBackendError
+from lazy_backend.ports.fake_tensors import FakeTensorMode
+from lazy_backend.ports.thread_modes import function_depth
 from lazy_backend.recording import record
+from lazy_backend.replay import unseen_reads
 from lazy_backend.tensors.tensor import LazyTensor
 
 # a file that is opened in the very moment of an interruption is closed by Python, with a warning
@@ -466,9 +471,11 @@ def test_an_exception_at_any_line_loses_no_step_that_has_ended() -> None:
             settle()
 
 
-# Where `contextlib` enters and leaves blocks, in Python
-_MANAGERS = [contextlib.contextmanager(iter)(()), contextlib.ExitStack()]
-_AROUND_BLOCKS = {getattr(type(one), name).__code__ for one in _MANAGERS for name in ("__enter__", "__exit__")}
+# Where blocks are entered and left, in Python
+_MANAGERS = [type(contextlib.contextmanager(iter)(())), contextlib.ExitStack, FakeTensorMode, TorchDispatchMode]
+_AROUND_BLOCKS = {
+    inspect.unwrap(getattr(one, name)).__code__ for one in _MANAGERS for name in ("__enter__", "__exit__")
+}
 
 
 @pytest.mark.parametrize("first_sight", ["run", "record"])
@@ -480,7 +487,7 @@ def test_an_exception_about_any_block_of_an_unseen_step_leaves_autograd_on(first
     weight = torch.ones(3, device="lazy", requires_grad=True)
 
     def step() -> None:
-        (torch.ones(next(sizes), 3, device="lazy") * weight).sum().backward()
+        nn.functional.gelu(torch.ones(next(sizes), 3, device="lazy") * weight).softmax(0).sum().backward()
         lazy_backend.mark_step()
 
     def interrupted_at(number: int) -> bool:
@@ -511,8 +518,32 @@ def test_an_exception_about_any_block_of_an_unseen_step_leaves_autograd_on(first
     while interrupted_at(number):
         settle()
         check_clean()
-        number += 7
+        number += 23 if first_sight == "record" else 7
     assert number > (200 if first_sight == "record" else 20)
+
+
+def test_an_exception_in_what_watches_a_captured_call_leaves_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called for each call of the body, so a signal often comes in there."""
+    norm, given = nn.LayerNorm(4).to("lazy"), torch.ones(3, 4, device="lazy")
+    watch, left = unseen_reads._Watch.__call__, 0
+
+    def interrupted(watcher: Any, frame: Any, event: str, function: Any) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise Interrupted
+        watch(watcher, frame, event, function)
+
+    monkeypatch.setattr(unseen_reads._Watch, "__call__", interrupted)
+    for number in itertools.count(1):
+        left = number
+        with contextlib.suppress(Interrupted):
+            lazy_backend.capture(lambda x: norm(x))(given)
+        if left > 0:
+            break
+        settle()
+        assert function_depth() == 0, number
+    assert number > 100
 
 
 class Timeout(Exception):
