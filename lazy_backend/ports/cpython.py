@@ -123,18 +123,33 @@ def import_uninterrupted(module: str) -> None:
     Interrupted, an import of PyTorch's leaves modules half imported, and whatever needs them fails from then on.
     """
 
+    is_over, over = False, _thread.allocate_lock()
+
     def find() -> None:
-        with contextlib.suppress(ImportError):
+        nonlocal is_over
+        try:
             importlib.import_module(module)
+        except ImportError:
+            pass
+        finally:
+            is_over = True
+            over.release()
+
+    def wait() -> None:  # not by `Thread.join`, which takes a thread for ended once it was interrupted
+        while not is_over:
+            over.acquire(timeout=0.5)
 
     if module not in sys.modules:
-        thread = threading.Thread(target=find, name="lazy_backend imports")
+        over.acquire()
         try:
-            thread.start()
+            threading.Thread(target=find, name="lazy_backend imports").start()
         except RuntimeError:  # the interpreter shuts down
             find()
-        else:
-            thread.join()
+        try:
+            wait()
+        except BaseException:
+            wait()  # two threads that import at once would see parts of each other's modules
+            raise
 
 
 # Where `contextlib` enters and leaves blocks: in Python, which a signal may interrupt. With what leaves such a block.
