@@ -306,9 +306,8 @@ class LazyGraphExecutor:
         outputs = held_outputs(bound, storages)
         place = place_of_run(context, bound, plan, is_awaited=False)
         run = Async(collection, parameters, outputs, constants, seeds, bound, plan, record, *place, deliveries)
-        cursor = trace.cursor
         if isinstance(trace.unfinished, list):  # the call that this one interrupted finds another trace
-            is_computed = trace.computed is not False
+            cursor, is_computed = trace.cursor, trace.computed is not False
             if cursor.depth > 0 or not context.replace_trace(trace, cursor, context.fresh_trace(), is_computed):
                 return None
             trace = context.trace
